@@ -29,11 +29,16 @@ TERABYTES_PER_SECOND, TERAFLOPS = 4.2, 650
 
 @dataclass(frozen=True)
 class Case:
-    """Requests whose last rows attend: the length of each, and its number of rows."""
+    """Requests whose last rows attend: the length of each, and its number of rows.
+
+    Attributes:
+        padding: runs without rows behind them, as in padded steps.
+    """
 
     name: str
     lengths: Sequence[int]
     widths: Sequence[int]
+    padding: int = 0
 
 
 def cases() -> list[Case]:
@@ -50,6 +55,9 @@ def cases() -> list[Case]:
         Case("1 at 16384 among 63 at 640", [16384] + [640] * 63, [1] * 64),
         Case("64 at 100 to 4000", uneven, [1] * 64),
         Case("prompts of 300 to 4000", [300, 700, 2000, 900, 4000], [300, 700, 100, 900, 348]),
+        Case("7 x 512 at 512 in 16 runs", [512] * 7, [512] * 7, 9),
+        Case("1 x 2048 at 16384 in 8 runs", [16384], [2048], 7),
+        Case("1 x 4096 at 16384 in 8 runs", [16384], [4096], 7),
     ]
 
 
@@ -71,9 +79,10 @@ class Scene:
         where = [(slot, at) for slot, (n, w) in enumerate(ends) for at in range(n - w, n)]
         slots, positions = torch.tensor(where, device="cuda").T.contiguous()
         self.flops = 4 * shape.q_size * int((positions + 1).sum())
-        starts = torch.tensor([0, *case.widths], device="cuda").cumsum(0)
-        count, most = len(case.widths), max(case.widths)
-        runs = RowRuns(count, most, None if len({*case.widths}) == 1 else starts, count, most)
+        widths = [*case.widths, *[0] * case.padding]
+        starts = torch.tensor([0, *widths], device="cuda").cumsum(0)
+        count, most = len(widths), max(widths)
+        runs = RowRuns(count, most, None if len({*widths}) == 1 else starts, count, most)
         self.rows = AttentionRows(positions, slots, slots, table, runs)
         size = (len(where), shape.num_heads, shape.head_dim)
         self.q = torch.randn(size, dtype=torch.bfloat16, device="cuda")

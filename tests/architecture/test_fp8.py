@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through the one load of all heads, to the reader of weights.
 MAKERS = {
     "drafters/eagle.py",
+    "models/experts.py",
     "models/heads/base.py",
     "models/qwen3_5.py",
     "models/load/weights.py",
@@ -52,8 +55,9 @@ def test_draft_heads_alone_are_quantized():
     assert {path for path in found if not path.startswith("ops/")} == MAKERS
 
 
-def test_a_mixture_of_experts_only_turns_it_off():
-    source = (PACKAGE / "models" / "qwen3_5.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("module", ["experts", "qwen3_5"])
+def test_a_mixture_of_experts_only_turns_it_off(module):
+    source = (PACKAGE / "models" / f"{module}.py").read_text(encoding="utf-8")
     values = [
         node.value.value
         for node in ast.walk(ast.parse(source))

@@ -7,6 +7,7 @@ import torch
 from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.harness import request
 from helpers.hybrids import FULL, LINEAR, hybrid_tensors
+from helpers.nextn_files import nextn_tensors
 
 SIZES = {
     "vocab_size": 1500,
@@ -75,6 +76,40 @@ def write_hybrid_target(folder, config: dict, seed: int = 0):
     for name, tensor in tensors.items():
         tensors[name] = tensor - 3 if name.endswith("A_log") else tensor.bfloat16()
     return write_checkpoint(folder, config, tensors)
+
+
+def write_nextn_target(folder, num_heads: int, seed: int = 0):
+    """GLM-4.7-Flash's latents and rotated keys over small sizes, with a random NextN module."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
+
+    torch.manual_seed(seed)
+    config = Glm4MoeLiteConfig(
+        vocab_size=1500,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        q_lora_rank=128,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        num_nextn_predict_layers=1,
+        initializer_range=0.08,
+        eos_token_id=None,
+    )
+    Glm4MoeLiteForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    module = nextn_tensors(config, tensors, seed)
+    save_file(tensors | {name: one.bfloat16() for name, one in module.items()}, path)
+    return folder
 
 
 def speculation(files) -> dict[str, dict | None]:

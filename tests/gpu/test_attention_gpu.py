@@ -104,7 +104,7 @@ def tile_of(shape):
         AttentionShape(8, 2, 80),
         AttentionShape(6, 6, 96),
         AttentionShape(28, 4, 128),
-        AttentionShape(8, 1, 256),
+        AttentionShape(8, 1, 256, score_factor=0.1),
     ],
 )
 def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_window):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sametoken.ops.model.activation_triton import silu_mul
-from sametoken.ops.model.gemm.selfcheck import check_gemm
+from sametoken.ops.model.gemm.selfcheck import ProvenTable
 from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
@@ -140,16 +140,16 @@ def test_fused_epilogues_equal_the_unfused_path():
 def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
     matrix = normal(features, depth, seed=1)
     shape = GemmShape(features, depth, epilogue)
-    table = TuningTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())})
+    table = ProvenTable(TuningTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())}))
     counts = [*range(1, 65), 100, 128, 200, 256, 384, 512, 1000, 2048]
-    checked, report = check_gemm(matrix, epilogue, table, counts)
+    (report,) = table.prove([matrix], tuple(counts))
     assert report.num_row_counts == len(counts)
-    refused = {refusal.bucket for refusal in report.refused}
+    refused = {count for refusal in report.refused for count in refusal.row_counts}
     x, bias = normal(2048, depth), bias_of(epilogue, features)
     expected = by_canonical(x, matrix, epilogue, bias)
     for rows in counts:
-        config = checked.choose(shape, rows)
-        assert isinstance(config, CublasConfig) or refused
+        config = table.choose(shape, rows)
+        assert isinstance(config, CublasConfig) == (rows not in refused)
         out = product(config, x[:rows], matrix, epilogue, bias)
         assert torch.equal(out, expected[:rows]), (config, rows)
 

@@ -29,7 +29,7 @@ KINDS = [
     (AttentionShape(9, 3, 64), 1000, 32, torch.float16),
     (AttentionShape(8, 2, 80), None, 64, torch.bfloat16),
     (AttentionShape(6, 6, 96), None, 64, torch.bfloat16),
-    (AttentionShape(28, 4, 128), None, 64, torch.bfloat16),
+    (AttentionShape(28, 4, 128, score_factor=0.12), None, 64, torch.bfloat16),
     (AttentionShape(8, 1, 192), None, 64, torch.bfloat16),
 ]  # fmt: skip
 LENGTHS = (5400, 700, 130)

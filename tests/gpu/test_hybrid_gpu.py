@@ -17,7 +17,7 @@ from helpers.hybrids import FULL, LINEAR, hybrid_config
 from helpers.recurrent import Slots
 from helpers.rows import runs_of
 from sametoken.config import EngineConfig
-from sametoken.drafters import build as drafters
+from sametoken.drafters import draft_model
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
@@ -331,7 +331,7 @@ def generate(files, method: str, items, **options) -> Recording:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         if method == "adversary":
-            patched.setattr(drafters, "DraftModelDrafter", Adversary)
+            patched.setattr(draft_model, "DraftModelDrafter", Adversary)
         core = build_engine(
             EngineConfig.from_options(
                 model=str(files["target"]),

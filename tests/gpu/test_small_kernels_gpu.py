@@ -39,7 +39,7 @@ from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model import activation as activation_reference
 from sametoken.ops.model import norm_rope as norm_reference
 from sametoken.ops.model import norm_rope_triton as norm_rope
-from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.activation_triton import gelu_mul, silu_mul, soft_cap
 from sametoken.ops.model.embedding_triton import (
     embed_beside,
     embedding,
@@ -95,13 +95,24 @@ def test_norms(width):
 
 
 @pytest.mark.parametrize("width", [97, 1536, 12288])
-def test_silu_mul(width):
+@pytest.mark.parametrize("run", [silu_mul, gelu_mul], ids=lambda run: run.__name__)
+def test_gated_activations(width, run):
     gate_up = noise(ROWS, 2 * width)
-    whole = silu_mul(gate_up)
-    close(whole, activation_reference.silu_mul(gate_up))
+    whole = run(gate_up)
+    close(whole.cpu(), getattr(activation_reference, run.__name__)(gate_up.cpu()))
     for first, count in COMPANIES:
         some = slice(first, first + count)
-        assert torch.equal(silu_mul(gate_up[some].clone()), whole[some])
+        assert torch.equal(run(gate_up[some].clone()), whole[some])
+
+
+def test_soft_cap():
+    logits = 60 * noise(ROWS, 9999, dtype=torch.float32)
+    whole = soft_cap(logits, 30.0)
+    expected = activation_reference.soft_cap(logits.cpu(), 30.0)
+    torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=2e-5)
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        assert torch.equal(soft_cap(logits[some].clone(), 30.0), whole[some])
 
 
 @pytest.mark.parametrize("width", [99, 576, 4096])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB = 23
 HIDDEN = 16
@@ -174,4 +174,22 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     save_file(
         {name: t.contiguous() for name, t in tensors.items()}, directory / "model.safetensors"
     )
+    return directory
+
+
+def as_pickle(directory: Path, num_shards: int = 1) -> Path:
+    """Replace a checkpoint's model.safetensors by pytorch_model.bin, or by shards and an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    if num_shards == 1:
+        torch.save(tensors, directory / "pytorch_model.bin")
+        return directory
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"pytorch_model-{shard + 1:05d}-of-{num_shards:05d}.bin"
+        names = list(tensors)[shard::num_shards]
+        torch.save({name: tensors[name] for name in names}, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    (directory / "pytorch_model.bin.index.json").write_text(index)
     return directory

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from helpers.recurrent import poison
 from sametoken.models.base import HiddenStates
-from sametoken.ops.backend import AttentionRows
+from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.step.reference import rows_at
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
@@ -69,6 +71,15 @@ class Bench:
             produced.append(int(self.model.compute_logits(hidden).argmax()))
             token_ids.append(produced[-1])
         return produced
+
+
+class OneRun(Bench):
+    """All rows of a pass are one slot's, as kernels of a GPU want to know."""
+
+    def rows_at(self, slots, positions):
+        count = len(slots)
+        runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
+        return replace(super().rows_at(slots, positions), runs=runs)
 
 
 @torch.inference_mode()

@@ -34,9 +34,8 @@ def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_te
     writer.add_array("tokenizer.ggml.tokens", [str(i) for i in range(config.vocab_size)])
     for key, add, value in metadata:
         getattr(writer, add)(key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    if arch == "qwen3":
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    known = gguf.MODEL_ARCH[arch.upper() if arch.startswith("qwen") else "LLAMA"]
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 
 from helpers.checkpoints import VOCAB, write_checkpoint
+from helpers.families import VOCAB as LATENT_VOCAB
 from helpers.harness import CPU, Shape, allocate, build, request, run
 from helpers.hybrids import twin_config, twin_tensors
+from helpers.latents import write_twin
 from helpers.spoilt import Spoilt, make_stream
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.loader import load_model
 from sametoken.ops.backend import Kernels
 from sametoken.ops.reference import ReferenceKernels
@@ -51,6 +54,7 @@ class Twin:
         quantized: bool = False,
         token_ids: list[int] | None = None,
     ) -> None:
+        self.vocab = VOCAB
         config = twin_config()
         write_checkpoint(directory, config, twin_tensors(config, seed))
         kernels = kernels or ReferenceKernels()
@@ -76,7 +80,18 @@ class Twin:
         return EagleDrafter(self.head, kv, shape.num_drafts, coupling)
 
     def _spoilt(self, parts) -> Spoilt:
-        return Spoilt(self._drafter(parts), parts.shape.num_drafts, VOCAB)
+        return Spoilt(self._drafter(parts), parts.shape.num_drafts, self.vocab)
+
+
+class NextNTwin(Twin):
+    """A target with latent attention and its NextN module; tokens 0 and 1 begin every prompt."""
+
+    def __init__(self, directory) -> None:
+        options = {"dtype": torch.float32, "device": CPU, "max_positions": 96}
+        options |= {"kernels": ReferenceKernels()}
+        self.target = load_model(write_twin(directory), **options)
+        self.head = NextNCheckpoint(directory).load(self.target, **options)
+        self.vocab = LATENT_VOCAB
 
 
 def twin_requests(max_tokens: int = MAX_TOKENS):
@@ -84,4 +99,19 @@ def twin_requests(max_tokens: int = MAX_TOKENS):
     return [
         request(f"r{i}", prompt, max_tokens, temperature=0.9 * (i % 2), seed=i)
         for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def nextn_requests():
+    """As ``twin_requests``, for a ``NextNTwin``."""
+    items = twin_requests()
+    return [
+        request(
+            item.request_id,
+            (0, 1, *(2 + token for token in item.prompt_token_ids[1:])),
+            MAX_TOKENS,
+            temperature=item.params.temperature,
+            seed=item.params.seed,
+        )
+        for item in items
     ]

@@ -23,7 +23,10 @@ from sametoken.extraction.writer import (
     StateWriter,
     _Sequence,
 )
+from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.models.heads.nextn import NextNHead
+from sametoken.ops.model import moe
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
 from sametoken.ops.step import (
@@ -79,7 +82,16 @@ COPY_IN_FLIGHT = (
 STALE_METADATA = "tests/regression/test_vllm_38311.py::test_every_draft_position_is_accepted[1]"
 TRIMMED_LENGTHS = (
     "tests/regression/test_tokenspeed_318.py"
-    "::test_rejected_drafts_leave_nothing_in_the_module_s_rows[4]"
+    "::test_rejected_drafts_leave_nothing_in_the_module_s_rows[qwen3_5-4]"
+)
+NEXTN_LENGTHS = TRIMMED_LENGTHS.replace("qwen3_5", "deepseek")
+NEXTN = (
+    "tests/unit/models/heads/test_nextn.py"
+    "::test_logits_and_states_are_those_of_the_definition[reference]"
+)
+LATENT_BITS = (
+    "tests/e2e/test_parity_latent.py"
+    "::test_a_row_has_the_same_bits_in_every_chunk[deepseek_v3-dtype0]"
 )
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
@@ -232,6 +244,7 @@ def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> 
 @mutant(
     "lengths-of-an-mtp-module-not-trimmed", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance", STATIC
 )
+@mutant("lengths-of-nextn-not-trimmed", "tokenspeed#318", NEXTN_LENGTHS, "acceptance", STATIC)
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(*, x, end, **others):
         end = torch.where(x.samples, optimistic_end(x), end)
@@ -788,3 +801,62 @@ def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
         return replace(verdict, next_token=(verdict.next_token + 1) % 7)
 
     patch.setattr(Step, "_verify", mutant)
+
+
+# Latent attention
+
+
+@mutant("prompts-expanded-beside-absorbed-decode", "sglang#12000", LATENT_BITS, "tokens")
+def prompts_expand_their_keys(patch: pytest.MonkeyPatch) -> None:
+    """Several rows at once meet keys and values of every head, a row alone meets latents."""
+    absorbed = LatentAttention.__call__
+
+    def mutant(self, x, rows, memory, kept=None):
+        whole = absorbed(self, x, rows, memory, kept)
+        if len(x) == 1:
+            return whole
+        shape, fused = self.shape, self.projection(x)
+        q, latent = fused.split((fused.shape[1] - shape.width, shape.width), dim=-1)
+        q = self.queries(q).unflatten(-1, (shape.num_heads, -1)).contiguous()
+        turned = q[..., -shape.rope_dim :]
+        self.kernels.latent_rope_and_cache(
+            turned.clone(), latent, self.rotary, rows, memory, turned
+        )
+        values = [self._expanded(q[i], rows, memory, i) for i in range(len(x))]
+        return self.output(torch.stack(values).flatten(1))
+
+    def expanded(self, q, rows, memory, i):
+        blocks = memory.vectors[rows.block_table[rows.slots[i]]]
+        seen = blocks.flatten(0, 1)[: int(rows.positions[i]) + 1]
+        latents, turned = seen[:, : self.shape.rank], seen[:, self.shape.rank :]
+        keys = torch.einsum("jr,hrn->jhn", latents, self.absorb.matrices)
+        keys = torch.cat((keys, turned[:, None].expand(-1, self.shape.num_heads, -1)), -1)
+        weights = (torch.einsum("hn,jhn->hj", q, keys) * self.shape.scale).softmax(-1)
+        values = torch.einsum("jr,hvr->jhv", latents, self.expand.matrices)
+        return torch.einsum("hj,jhv->hv", weights, values)
+
+    patch.setattr(LatentAttention, "_expanded", expanded, raising=False)
+    patch.setattr(LatentAttention, "__call__", mutant)
+
+
+@mutant("nextn-embedding-at-position-0-not-zeroed", "docs/decisions/0031", NEXTN, "position")
+def the_first_embedding_is_kept(patch: pytest.MonkeyPatch) -> None:
+    inputs = NextNHead._inputs
+
+    def mutant(self, token_ids, hidden, rows):
+        return inputs(self, token_ids, hidden, replace(rows, positions=rows.positions + 1))
+
+    patch.setattr(NextNHead, "_inputs", mutant)
+
+
+@mutant("experts-weighed-by-corrected-scores", "docs/decisions/0031", NEXTN, "position")
+def the_bias_weighs_too(patch: pytest.MonkeyPatch) -> None:
+    """Weights are renormalised with the bias that should only choose."""
+    gate = moe.moe_gate
+
+    def mutant(logits, routing, bias=None):
+        chosen, _ = gate(logits, routing, bias)
+        weights = (logits.sigmoid() + (0 if bias is None else bias)).gather(1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True) * routing.scale
+
+    patch.setattr(moe, "moe_gate", mutant)

@@ -40,7 +40,7 @@ from sametoken.models import decoder
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.files import INDEX, SINGLE
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
@@ -98,7 +98,7 @@ def refuse_generation(directory):
 
 
 def refuse_index(directory):
-    SafetensorsSource(directory)
+    open_weights(directory)
 
 
 def refuse_tokenizer(directory):
@@ -261,7 +261,7 @@ def test_absurd_sizes_are_refused_before_anything_is_counted(llama, changes):
 
 
 def sharded(directory: Path, name: object) -> Path:
-    weight_map = dict.fromkeys(SafetensorsSource(directory).names(), name)
+    weight_map = dict.fromkeys(open_weights(directory).names(), name)
     (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return directory
 

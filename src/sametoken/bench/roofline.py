@@ -20,6 +20,7 @@ from sametoken.layers.feed_forward import SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.eagle3 import Eagle3Head
 from sametoken.models.heads.mtp import MTPHead
+from sametoken.models.heads.nextn import NextNHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
@@ -194,9 +195,11 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
     )
     fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
     experts = unread = 0
-    if isinstance(head, MTPHead) and isinstance(mixture := head.layer.mlp, SparseMoE):
-        experts, num_experts = _elements(mixture), mixture.router.weight.out_features
-        unread = _elements(mixture.experts) * (num_experts - mixture.routing.top_k) // num_experts
+    mixture = head.layer.mlp if isinstance(head, MTPHead | NextNHead) else None
+    if isinstance(mixture, SparseMoE):
+        routed = mixture.routed
+        experts, num_experts = _elements(mixture), routed.router.weight.out_features
+        unread = _elements(routed.experts) * (num_experts - routed.routing.top_k) // num_experts
     layers = _elements(head) - fusion - experts
     return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 

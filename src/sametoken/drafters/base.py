@@ -118,7 +118,7 @@ class Placement:
     Attributes:
         backend, dtype, device: as the target's.
         max_model_len: the longest request, in tokens.
-        max_positions: rows of rotary tables: ``max_model_len`` plus drafts.
+        max_positions: rows of rotary tables: ``max_model_len`` plus ``DRAFT_POSITIONS``.
         load_format: format of the drafter's checkpoint.
         target_path: the target's checkpoint, which may contain the drafter.
     """

@@ -32,11 +32,12 @@ from sametoken.models.heads.base import EagleHead
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import TABLE
 
-Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
+Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint | NextNCheckpoint
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 

@@ -39,6 +39,7 @@ from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
+from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -47,7 +48,13 @@ from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
 from sametoken.ops.backend import AttentionShape
-from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot, common_window
+from sametoken.ops.cache_types import (
+    LayerCache,
+    PagedKV,
+    bytes_per_block,
+    bytes_per_slot,
+    common_window,
+)
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
@@ -286,6 +293,8 @@ def _load(
     requested: _Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
     begun = time.monotonic()
+    if requested.architecture.also_sees:
+        announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
     target, drafter, backend = _load_models(requested, ranks)
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
@@ -316,7 +325,7 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        attention_kernels=_attention_kernels(backend, requested, config),
+        attention_kernels=_attention_kernels(backend, requested, config, target.caches),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
@@ -332,10 +341,14 @@ def _load(
     return _Loaded(target, drafter, backend, memory, swap, resolved, extraction)
 
 
-def _attention_kernels(backend: Backend, requested: _Requested, config: EngineConfig) -> str:
+def _attention_kernels(
+    backend: Backend, requested: _Requested, config: EngineConfig, caches: tuple[LayerCache, ...]
+) -> str:
     model, (dtype, _) = requested.architecture, requested.dtype
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
     name, device = backend.model.name, requested.device
+    if not any(isinstance(cache, PagedKV) for cache in caches):
+        return name
     return attention_kernels(name, shape, dtype, config.block_size, device)
 
 
@@ -354,9 +367,7 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
-    max_positions = (
-        reachable_positions(config, own, device, max_len) + config.num_speculative_tokens + 1
-    )
+    max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
     target = load_model(
         path,

@@ -52,8 +52,11 @@ def gpu_launcher(
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs))
-    refused = sum(len(report.refused) for report in reports)
-    announce(f"batch invariance proven for {len(reports)} weight shapes; {refused} kernels refused")
+    refused = sum(len(one.row_counts) for report in reports for one in report.refused)
+    announce(
+        f"batch invariance proven for {len(reports)} weight shapes; kernels refused at {refused} "
+        "row counts"
+    )
     largest = max(shapes, key=lambda shape: shape.num_requests)
     # A ring buffer: each step in flight has its own layout.
     layouts = LayoutRing.allocate(

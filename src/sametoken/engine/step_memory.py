@@ -10,7 +10,7 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.base import ModelConfig
-from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
+from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
 _FP32 = 4
@@ -93,5 +93,8 @@ def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:
         rule = cache.rule
         raw = rule.conv_channels + sum(rule.gate_sizes)
         return (raw + 3 * rule.out_features) * width + raw * _FP32
-    kv = cache.num_kv_heads * (cache.k_dim + cache.v_dim) if isinstance(cache, PagedKV) else 0
+    if isinstance(cache, LatentKV):
+        # Queries before and after their absorption, and values likewise; none is wider.
+        return 4 * model.num_heads * cache.width * width
+    kv = cache.num_kv_heads * (cache.k_dim + cache.v_dim)
     return (4 * model.num_heads * model.head_dim + kv) * width

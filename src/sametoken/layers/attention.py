@@ -58,6 +58,30 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionScaledAttention:
+    """``Attention`` with queries that are multiplied by a factor of their position, after RoPE.
+
+    Attributes:
+        factors: [max_positions] fp32.
+    """
+
+    attention: Attention
+    factors: Tensor
+
+    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV) -> Tensor:
+        """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it."""
+        own = self.attention
+        q = own.kernels.rope_and_cache(own.qkv(x), own.shape, own.rotary, rows, kv, own.qk_norm)
+        q = q * self.factors[rows.positions].to(q.dtype)[:, None, None]
+        return own.output(own.kernels.attention(q, own.shape, rows, kv))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.attention.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class GatedAttention:
     """``Attention`` with a sigmoid gate on every output element of the heads.
 

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: the gated MLP, and the sparse mixture of experts with a shared expert."""
+"""Feed-forward blocks: the gated MLP, routed experts, and both together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
-from sametoken.ops.weight import Experts
+from sametoken.ops.weight import Experts, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,24 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.down(self.gate_up.weight.gated_matmul(rows)), x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GeluMLP:
+    """``down(gelu(gate(x)) * up(x))``, with gelu approximated by tanh, without biases."""
+
+    kernels: Kernels
+    gate_up: Linear
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(lambda rows: self.down(self.kernels.gelu_mul(self.gate_up(rows))), x)
 
     @property
     def nbytes(self) -> int:
@@ -55,36 +73,87 @@ class DividedExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseMoE:
-    """MoE: the router's top-k experts per row, weighted, plus a gated shared expert.
+class PreciseRouter:
+    """A router whose logits stay in fp32, unrounded: [T, hidden] -> [T, experts]."""
+
+    weight: Weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, experts] fp32."""
+        return self.weight.matmul(x, out_dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The router's top-k experts per row, weighted.
 
     Attributes:
         router: projection to one logit per expert, whole on every rank.
         experts: the experts, whole or this rank's part of each.
         routing: how the router's logits choose experts and their weights.
-        shared: the shared expert, which runs for every row.
-        shared_gate: projection to the logit of the shared expert's gate, whole on every rank.
+        bias: [E] fp32, added to the scores that choose, not to the weights; None: nothing.
     """
 
     kernels: Kernels
-    router: Linear
+    router: Linear | PreciseRouter
     experts: Experts | DividedExperts
     routing: Routing
-    shared: GatedMLP
-    shared_gate: Linear
+    bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(self._mixture, x)
 
     def _mixture(self, x: Tensor) -> Tensor:
-        shared = self.shared(x)
-        gate = self.shared_gate(x).expand_as(shared).contiguous()
-        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing)
-        return self.experts(x, chosen, weights) + self.kernels.sigmoid_mul(shared, gate)
+        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.bias)
+        return self.experts(x, chosen, weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts and the router."""
+        return self.experts.nbytes + self.router.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GatedExpert:
+    """A shared expert with a sigmoid gate of one logit per row.
+
+    Attributes:
+        gate: projection to the logit, whole on every rank.
+    """
+
+    kernels: Kernels
+    mlp: GatedMLP
+    gate: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        out = self.mlp(x)
+        return self.kernels.sigmoid_mul(out, self.gate(x).expand_as(out).contiguous())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the expert and its gate."""
+        return self.mlp.nbytes + self.gate.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMoE:
+    """MoE: routed experts, plus a shared expert that runs for every row."""
+
+    routed: RoutedExperts
+    shared: GatedExpert | GatedMLP
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(lambda rows: self.routed(rows) + self.shared(rows), x)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all experts, the router and the shared gate."""
-        mlps = self.experts.nbytes + self.shared.nbytes
-        return mlps + self.router.nbytes + self.shared_gate.nbytes
+        return self.routed.nbytes + self.shared.nbytes

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.ops.backend import RotaryTable
+from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS
 
 DEFAULT_THETA = 10_000.0
-SCALED_TYPES = ("linear", "llama3", "yarn")
 #: Errors that transformers' functions raise for missing or wrong parameters.
 _BAD_PARAMETERS = (
     ArithmeticError,
@@ -25,13 +25,21 @@ _BAD_PARAMETERS = (
     TypeError,
     ValueError,
 )
-LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
+LONGROPE = "longrope"
+SCALED_TYPES = ("linear", "llama3", "yarn", LONGROPE)
+#: Positions beyond the longest request that every table has, for drafts, whatever their number.
+DRAFT_POSITIONS = MAX_SPECULATIVE_TOKENS + 1
 
 
 def rotary_table(
     rope: Mapping[str, Any], *, head_dim: int, max_positions: int, device: torch.device
 ) -> RotaryTable:
     """cos and sin of positions 0 .. max_positions - 1.
+
+    LongRoPE (arXiv 2402.13753) has short and long factors. transformers takes the long ones once a
+    sequence is longer than the original positions, so that the KV of its first tokens would no
+    longer be its own. Here the table has one set: the long one if requests may be longer, that is
+    for more than the original positions and ``DRAFT_POSITIONS``.
 
     Args:
         rope: ``rope_type``, ``rope_theta`` and the type's parameters, in transformers' form;
@@ -46,7 +54,7 @@ def rotary_table(
         UnsupportedError: the type is unknown, or its frequencies depend on the running length.
         CheckpointError: a parameter of the type is missing or impossible.
     """
-    inverse_frequencies, factor = _frequencies(rope, head_dim)
+    inverse_frequencies, factor = _frequencies(rope, head_dim, max_positions - DRAFT_POSITIONS)
     if not (math.isfinite(factor) and inverse_frequencies.isfinite().all()):
         raise CheckpointError(
             f"rope type {short(rope['rope_type'])} gives frequencies that are not finite",
@@ -57,7 +65,7 @@ def rotary_table(
     return RotaryTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
-def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+def _frequencies(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tensor, float]:
     """[rotary_dim / 2] inverse frequencies, and the factor on cos and sin."""
     rope_type = rope["rope_type"]
     rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -66,14 +74,14 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
             f"{rotary_dim} elements of a head of {head_dim} cannot be rotated in pairs",
             "compare the checkpoint's rope settings with the original's",
         )
-    if rope_type in LENGTH_DEPENDENT_TYPES:
+    if rope_type == "dynamic":
         raise UnsupportedError(
             f"rope type {short(rope_type)} changes its frequencies with the running length, so a "
             "token's KV would depend on what follows it",
             f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
         )
     if rope_type in SCALED_TYPES:
-        return _scaled(rope, head_dim)
+        return _scaled(rope, head_dim, longest)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     default = 1.0 / rope["rope_theta"] ** exponents
     if rope_type == "default":
@@ -92,7 +100,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
     )
 
 
-def _scaled(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+def _scaled(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tensor, float]:
     """Frequencies and factor from transformers' functions, for equal bits."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -104,7 +112,12 @@ def _scaled(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
         standardize_rope_params=lambda: None,
     )
     try:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        frequencies, factor = compute(config, torch.device("cpu"), longest)
+        if rope["rope_type"] == LONGROPE:
+            for key in ("short_factor", "long_factor"):
+                if len(rope[key]) != len(frequencies):
+                    raise ValueError(f"{len(frequencies)} frequencies, {len(rope[key])} in {key}")
         return frequencies, float(factor)
     except _BAD_PARAMETERS as error:
         raise CheckpointError(

@@ -21,6 +21,7 @@ class ModelConfig:
         architecture: the Hugging Face class name, e.g. ``LlamaForCausalLM``.
         rope: the rotary settings in transformers' form: ``rope_type``, ``rope_theta`` and the
             type's parameters.
+        local_rope: those of layers with a sliding window, where they have their own.
         eos_token_ids: from generation_config.json if present, else config.json.
         extra: the whole config as a dict, for architecture-specific keys.
     """
@@ -42,6 +43,12 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: torch.dtype
     extra: dict[str, Any]
+    local_rope: dict[str, Any] | None = None
+
+    @property
+    def also_sees(self) -> bool:
+        """Whether the checkpoint has an encoder of images too, which is not loaded."""
+        return self.architecture.endswith("ForConditionalGeneration")
 
 
 @dataclass(frozen=True, slots=True)

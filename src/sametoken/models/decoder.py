@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from reprlib import repr as short
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
+from sametoken.layers.residual import Block, NoNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.load.settings import Settings
+from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
@@ -27,31 +27,27 @@ from sametoken.state.caches import ModelCache
 HEAD = "lm_head.weight"
 # Tables in old checkpoints that are derived from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-#: The ``layer_types`` of a class with sliding windows.
-WINDOWED = frozenset((_FULL, _SLIDING))
+#: Prefixes of the text decoder's tensors in checkpoints that also see images.
+TEXT_PREFIXES = ("model.language_model", "language_model.model")
+#: Prefixes of the tensors of their other parts, which are not read.
+_ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
 
-class Block(Protocol):
-    """A part of a layer: [T, hidden] and further arguments to [T, hidden]."""
+class Biases(NamedTuple):
+    """Whether the projections of an attention block have biases."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        ...
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        ...
+    qkv: bool
+    output: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer: norm, attention or another token mixer, norm, MLP."""
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | NoNorm
     attention: Block
-    post_attention_norm: RMSNorm
+    post_attention_norm: RMSNorm | NoNorm
     mlp: Block
 
     @property
@@ -81,7 +77,12 @@ class Decoder:
         caches: the cache declaration of each layer, on this rank.
         layer_types: the supported values of a config's ``layer_types``.
         unused_prefixes: prefixes of tensor names that the class does not use.
+        aliases: other names of keys, as a config.json may have them, with the name read here.
         implied: transformers' defaults for keys that a config.json omits.
+        local_theta: the rotary base of layers with a sliding window where a config omits it; None:
+            all layers share their rotary settings.
+        activation: the only activation of MLPs.
+        refused: keys whose settings are not implemented.
         rotates_parts: whether a config may rotate only a part of each head.
 
     Raises:
@@ -90,9 +91,13 @@ class Decoder:
         UnsupportedError: the config needs an operation that is not implemented.
     """
 
-    layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
+    layer_types: ClassVar[frozenset[str]] = frozenset((FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
+    local_theta: ClassVar[float | None] = None
+    activation: ClassVar[str] = "silu"
+    refused: ClassVar[tuple[str, ...]] = REFUSED
     rotates_parts: ClassVar[bool] = False
 
     def __init__(
@@ -103,7 +108,13 @@ class Decoder:
         max_positions: int,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        require_supported(config, self.layer_types, weights.source.location)
+        require_supported(
+            config,
+            self.layer_types,
+            weights.source.location,
+            activation=self.activation,
+            refused=self.refused,
+        )
         if not all(0 <= layer <= config.num_layers for layer in aux_layers):
             raise ConfigError(
                 f"auxiliary layers {aux_layers} do not all exist",
@@ -119,25 +130,21 @@ class Decoder:
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
-        rotary = rotary_table(
-            config.rope,
-            head_dim=config.head_dim,
-            max_positions=max_positions,
-            device=weights.device,
-        )
         self._max_positions = max_positions
+        rotaries = self._rotaries(weights.device)
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
-        self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
+        self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
         self.head = self._load_head(weights)
-        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused_prefixes)
+        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
         """Prefix of all tensor names except the head's."""
-        return "model"
+        names = (prefix for prefix in TEXT_PREFIXES if f"{prefix}.embed_tokens.weight" in weights)
+        return next(names, "model")
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
@@ -157,15 +164,27 @@ class Decoder:
         Raises:
             CheckpointError: a size is missing or impossible.
         """
-        if _SLIDING not in cls.layer_types:
+        if SLIDING not in cls.layer_types:
             return (attention_cache(config, dtype),) * config.num_layers
         windows = sliding_windows(config, location)
         return tuple(attention_cache(config, dtype, window) for window in windows)
 
     @staticmethod
+    def biases(config: ModelConfig) -> Biases:
+        """Which projections of attention have biases; by default ``attention_bias`` says so."""
+        return Biases(config.attention_bias, config.attention_bias)
+
+    @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
         """The norm of q and k of the attention block at ``prefix``; None by default."""
         return None
+
+    @staticmethod
+    def load_layer_mlp(
+        config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """The MLP at ``prefix``, of the layer of that index."""
+        return load_mlp(config, weights, prefix)
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
@@ -179,7 +198,7 @@ class Decoder:
         self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> HiddenStates:
         """[T] ids through all layers; ``attend`` runs the token mixer of the layer of an index."""
-        residual = self.embedding.rows(token_ids)
+        residual = self._embed(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
@@ -210,7 +229,7 @@ class Decoder:
         if self.config.tie_word_embeddings:
             return self.embedding
         whole = replace(self._divided_from, parallel=SINGLE_RANK)
-        return whole.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
+        return whole.packed(self.config.hidden_size, Part(self._head_name, self.config.vocab_size))
 
     @property
     def weights_bytes(self) -> int:
@@ -218,7 +237,30 @@ class Decoder:
         head_bytes = 0 if self.head is self.embedding else self.head.nbytes
         return self.embedding.nbytes + head_bytes + sum(layer.nbytes for layer in self._layers)
 
-    def _norm_after(self, index: int) -> RMSNorm:
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids to the residual stream that enters the first layer."""
+        return self.embedding.rows(token_ids)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        """The rotary table of each layer."""
+        config = self.config
+
+        def table(rope: Mapping[str, Any]) -> RotaryTable:
+            size, positions = config.head_dim, self._max_positions
+            return rotary_table(rope, head_dim=size, max_positions=positions, device=device)
+
+        shared = table(config.rope)
+        if config.local_rope is None:
+            return (shared,) * config.num_layers
+        local = table(config.local_rope)
+        windows = (isinstance(cache, PagedKV) and cache.window for cache in self._declared)
+        return tuple(local if window else shared for window in windows)
+
+    def _unused(self) -> tuple[str, ...]:
+        """Prefixes of tensor names that this checkpoint may have, and that are not read."""
+        return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
+
+    def _norm_after(self, index: int) -> RMSNorm | NoNorm:
         last = index + 1 == len(self._layers)
         return self._final_norm if last else self._layers[index + 1].input_norm
 
@@ -233,30 +275,47 @@ class Decoder:
     def _embedding_name(self) -> str:
         return f"{self._prefix}.embed_tokens.weight"
 
+    @property
+    def _head_name(self) -> str:
+        # Beside the decoder's "model", and at the top where the decoder is "model.language_model".
+        return HEAD if self._prefix.startswith("model") else f"language_model.{HEAD}"
+
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
-        config, prefix = self.config, f"{self._prefix}.layers.{index}"
-        attention, cache = f"{prefix}.self_attn", self._declared[index]
+        prefix = f"{self._prefix}.layers.{index}"
+        return DecoderLayer(
+            self._load_norm(weights, f"{prefix}.input_layernorm"),
+            self._load_attention(weights, index, rotary),
+            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
+            self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
+        )
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        return self._self_attention(weights, index, rotary)
+
+    def _self_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Attention:
+        config, prefix = self.config, f"{self._prefix}.layers.{index}.self_attn"
+        qk_norm, biases = self.load_qk_norm(config, weights, prefix), self.biases(config)
+        cache = self._cache_of(index)
+        return load_attention(config, weights, prefix, rotary, qk_norm, cache=cache, biases=biases)
+
+    def _cache_of(self, index: int) -> PagedKV:
+        """The cache of an attention layer over all ranks, as its kernels see it."""
+        cache = self._declared[index]
         assert isinstance(cache, PagedKV)
         if cache.window is not None and cache.window >= self._max_positions:
             # A window longer than any request is full attention.
-            cache = replace(cache, window=None)
-        qk_norm = self.load_qk_norm(config, weights, attention)
-        return DecoderLayer(
-            self._load_norm(weights, f"{prefix}.input_layernorm"),
-            load_attention(config, weights, attention, rotary, qk_norm, cache=cache),
-            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            load_mlp(config, weights, f"{prefix}.mlp"),
-        )
+            return replace(cache, window=None)
+        return cache
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
     def _load_head(self, weights: WeightReader) -> UnquantizedWeight:
-        name = HEAD
+        name = self._head_name
         if self.config.tie_word_embeddings:
-            if HEAD in weights:
-                weights.require_equal(self._embedding_name, HEAD)
+            if name in weights:
+                weights.require_equal(self._embedding_name, name)
             if weights.parallel.size == 1:
                 return self.embedding
             name = self._embedding_name
@@ -273,6 +332,7 @@ def load_attention(
     *,
     in_features: int | None = None,
     cache: PagedKV | None = None,
+    biases: Biases | None = None,
 ) -> Attention:
     """Load the attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
@@ -284,18 +344,34 @@ def load_attention(
         qk_norm: the norm of q and k, if any.
         in_features: width of the block's input; default the hidden size.
         cache: the layer's cache declaration; default ``attention_cache``.
+        biases: which projections have biases; default as the config's ``attention_bias``.
     """
+    biases = biases or Biases(config.attention_bias, config.attention_bias)
     whole, shape = attention_shapes(config, weights, cache)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
         Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
         Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
-        bias=config.attention_bias,
+        bias=biases.qkv,
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
+    output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
+    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
+    return 1.0 + weights.vector(name, size).float()
+
+
+def load_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
+    """The norms of every head of q and k of the attention block at ``prefix``."""
+    return QKNorm(
+        weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
+        weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
+        config.rms_norm_eps,
+    )
 
 
 def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:
@@ -334,60 +410,3 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
     )
     down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
     return GatedMLP(gate_up, down)
-
-
-def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
-    """The sliding window of each layer, in positions; None: full attention.
-
-    Raises:
-        CheckpointError: the window is impossible, or layer types and layers differ in number.
-    """
-    settings = Settings(config.extra, location)
-    types = settings.names("layer_types")
-    if not types and _uses_windows(settings):
-        num_full = settings.get("max_window_layers") and settings.integer("max_window_layers")
-        layers = range(config.num_layers)
-        types = tuple(_SLIDING if index >= (num_full or 0) else _FULL for index in layers)
-    if _SLIDING not in types:
-        return [None] * config.num_layers
-    if len(types) != config.num_layers:
-        raise CheckpointError(
-            f"{location}: {len(types)} layer_types for {config.num_layers} layers",
-            "compare with the original checkpoint's",
-        )
-    window = settings.positions("sliding_window")
-    return [window if layer_type == _SLIDING else None for layer_type in types]
-
-
-def _uses_windows(settings: Settings) -> bool:
-    given = settings.get("sliding_window") is not None
-    return bool(settings.get("use_sliding_window", given))
-
-
-def require_supported(config: ModelConfig, supported: frozenset[str], location: str) -> None:
-    """Refuse a config with operations that the decoder does not implement.
-
-    Args:
-        config: the architecture.
-        supported: the ``layer_types`` that can be run.
-        location: the checkpoint, for messages.
-
-    Raises:
-        UnsupportedError: it has one; named by its key.
-    """
-    settings = Settings(config.extra, location)
-    windowed = _uses_windows(settings) and _SLIDING not in supported
-    if not _uses_windows(settings):
-        supported -= {_SLIDING}
-    layer_types = set(settings.names("layer_types"))
-    for unsupported, what in (
-        (
-            settings.get("hidden_act", "silu") != "silu",
-            f"hidden_act={short(settings.get('hidden_act'))}",
-        ),
-        (settings.get("mlp_bias"), "mlp_bias=true"),
-        (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
-        (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
-    ):
-        if unsupported:
-            raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")

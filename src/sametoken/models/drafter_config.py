@@ -9,12 +9,13 @@ from typing import Any
 
 from sametoken.config import SpeculativeConfig
 from sametoken.io.files import is_there
-from sametoken.models.load.files import read_json_object
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.files import INDEX_PICKLED, SINGLE_PICKLED, read_json_object
+from sametoken.models.load.huggingface import open_weights
 from sametoken.types.speculative_config import HEAD_NUM_TOKENS
 from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS, METHODS, TABLE
 
 _CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors", SINGLE_PICKLED, INDEX_PICKLED)
 _SPECULATORS = "speculators_model_type"
 
 
@@ -55,8 +56,8 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
     if found := [one for one in parts if one[0] in architecture]:
         return max(found, key=lambda one: len(one[0]))[1]
     # A head of the first EAGLE has the config.json of a Llama.
-    has_weights = any(path.glob("*.safetensors"))
-    is_head = has_weights and "fc.weight" in SafetensorsSource(path).names()
+    has_weights = any(any(path.glob(one)) for one in _WEIGHTS)
+    is_head = has_weights and "fc.weight" in open_weights(path).names()
     return "eagle" if is_head else "draft_model"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, SametokenError, clipped
-from sametoken.models.load.files import INDEX, SINGLE, choose_safetensors, safetensors_files
+from sametoken.models.load.files import INDEX, INDEX_PICKLED, SINGLE, choose_weights, weight_files
 from sametoken.types.units import in_units
 
 CONFIG = "config.json"
@@ -152,7 +152,7 @@ def _complete(folder: Path, needed: Needed) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     try:
-        return all(file.is_file() for file in safetensors_files(folder))
+        return all(file.is_file() for file in weight_files(folder))
     except SametokenError:
         return False
 
@@ -189,7 +189,7 @@ def _download(hub_id: HubId, needed: Needed, announce: Callable[[str], None]) ->
 def _weights(hub_id: HubId, names: Collection[str], folder: Path) -> list[str]:
     """The files with the weights; an index is in ``folder`` already."""
     own = [name for name in names if "/" not in name]
-    return choose_safetensors(own, hub_id, lambda: folder / INDEX)
+    return choose_weights(own, hub_id, lambda name: folder / name)
 
 
 def _settings(names: Collection[str]) -> list[str]:
@@ -198,7 +198,7 @@ def _settings(names: Collection[str]) -> list[str]:
     if _TOKENIZER[0] not in names:
         wanted |= {*_VOCABULARIES}
     if SINGLE not in names:
-        wanted |= {INDEX}
+        wanted |= {INDEX} if INDEX in names else {INDEX_PICKLED}
     return [name for name in names if name in wanted or _TEMPLATES.fullmatch(name)]
 
 

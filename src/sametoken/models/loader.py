@@ -73,7 +73,7 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
     if not as_gguf:
         if path.is_file():
             raise ConfigError(f"load_format={load_format!r} needs a directory", "give one")
-        return HuggingFaceCheckpoint(path)
+        return HuggingFaceCheckpoint(path, load_format)
     if len(gguf_files) != 1:
         raise CheckpointError(
             f"{path} holds {len(gguf_files)} GGUF files", "give the path of one GGUF file"

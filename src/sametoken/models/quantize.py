@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.models.load.files import INDEX, read_json_object, safetensors_files
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.files import INDEX, read_json_object, weight_files
+from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.weights import FLOATING
 from sametoken.ops.model.gemm.fp8 import LARGEST, rounded
@@ -67,13 +67,17 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         raise ConfigError(f"{output} exists", "name a new directory")
     config = read_json_object(source / "config.json")
     require_unquantized(config, str(source), "quantizing")
-    tensors = SafetensorsSource(source)
+    tensors = open_weights(source)
+    if not isinstance(tensors, SafetensorsSource):
+        raise UnsupportedError(
+            f"{source} holds pickled weights only", "convert them to safetensors"
+        )
     linears = _linears(tensors)
     group_size = _group_size(tensors, linears, source) if scheme == W4A16 else None
     output.mkdir(parents=True, exist_ok=True)
     before = after = 0
     weight_map: dict[str, str] = {}
-    files = safetensors_files(source)
+    files = weight_files(source)
     for file in files:
         given = {name: _whole(tensors, name) for name in tensors.names_in(file)}
         stored: dict[str, Tensor] = {}

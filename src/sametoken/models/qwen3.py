@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import WINDOWED, Decoder
+from sametoken.models.decoder import Decoder, load_head_norms
+from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import QKNorm
 
@@ -26,8 +27,4 @@ class Qwen3ForCausalLM(Decoder):
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
         """The two norms of the attention block at ``prefix``."""
-        return QKNorm(
-            weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
-            weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
-            config.rms_norm_eps,
-        )
+        return load_head_norms(config, weights, prefix)

@@ -18,29 +18,29 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.attention import GatedAttention, GatedDeltaNet
-from sametoken.layers.feed_forward import DividedExperts, SparseMoE
+from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import (
-    Block,
     Decoder,
     DecoderLayer,
     attention_cache,
     attention_shapes,
     load_gated_mlp,
     load_mlp,
+    zero_centred,
 )
-from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
+from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable, Routing
+from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.weight import Experts
 from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
-TEXT_PREFIX = "model.language_model"
 
 
 def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
@@ -55,16 +55,6 @@ def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
             "compare with the original checkpoint's",
         )
     return types
-
-
-def _is_sparse(config: ModelConfig, index: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
-    settings = Settings(config.extra, config.architecture)
-    step = settings.integer("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list")
-    return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
 
 
 def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
@@ -89,13 +79,8 @@ def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
 
 def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
     """Load the norm ``name`` over the hidden size."""
-    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
+    weight = zero_centred(weights, f"{name}.weight", config.hidden_size)
     return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
-
-
-def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
-    return 1.0 + weights.vector(name, size).float()
 
 
 def load_gated_attention(
@@ -113,8 +98,8 @@ def load_gated_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     qk_norm = QKNorm(
-        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
         config.rms_norm_eps,
     )
     return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
@@ -149,7 +134,7 @@ def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedD
 def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
     """Load the MLP at ``prefix``, dense or MoE depending on the layer's index."""
     load: Callable[[ModelConfig, WeightReader, str], Block]
-    load = load_sparse_moe if _is_sparse(config, index) else load_mlp
+    load = load_sparse_moe if is_sparse(config, index) else load_mlp
     return load(config, weights, prefix)
 
 
@@ -161,57 +146,26 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
     """
     weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
-    num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
-    top_k = settings.integer("num_experts_per_tok")
+    routing = softmax_routing(settings, normalise=True)
     shared_size = settings.integer("shared_expert_intermediate_size")
     hidden = config.hidden_size
-    return SparseMoE(
-        kernels=weights.kernels,
-        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
-        experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
-        routing=Routing(
-            min(top_k, num_experts), normalise=bool(settings.get("norm_topk_prob", True))
-        ),
-        shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
-        shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
+    shared = GatedExpert(
+        weights.kernels,
+        load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
+        weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
     )
-
-
-def _load_experts(
-    settings: Settings, weights: WeightReader, prefix: str, hidden: int
-) -> Experts | DividedExperts:
-    experts = _packed_experts(settings, weights, prefix, hidden)
-    if weights.parallel.size == 1:
-        return experts
-    return DividedExperts(weights.kernels, weights.parallel, experts)
-
-
-def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
-    """All experts, stored in one fused tensor each for gate_up and down, or one by one."""
-    count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
-    if f"{prefix}.gate_up_proj" in weights:
-        fused = Part(
-            f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
-        )
-        gate_up = weights.packed_stack(count, hidden, fused)
-        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
-        down = weights.packed_stack(count, size, down_part)
-        return weights.kernels.pack_experts(gate_up, down)
-    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
-    return weights.kernels.pack_experts(
-        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
-    )
+    return SparseMoE(load_routed(config, weights, prefix, routing), shared)
 
 
 class HybridDecoder(Decoder, ABC):
     """The shared decoder with Gated DeltaNet in the layers of type ``LINEAR``.
 
     Norm weights are stored as their difference from 1. Tensors of a multi-token-prediction
-    module and of a vision tower are not read.
+    module are not read.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
-    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -224,12 +178,6 @@ class HybridDecoder(Decoder, ABC):
         "linear_num_value_heads": 32,
     }
     rotates_parts = True
-
-    @staticmethod
-    def tensor_prefix(weights: WeightReader) -> str:
-        """``model``, or ``TEXT_PREFIX`` in a vision-language checkpoint."""
-        nested = f"{TEXT_PREFIX}.embed_tokens.weight" in weights
-        return TEXT_PREFIX if nested else Decoder.tensor_prefix(weights)
 
     @staticmethod
     @abstractmethod
@@ -250,17 +198,12 @@ class HybridDecoder(Decoder, ABC):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
         sizes = Decoder.divided_sizes(config)
-        dense_size = sizes.pop("intermediate_size")
         settings = Settings(config.extra, config.architecture)
         if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
-        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
-        if not all(sparse):
-            sizes["intermediate_size"] = dense_size
-        if any(sparse):
-            for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-                sizes[key] = settings.integer(key)
-        return sizes
+        sparse = [is_sparse(config, index) for index in range(config.num_layers)]
+        keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        return divided_sizes(config, sizes, sparse, keys)
 
     @classmethod
     def caches_of(

@@ -5,18 +5,49 @@ from __future__ import annotations
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.llama import LlamaForCausalLM, MistralForCausalLM
+from sametoken.models.deepseek import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteForCausalLM,
+)
+from sametoken.models.gemma3 import Gemma3ForCausalLM
+from sametoken.models.glm4_moe import Glm4MoeForCausalLM
+from sametoken.models.granite import GraniteForCausalLM
+from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
+from sametoken.models.olmo2 import Olmo2ForCausalLM
+from sametoken.models.phi3 import Phi3ForCausalLM
+from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3NextForCausalLM,
 )
+from sametoken.models.qwen3_moe import Qwen3MoeForCausalLM
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "KimiK2ForCausalLM": DeepseekV3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MinistralForCausalLM": MistralForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": MistralForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3VLForConditionalGeneration": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,

@@ -13,6 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.ops.model.latent_attention.shape import (
+    HeadWeights,
+    LatentRotary,
+    LatentShape,
+    LayerLatent,
+)
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.weight import Packing, UnquantizedWeight
@@ -98,12 +104,14 @@ class AttentionShape:
 
     Attributes:
         sliding_window: number of positions that a row sees, its own included; None: all.
+        score_factor: factor on the scores; None: 1 / sqrt(head_dim).
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    score_factor: float | None = None
 
     @property
     def q_size(self) -> int:
@@ -117,8 +125,8 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores: 1 / sqrt(head_dim)."""
-        return float(self.head_dim**-0.5)
+        """Factor on the scores."""
+        return float(self.head_dim**-0.5) if self.score_factor is None else self.score_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +293,17 @@ class Kernels(Packing, Protocol):
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up``, rounded once: [T, 2I] = [gate | up] -> [T, I].
+
+        gelu is the approximation by tanh, ``x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))``.
+        """
+        ...
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """``cap * tanh(logits / cap)`` of [L, V] fp32."""
+        ...
+
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -317,6 +336,39 @@ class Kernels(Packing, Protocol):
 
         KV is read in splits of fixed size anchored at position 0, merged in order, so decode,
         verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_latent(self, shape: LatentShape) -> None:
+        """As ``require``, for latent attention."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadWeights:
+        """Take over [H, N, K], one matrix per head; the caller drops its own reference."""
+        ...
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        """Rotate q, [T, H, rope_dim], into ``out``; write vectors at ``rows.kv_slots``.
+
+        A vector is the normed and the rotated part of ``latent``, [T, rank + rope_dim]. q,
+        ``latent`` and ``out`` may be strided, except in the last dimension.
+        """
+        ...
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        """Causal attention of all heads over their slot's vectors, as ``attention``.
+
+        [T, H, rank + rope_dim] -> [T, H, rank]: the values are the vectors' first elements.
         """
         ...
 

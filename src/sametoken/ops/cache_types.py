@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import LayerKV
+from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.recurrent.rule import LayerMemory, RecurrentRule
 
 
@@ -62,23 +63,6 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLatent:
-    """One layer's memory [num_blocks, block_size, width] of latent vectors that heads share (MLA).
-
-    Attributes:
-        rank: number of leading elements of a vector that are its values.
-    """
-
-    vectors: Tensor
-    rank: int
-
-    @property
-    def values(self) -> Tensor:
-        """[num_blocks, block_size, rank], a view of ``vectors``."""
-        return self.vectors[..., : self.rank]
-
-
-@dataclass(frozen=True, slots=True)
 class LatentKV:
     """One latent vector per position, whose first ``rank`` elements are the values (MLA)."""
 
@@ -86,9 +70,14 @@ class LatentKV:
     rope_dim: int
     dtype: torch.dtype
 
+    @property
+    def width(self) -> int:
+        """Elements of a vector."""
+        return self.rank + self.rope_dim
+
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
         """The tensors of one block."""
-        return (MemoryShape((block_size, self.rank + self.rope_dim), self.dtype),)
+        return (MemoryShape((block_size, self.width), self.dtype),)
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
         """The tensors of one slot beside its blocks."""

@@ -32,6 +32,9 @@ from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.int4 import Int4Weight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
+from sametoken.ops.model.latent_attention import reference as latent_attention
+from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
@@ -153,6 +156,12 @@ class ReferenceKernels(ComposedKernels):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        return activation.soft_cap(logits, cap)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -168,6 +177,28 @@ class ReferenceKernels(ComposedKernels):
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv)
+
+    def require_latent(self, shape: LatentShape) -> None:
+        """Accept every shape."""
+
+    def pack_heads(self, weight: Tensor) -> PlainHeadWeights:
+        return PlainHeadWeights(weight.contiguous())
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        latent_attention.rope_and_cache(q, latent, rotary, rows, memory, out)
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        return latent_attention.attention(q, scale, rows, memory)
 
     def sample(
         self,

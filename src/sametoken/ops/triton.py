@@ -42,6 +42,10 @@ from sametoken.ops.model.gemm.tuning import (
     TuningTable,
     load_table,
 )
+from sametoken.ops.model.latent_attention import rope_triton as latent_rope
+from sametoken.ops.model.latent_attention import triton as latent_attention
+from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentRule
@@ -52,6 +56,8 @@ from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
+#: Elements of a latent, and of its rotated key, whose tiles fit in shared memory.
+MAX_RANK, MAX_ROPE_DIM = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,12 @@ class TritonKernels:
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        return activation.soft_cap(logits, cap)
+
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else embedding_triton.embedding(rows, states)
 
@@ -195,6 +207,34 @@ class TritonKernels:
                 self._arrived = hopper.counters(q.device)
             return hopper.attention(q, shape, rows, kv, self._arrived)
         return attention.attention(q, shape, rows, kv)
+
+    def require_latent(self, shape: LatentShape) -> None:
+        fits = shape.rank <= MAX_RANK and shape.rope_dim <= MAX_ROPE_DIM
+        if not fits or shape.rank % 8 or shape.rope_dim % 8:
+            raise UnsupportedError(
+                f"latents of {shape.rank} + {shape.rope_dim} elements are not multiples of 8 up "
+                f"to {MAX_RANK} + {MAX_ROPE_DIM}",
+                "use device 'cpu'",
+            )
+
+    def pack_heads(self, weight: Tensor) -> DeviceHeadWeights:
+        return DeviceHeadWeights(weight.contiguous())
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        latent_rope.rope_and_cache(q, latent, rotary, rows, memory, out)
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        return latent_attention.attention(q, scale, rows, memory)
 
     def require_rule(self, rule: RecurrentRule) -> None:
         recurrent.require_rule(rule)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import LayerKV
-from sametoken.ops.cache_types import LayerCache, LayerLatent, PagedKV
+from sametoken.ops.cache_types import LayerCache, PagedKV
+from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory
 
 

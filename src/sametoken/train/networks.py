@@ -27,7 +27,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.rotary import rotary_table
+from sametoken.layers.rotary import LONGROPE, rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.quantization import require_unquantized
@@ -213,6 +213,12 @@ class DecoderNetwork(nn.Module):
             raise UnsupportedError(
                 f"a {config.architecture} has no module for further tokens",
                 f"use one of {HYBRIDS}",
+            )
+        if config.rope["rope_type"] == LONGROPE:
+            raise UnsupportedError(
+                "transformers chooses the frequencies of longrope by the running length, "
+                "the engine does not",
+                "use another model",
             )
         # The engine's own function refuses rotary settings that the engine cannot run.
         rotary_table(

@@ -17,7 +17,8 @@ from torch.nn import functional
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import DERIVED_TENSORS, HEAD, require_supported
+from sametoken.models.decoder import DERIVED_TENSORS, HEAD
+from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.weights import TensorSource
 from sametoken.models.loader import open_checkpoint

@@ -44,7 +44,9 @@ from sametoken.types.speculative_methods import (
 )
 
 # vLLM's former, model-specific names of "mtp".
-METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
+METHOD_ALIASES = dict.fromkeys(
+    ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_lite_mtp", "nextn"), "mtp"
+)
 # Quantizations of draft heads.
 QUANTIZATIONS = ("fp8",)
 # Each further token costs one more pass over the matches.

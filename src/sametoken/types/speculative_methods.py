@@ -39,7 +39,7 @@ class Method:
             ``LoadedDrafter`` (``drafters.base``).
         num_tokens: the default k; 0: the config or the checkpoint tells it.
         limits: least and greatest k.
-        head: "module:class" of a draft head's checkpoint.
+        head: "module:class" of a draft head's checkpoint, or "module:function" that chooses it.
         architectures: parts of an architecture's name, in lower case, that tell the method.
     """
 
@@ -78,7 +78,7 @@ TABLE: dict[str, Method] = {
         _HEAD,
         num_tokens=3,
         limits=(1, 8),
-        head=f"{_HEADS}.mtp:MTPCheckpoint",
+        head=f"{_HEADS}.own_module:open_module",
         architectures=("mtp", "nextn"),
     ),
     EXTRACT: Method(Kind.RECORDER, f"{_DRAFTERS}.extract:load", limits=(0, 1)),

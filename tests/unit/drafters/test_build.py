@@ -417,4 +417,7 @@ def test_every_line_of_the_table_names_what_is_there():
     for method in TABLE.values():
         assert callable(named(method.load))
         assert bool(method.head) == (method.kind is Kind.HEAD)
-        assert not method.head or issubclass(named(method.head), HeadCheckpoint)
+        head = named(method.head) if method.head else HeadCheckpoint
+        # A checkpoint, or a function that chooses one.
+        assert callable(head)
+        assert not isinstance(head, type) or issubclass(head, HeadCheckpoint)

@@ -10,6 +10,7 @@ import torch
 from helpers.checkpoints import VOCAB, write_llama
 from helpers.harness import request
 from helpers.hybrids import write_hybrid
+from helpers.latents import write_latent
 from helpers.peak_memory import PeakMemory
 from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
@@ -39,13 +40,22 @@ LINEAR = {
 QWEN = StepMemory(107_008, 81_920, 1_986_560, 256, 65)
 
 
+def write_wide_latents(directory, **changes):
+    """DeepSeek-V2 with heads of the same size, and latents twice as wide, as published ones."""
+    own = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    wide = changes | own | {"num_key_value_heads": 8, "first_k_dense_replace": 2}
+    del wide["head_dim"]
+    return write_latent(directory, "deepseek_v2", **wide)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["hybrid", "llama"])
+@pytest.mark.parametrize("kind", ["hybrid", "llama", "latent"])
 def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
     for module in (slices, step_memory):
         monkeypatch.setattr(module, "SLICE_ROWS", 128)
     changes = SIZES | LINEAR if kind == "hybrid" else SIZES
-    target = (write_hybrid if kind == "hybrid" else write_llama)(tmp_path, **changes)
+    write = {"hybrid": write_hybrid, "llama": write_llama, "latent": write_wide_latents}[kind]
+    target = write(tmp_path, **changes)
     core = build_engine(
         EngineConfig(
             str(target), device="cpu", dtype=dtype, max_num_seqs=2, max_num_batched_tokens=ROWS

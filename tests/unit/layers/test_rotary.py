@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.rotary import rotary_table
+from sametoken.layers.rotary import DRAFT_POSITIONS, rotary_table
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -114,10 +115,48 @@ def test_divisors_express_llama3():
     torch.testing.assert_close(divided.sin, scaled.sin, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_length_dependent_types_are_refused_by_name(rope_type):
-    with pytest.raises(UnsupportedError, match=f"'{rope_type}'.*running length"):
-        table({"rope_type": rope_type, "factor": 2.0})
+def test_length_dependent_types_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"'dynamic'.*running length"):
+        table({"rope_type": "dynamic", "factor": 2.0})
+
+
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + index / 9 for index in range(6)],
+    "long_factor": [2.0 + index for index in range(6)],
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "factor": 4.0,
+}
+
+
+def test_the_longest_request_chooses_longrope_s_factors():
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters=LONG | {"rope_theta": 1000.0},
+    )
+    for longest in (64, 65):
+        theirs = Phi3RotaryEmbedding(config)
+        ours = table(LONG, max_positions=longest + DRAFT_POSITIONS)
+        # Of their sequence's length alone their factors depend.
+        cos, sin = theirs(torch.zeros(1), torch.arange(longest)[None])
+        torch.testing.assert_close(ours.cos[:longest], cos[0, :, :6], atol=1e-6, rtol=0)
+        torch.testing.assert_close(ours.sin[:longest], sin[0, :, :6], atol=1e-6, rtol=0)
+    short, long = (table(LONG, max_positions=n + DRAFT_POSITIONS) for n in (64, 65))
+    assert not torch.allclose(short.cos[:64], long.cos[:64], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"long_factor": [2.0]}, {"short_factor": [1.0] * 7}, {"long_factor": None}],
+    ids=str,
+)
+def test_longrope_factors_that_do_not_fit_are_refused(changes):
+    with pytest.raises(CheckpointError, match="longrope"):
+        table(LONG | changes)
 
 
 def test_unknown_types_are_refused_by_name():

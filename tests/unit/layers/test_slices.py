@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sametoken.layers import slices
-from sametoken.layers.feed_forward import GatedMLP, SparseMoE
+from sametoken.layers.feed_forward import GatedExpert, GatedMLP, RoutedExperts, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Routing
@@ -26,7 +26,8 @@ def modules(kernels):
     gate_up = [kernels.pack(random(16, 12) + i) for i in range(4)]
     down = [kernels.pack(random(12, 8) - i) for i in range(4)]
     experts = kernels.pack_experts(gate_up, down)
-    moe = SparseMoE(kernels, linear(4, 12), experts, Routing(2, True), mlp, linear(1, 12))
+    routed = RoutedExperts(kernels, linear(4, 12), experts, Routing(2, True))
+    moe = SparseMoE(routed, GatedExpert(kernels, mlp, linear(1, 12)))
     return linear(7, 12), mlp, moe
 
 

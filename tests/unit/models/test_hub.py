@@ -201,11 +201,20 @@ def test_an_unsupported_model_is_refused_before_its_weights_come(hub, files, con
     assert "model.safetensors" not in hub.downloads
 
 
-def test_pickled_weights_are_refused_before_they_come(hub, files):
-    hub.add(REPOSITORY, {"config.json": files["config.json"], "pytorch_model.bin": b"pickle"})
-    with pytest.raises(UnsupportedError, match="tiny/llama holds pickled weights only"):
+def test_pickled_files_of_other_things_are_refused_before_they_come(hub, files):
+    hub.add(REPOSITORY, {"config.json": files["config.json"], "optimizer.pt": b"pickle"})
+    with pytest.raises(UnsupportedError, match="tiny/llama holds pickled files only"):
         find()
     assert hub.downloads == ["config.json"]
+
+
+def test_pickled_weights_come_where_there_are_no_others(hub, files):
+    index = json.dumps({"weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}).encode()
+    config = {"config.json": files["config.json"], "training_args.bin": b"code"}
+    shards = {"pytorch_model.bin.index.json": index, "pytorch_model-1.bin": b"pickle"}
+    hub.add(REPOSITORY, config | shards)
+    assert find().is_dir()
+    assert sorted(hub.downloads) == sorted(["config.json", *shards])
 
 
 def test_a_cache_is_enough(cache, files):

@@ -207,12 +207,12 @@ def test_index_without_a_weight_map(tmp_path):
         load(directory)
 
 
-def test_pickled_weights_are_refused(checkpoint):
+def test_pickled_files_of_other_things_are_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="holds no safetensors file"):
         load(checkpoint)
-    (checkpoint / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=r"pickled weights only \(pytorch_model\.bin\)"):
+    (checkpoint / "training_args.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"none is pytorch_model\.bin \(training_args\.bin"):
         load(checkpoint)
 
 

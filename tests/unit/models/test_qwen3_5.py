@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import random_weight, write_checkpoint
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, OneRun
 from helpers.hybrids import write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.loader import load_model, read_config
-from sametoken.ops.backend import Kernels, RowRuns
+from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gemm.tuning import load_table
@@ -214,15 +213,6 @@ def test_the_text_part_is_named_by_its_architecture(checkpoint):
 
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-
-
-class OneRun(Bench):
-    """All rows of a pass are one slot's."""
-
-    def rows_at(self, slots, positions):
-        count = len(slots)
-        runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
-        return replace(super().rows_at(slots, positions), runs=runs)
 
 
 def bench(path, kernels: Kernels) -> OneRun:

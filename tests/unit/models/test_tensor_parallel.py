@@ -145,7 +145,7 @@ def test_ranks_hold_shares_of_a_hybrid_and_of_its_state(tmp_path, kind):
         ]
         mlp, share = whole._layers[0].mlp, rank._layers[0].mlp
         # Routers and gates are whole on every rank.
-        undivided = 0 if kind == "qwen3_5" else mlp.router.nbytes + mlp.shared_gate.nbytes
+        undivided = 0 if kind == "qwen3_5" else mlp.routed.router.nbytes + mlp.shared.gate.nbytes
         assert 2 * (share.nbytes - undivided) == mlp.nbytes - undivided
 
 

@@ -81,6 +81,9 @@ def test_row_operations(kernels, dtype, hidden):
     assert_rows_independent(lambda x: kernels.rms_norm(x, weight, 1e-5), x)
     assert_rows_independent(added, x, residual)
     assert_rows_independent(kernels.sigmoid_mul, x, residual)
+    gate_up = torch.cat((x, residual), dim=1)
+    assert_rows_independent(kernels.gelu_mul, gate_up)
+    assert_rows_independent(lambda x: kernels.soft_cap(x, 2.5), x.float())
     for exact in (weight, weight.float()):
         gated = functools.partial(kernels.gated_rms_norm, weight=exact, eps=1e-5)
         assert_rows_independent(gated, x, residual)
@@ -107,12 +110,23 @@ def test_rows_of_nan_change_no_other_row(kernels, dtype):
         lambda x: kernels.add_rms_norm(x.clone(), x.clone(), norm, 1e-5)[0],
         lambda x: kernels.gated_rms_norm(x, x, norm, 1e-5),
         lambda x: kernels.sigmoid_mul(x, x),
+        kernels.gelu_mul,
+        lambda x: kernels.soft_cap(x.float(), 2.5),
         routed,
     ):
         x = normal(50, 40, dtype=dtype, seed=1)
         expected = function(x)
         x[~live] = torch.nan
         assert torch.equal(function(x)[live], expected[live])
+
+
+def test_sigmoid_routers(kernels):
+    """No row's scores are the remainder of a library's vectors."""
+    routing = Routing(3, True, "sigmoid", num_groups=4, top_groups=2, group_best=2)
+    bias = normal(8, dtype=torch.float32, seed=1)
+    for rows in (1, 2, 41):
+        logits = normal(rows, 8, dtype=torch.float32, seed=rows)
+        assert_rows_independent(lambda x: kernels.moe_gate(x, routing, bias)[1], logits)
 
 
 def test_embedding(kernels, dtype):

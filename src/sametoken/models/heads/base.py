@@ -18,7 +18,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.load.dummy import dummy_reader
-from sametoken.models.load.huggingface import SafetensorsSource, model_config
+from sametoken.models.load.huggingface import model_config, open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.settings import Settings
@@ -336,7 +336,7 @@ class HeadSource:
     """A head's floating-point tensors under the same names in either checkpoint layout."""
 
     def __init__(self, directory: Path) -> None:
-        self._source = SafetensorsSource(directory)
+        self._source = open_weights(directory)
         self.location = self._source.location
         names = {_renamed(name): name for name in self._source.names()}
         self._names = {new: old for new, old in names.items() if new not in ("d2t", "t2d")}

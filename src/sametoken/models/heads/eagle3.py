@@ -68,7 +68,7 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.load.files import read_json_object
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels, QKNorm
@@ -321,7 +321,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
 def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
     """[draft vocabulary] target ids from the offsets ``d2t``."""
-    source = SafetensorsSource(directory)
+    source = open_weights(directory)
     shape = source.shape("d2t") if "d2t" in source.names() else None
     if shape != (config.draft_vocab_size,):
         found = "none" if shape is None else f"shape {list(shape)}"

@@ -45,10 +45,10 @@ from sametoken.models.heads.base import (
     load_lm_head,
     require_sizes,
 )
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
 from sametoken.models.registry import ARCHITECTURES
@@ -211,5 +211,5 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
             token_ids=token_ids,
         )
 
-    def _open_tensors(self) -> SafetensorsSource:
-        return SafetensorsSource(self._directory, prefix=f"{PREFIX}.")
+    def _open_tensors(self) -> TensorSource:
+        return open_weights(self._directory, prefix=f"{PREFIX}.")

@@ -11,10 +11,12 @@ from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import is_there, read_json
+from sametoken.io.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SINGLE_PICKLED = "pytorch_model.bin"
+INDEX_PICKLED = "pytorch_model.bin.index.json"
 PICKLED = (".bin", ".pt", ".pth")
 #: Longest file name on any system.
 MAX_NAME_BYTES = 255
@@ -40,48 +42,55 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def safetensors_files(directory: Path) -> list[Path]:
-    """The files with the weights of a directory.
+def weight_files(directory: Path) -> list[Path]:
+    """The files with the weights of a directory, all of one format.
 
     Raises:
         CheckpointError: there are none, or the index is malformed or lists a missing file.
-        UnsupportedError: only pickled weights.
+        UnsupportedError: only pickled files of unknown content.
     """
     names = [path.name for path in directory.iterdir()]
-    index = directory / INDEX
-    files = [directory / name for name in choose_safetensors(names, directory, lambda: index)]
-    missing = [file.name for file in files if not is_there(file)]
+    chosen = choose_weights(names, directory, lambda name: directory / name)
+    missing = [name for name in chosen if name not in names]
     if missing:
-        raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
-    return files
+        raise CheckpointError(
+            f"the index of {directory} lists {missing[0]}, which is not there", AGAIN
+        )
+    return [directory / name for name in chosen]
 
 
-def choose_safetensors(
-    names: Collection[str], location: object, index: Callable[[], Path]
+def choose_weights(
+    names: Collection[str], location: object, index: Callable[[str], Path]
 ) -> list[str]:
     """The names of the files with the weights, among those of a checkpoint.
+
+    safetensors go before pickled files.
 
     Args:
         names: the checkpoint's files.
         location: the checkpoint, for messages.
-        index: the path of the index; called if it decides.
+        index: the path of the index of a name; called if it decides.
 
     Raises:
         CheckpointError: there are none, or the index is malformed.
-        UnsupportedError: only pickled weights.
+        UnsupportedError: only pickled files of unknown content.
     """
     if SINGLE in names:
         return [SINGLE]
     if INDEX in names:
-        return _shards(index())
+        return _shards(index(INDEX))
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if files:
         return files
+    if SINGLE_PICKLED in names:
+        return [SINGLE_PICKLED]
+    if INDEX_PICKLED in names:
+        return _shards(index(INDEX_PICKLED))
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if pickled:
         raise UnsupportedError(
-            f"{location} holds pickled weights only ({pickled[0]}), which may run code when read",
-            "convert them to safetensors",
+            f"{location} holds pickled files only, and none is {SINGLE_PICKLED} ({pickled[0]})",
+            "convert the weights to safetensors",
         )
     raise CheckpointError(f"{location} holds no safetensors file", AGAIN)
 

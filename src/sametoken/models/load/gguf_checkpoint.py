@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
-from sametoken.layers.rotary import DEFAULT_THETA
+from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from sametoken.models.load.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
@@ -41,6 +41,7 @@ class _Architecture:
 
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", interleaved=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", interleaved=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", interleaved=False),
 }
 _HUGGING_FACE_NAMES = {
@@ -167,6 +168,10 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         return rope | {"rope_type": "divided", "divisors": tuple(divisors.flatten().tolist())}
     if scaling == "none":
         return rope | {"rope_type": "default"}
+    if scaling == LONGROPE:
+        raise UnsupportedError(
+            f"{file.path} has rope scaling {scaling!r}", "use the original checkpoint"
+        )
     rope |= {"rope_type": scaling, "factor": settings.number("rope.scaling.factor")}
     if scaling == "yarn":
         longest = settings.positions("context_length")

@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints: config.json, generation_config.json and safetensors files."""
+"""Hugging Face checkpoints: config.json, generation_config.json and the files of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import is_there, open_regular
-from sametoken.layers.rotary import DEFAULT_THETA
+from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.files import AGAIN, read_json_object, safetensors_files
+from sametoken.models.layer_types import FULL, SLIDING
+from sametoken.models.load.files import AGAIN, PICKLED, read_json_object, weight_files
+from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.quantization import KEYS, read_quantization
 from sametoken.models.load.settings import (
     MAX_COUNT,
@@ -43,24 +45,37 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
 class HuggingFaceCheckpoint:
-    """A directory with config.json and safetensors files.
+    """A directory with config.json and files of weights.
+
+    Args:
+        directory: the checkpoint's.
+        load_format: "safetensors" refuses pickled files.
 
     Raises:
         CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
         UnsupportedError: the architecture, its quantization or a setting is not implemented.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, load_format: str = "auto") -> None:
+        self._directory, self._load_format = directory, load_format
         config_file = directory / "config.json"
         config = Settings(read_json_object(config_file), str(config_file))
         # First: other architectures may name their sizes otherwise.
         model_class(_architecture(config))
         self.config = model_config(config, read_generation_config(directory))
 
-    def open_tensors(self) -> SafetensorsSource:
-        """The tensors of the directory."""
-        return SafetensorsSource(self._directory)
+    def open_tensors(self) -> SafetensorsSource | PickledSource:
+        """The tensors of the directory.
+
+        Raises:
+            UnsupportedError: they are pickled, which ``load_format`` excludes.
+        """
+        source = open_weights(self._directory)
+        if self._load_format == "safetensors" and isinstance(source, PickledSource):
+            raise UnsupportedError(
+                f"{self._directory} holds pickled weights only", "use load_format 'auto'"
+            )
+        return source
 
 
 def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
@@ -82,7 +97,8 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     read_quantization(config, location)
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
-    settings = Settings({**family.implied, **config}, location)
+    named = {family.aliases.get(key, key): value for key, value in config.items()}
+    settings = Settings({**family.implied, **named}, location)
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")
@@ -90,7 +106,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
     end_ids = generation.token_ids("eos_token_id", vocab_size)
-    rope = _rope(settings, rotates_parts=family.rotates_parts)
+    rope, local_rope = _ropes(settings, family)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -103,7 +119,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=_positions(settings, rope),
+        max_position_embeddings=_positions(settings, rope, local_rope),
         rope=rope,
         tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
@@ -111,6 +127,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),
         dtype=_dtype(settings),
         extra=dict(settings.values),
+        local_rope=local_rope,
     )
 
 
@@ -119,6 +136,21 @@ def _architecture(given: Settings) -> str:
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{given.location} names no architecture", 'set "architectures"')
     return str(architectures[0])
+
+
+def _ropes(
+    settings: Settings, family: type[Decoder]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Rope settings of all layers, or of those that see all, and of those with a window."""
+    if family.local_theta is None:
+        return _rope(settings, rotates_parts=family.rotates_parts), None
+    by_type = settings.nested("rope_parameters")
+    theta = settings.number("rope_local_base_freq", family.local_theta)
+    values = {key: value for key, value in settings.values.items() if key != "rope_scaling"}
+    values |= {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
+    local = _rope(Settings(values, settings.location), rotates_parts=family.rotates_parts)
+    full = Settings({**settings.values, "rope_parameters": by_type.get(FULL)}, settings.location)
+    return _rope(full, rotates_parts=family.rotates_parts), local
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
@@ -149,9 +181,15 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     if partial != 1.0:
         given = {**given, "partial_rotary_factor": partial}
     rope_type = own.get("rope_type") or own.get("type") or "default"
+    if rope_type == "mrope":
+        # Of text the three positions of a token are equal.
+        rope_type = "default"
+    if rope_type in ("su", "yarn") and "long_factor" in given:
+        # As the first checkpoints of Phi-3 call it.
+        rope_type = LONGROPE
     theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
     rope = {**given, "rope_type": rope_type, "rope_theta": theta}
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", LONGROPE):
         longest = settings.positions("max_position_embeddings")
         original = own.positions("original_max_position_embeddings", longest)
         original = settings.positions("original_max_position_embeddings", original)
@@ -160,15 +198,19 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     return rope
 
 
-def _positions(settings: Settings, rope: Mapping[str, Any]) -> int:
+def _positions(
+    settings: Settings, rope: Mapping[str, Any], local_rope: Mapping[str, Any] | None
+) -> int:
     """The number of positions, scaled ones included.
 
     A config with YaRN or linear scaling may still name the length before it, as vLLM reads it. One
-    with llama3's names the whole length.
+    with llama3's names the whole length, as does Gemma 3's, whose windows have a rope of their own.
     """
     declared = settings.positions("max_position_embeddings")
     factor = rope.get("factor")
-    if rope["rope_type"] not in ("linear", "yarn") or not isinstance(factor, int | float):
+    if local_rope is not None or rope["rope_type"] not in ("linear", "yarn"):
+        return declared
+    if not isinstance(factor, int | float):
         return declared
     if not 1 < factor <= MAX_COUNT:
         return declared
@@ -195,8 +237,8 @@ def read_generation_config(directory: Path) -> Settings:
     return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
 
 
-class SafetensorsSource:
-    """The safetensors files of a directory, single or sharded.
+def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | PickledSource:
+    """The tensors of a directory, from single or sharded files.
 
     Args:
         directory: the checkpoint's.
@@ -204,13 +246,30 @@ class SafetensorsSource:
 
     Raises:
         CheckpointError: no weights, a shard missing, or a file truncated.
-        UnsupportedError: only pickled weights.
+        UnsupportedError: pickled files with other things than tensors.
+    """
+    files = weight_files(directory)
+    if files[0].name.endswith(PICKLED):
+        return PickledSource(str(directory), files, prefix)
+    return SafetensorsSource(str(directory), files, prefix)
+
+
+class SafetensorsSource:
+    """The tensors of safetensors files.
+
+    Args:
+        location: the checkpoint, for messages.
+        files: the files.
+        prefix: only tensors with this prefix are listed.
+
+    Raises:
+        CheckpointError: a file is truncated, or two hold one tensor.
     """
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
-        self.location = str(directory)
+    def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
+        self.location = location
         self._files: dict[str, Path] = {}
-        for path in safetensors_files(directory):
+        for path in files:
             with _opened(path) as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,24 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
-    return (_by_row(torch.sigmoid, gate) * x.float()).to(x.dtype)
+    return (sigmoid(gate) * x.float()).to(x.dtype)
+
+
+def sigmoid(gate: Tensor) -> Tensor:
+    """``sigmoid(gate)`` of [T, W] in fp32."""
+    return _by_row(torch.sigmoid, gate)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See ``Kernels.gelu_mul``."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    slope = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
+    return (gate * _by_row(torch.sigmoid, slope) * up).to(gate_up.dtype)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """See ``Kernels.soft_cap``."""
+    return _by_row(torch.tanh, logits / cap) * cap
 
 
 def silu(gate: Tensor) -> Tensor:

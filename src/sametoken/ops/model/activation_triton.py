@@ -14,9 +14,10 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _gated_kernel(
     gate_up,  # [T, 2 * WIDTH]
     out,  # [T, WIDTH]
+    GELU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -28,19 +29,70 @@ def _silu_mul_kernel(
     source = gate_up + row * 2 * WIDTH + columns
     gate = tl.load(source, inside, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    slope = gate
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = gate / (1.0 + tl.exp(-slope)) * up
     tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``activation.silu_mul``."""
+    return _gated(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See ``Kernels.gelu_mul``."""
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        _silu_mul_kernel[grid](
-            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up)
+        _gated_kernel[grid](
+            gate_up,
+            out,
+            GELU=gelu,
+            WIDTH=width,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **pdl_options(gate_up),
+        )
+    return out
+
+
+@triton.jit
+def _soft_cap_kernel(
+    logits,  # [L, WIDTH] fp32
+    out,  # [L, WIDTH] fp32
+    cap,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    value = tl.load(logits + place, inside, other=0.0)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), also where exp is infinite.
+    value = cap - 2.0 * cap / (tl.exp(2.0 * value / cap) + 1.0)
+    tl.store(out + place, value, inside)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """See ``Kernels.soft_cap``."""
+    assert logits.is_contiguous()
+    assert logits.dtype == torch.float32
+    num_rows, width = logits.shape
+    out = torch.empty_like(logits)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _soft_cap_kernel[grid](
+            logits, out, cap, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(logits)
         )
     return out
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
+from sametoken.ops.model.activation import sigmoid
 from sametoken.ops.weight import Weight
 
 #: Added to a sum of weights, so that rows whose scores are all 0 get weights of 0.
@@ -43,7 +44,7 @@ class SeparateExperts:
 def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
     values = logits.float()
-    scores = values.sigmoid() if routing.scoring == "sigmoid" else values.softmax(dim=-1)
+    scores = sigmoid(values) if routing.scoring == "sigmoid" else values.softmax(dim=-1)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))

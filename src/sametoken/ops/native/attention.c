@@ -4,7 +4,9 @@
  * head and split, the maximum score, the sum of exponentials and the weighted values;
  * phase two merges a row's splits in order. Rows of one slot share a split's packed keys
  * and values, which changes no sum: each score and each output element is added up in one
- * lane, over head_dim or over positions in ascending order. */
+ * lane, over head_dim or over positions in ascending order.
+ *
+ * Values may have fewer elements than keys, and lie in the same memory as they (MLA). */
 #include "threads.h"
 #include "tile.h"
 
@@ -20,7 +22,7 @@ typedef struct {
     const void *q, *keys, *values;
     const int64_t *positions, *slots, *block_table;
     void *out;
-    int64_t t, heads, kv_heads, dim, block_size, max_blocks, window;
+    int64_t t, heads, kv_heads, dim, v_dim, block_size, max_blocks, window;
     float scale;
 } attention_job;
 
@@ -38,14 +40,14 @@ typedef struct {
 typedef struct {
     int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
     u32x16 *keys;           /* [SPLIT / GROUP][units][GROUP] words */
-    float *values;          /* [dim / GROUP][SPLIT][GROUP] */
+    float *values;          /* [v_dim / GROUP][SPLIT][GROUP] */
     char *queries;          /* [rows * group][dim] */
     float *scores;          /* [rows * group][SPLIT] */
 } workspace;
 
 static _Thread_local buffer partial_memory, tile_memory, unit_memory;
 
-INLINE int64_t partial_size(int64_t dim) { return LANES + ceil_div(dim, GROUP) * GROUP; }
+INLINE int64_t partial_size(int64_t v_dim) { return LANES + ceil_div(v_dim, GROUP) * GROUP; }
 
 /* Blocks of `s` lanes: a gets the even ones of a and b, b the odd ones. */
 #define EVEN_BLOCKS(l, s) ((l) & (s) ? LANES + (l) - (s) : (l))
@@ -114,10 +116,10 @@ INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, 
 }
 
 INLINE void pack_values(const attention_job *job, workspace *work, int64_t count, int bf16) {
-    for (int64_t i = 0; i < job->dim; i += LANES) {
+    for (int64_t i = 0; i < job->v_dim; i += LANES) {
         float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
         for (int64_t position = 0; position < count; position++) {
-            f32x16 v = load_some(job->values, work->offsets[position] + i, job->dim - i, bf16);
+            f32x16 v = load_some(job->values, work->offsets[position] + i, job->v_dim - i, bf16);
             memcpy(panel + position * GROUP, &v, sizeof v);
         }
     }
@@ -193,7 +195,7 @@ INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *wor
         common = (span){larger(common.first, seen.first), smaller(common.stop, seen.stop)};
     }
     common.first = smaller(common.first, common.stop);
-    for (int64_t i = 0; i < job->dim; i += GROUP) {
+    for (int64_t i = 0; i < job->v_dim; i += GROUP) {
         const float *columns = work->values + i * SPLIT;
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
@@ -235,7 +237,7 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
     pack_values(job, work, count, bf16);
     score(job, work, tile->rows * group, count, bf16);
 
-    int64_t size = partial_size(job->dim), stride = tile->splits * size;
+    int64_t size = partial_size(job->v_dim), stride = tile->splits * size;
     float *partials = all_partials + tile->first_partial;
     partials += kv_head * group * stride + split * size;
     for (int64_t r = 0; r < tile->rows; r++)
@@ -249,7 +251,7 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
 /* Phase two for one row and head: its splits in order. */
 INLINE void merge(const attention_job *job, int64_t row, int64_t head, const float *partial,
                   float *total, const int bf16) {
-    int64_t size = partial_size(job->dim), splits = job->positions[row] / SPLIT + 1;
+    int64_t size = partial_size(job->v_dim), splits = job->positions[row] / SPLIT + 1;
     int64_t unseen = job->window ? larger(0, job->positions[row] + 1 - job->window) : 0;
     partial += unseen / SPLIT * size;
     memcpy(total, partial, size * sizeof *total);
@@ -265,8 +267,8 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
             store_some(total, i, LANES, 0, a * old + b * new);
         }
     }
-    for (int64_t i = 0; i < job->dim; i += LANES)
-        store_some(job->out, (row * job->heads + head) * job->dim + i, job->dim - i, bf16,
+    for (int64_t i = 0; i < job->v_dim; i += LANES)
+        store_some(job->out, (row * job->heads + head) * job->v_dim + i, job->v_dim - i, bf16,
                    load_some(total, LANES + i, LANES, 0) / total[1]);
 }
 
@@ -288,7 +290,7 @@ static int64_t make_tiles(const attention_job *job, row_tile *tiles) {
 static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t group = job->heads / job->kv_heads;
     int64_t queries = larger(SHARED_QUERIES, group);
-    int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->dim) - LANES) * SPLIT * 4;
+    int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->v_dim) - LANES) * SPLIT * 4;
     int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
@@ -304,7 +306,7 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
                          float *partials, const int bf16) {
     const row_tile *end = tiles + count - 1;
     int64_t units = end->first_unit + job->kv_heads * end->splits, failed = 0;
-    int64_t size = partial_size(job->dim);
+    int64_t size = partial_size(job->v_dim);
 #pragma omp parallel reduction(| : failed) if (units > 1)
     {
         workspace work;
@@ -336,10 +338,10 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
 EXPORT int64_t attention(const void *q, const void *keys, const void *values, void *out,
                          const int64_t *positions, const int64_t *slots,
                          const int64_t *block_table, int64_t t, int64_t heads,
-                         int64_t kv_heads, int64_t dim, int64_t block_size,
+                         int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t block_size,
                          int64_t max_blocks, int64_t window, float scale, int64_t bf16) {
-    attention_job job = {q,     keys,     values, positions,  slots,      block_table, out,  t,
-                         heads, kv_heads, dim,    block_size, max_blocks, window,      scale};
+    attention_job job = {q,     keys,     values, positions, slots,      block_table, out,    t,
+                         heads, kv_heads, dim,    v_dim,     block_size, max_blocks,  window, scale};
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;
@@ -348,7 +350,7 @@ EXPORT int64_t attention(const void *q, const void *keys, const void *values, vo
         int64_t floats = 0, units = 0;
         for (last = first; last < count; last++) {
             row_tile *tile = tiles + last;
-            int64_t more = tile->rows * heads * tile->splits * partial_size(dim);
+            int64_t more = tile->rows * heads * tile->splits * partial_size(v_dim);
             if (last > first && floats + more > PARTIAL_FLOATS) break;
             tile->first_unit = units;
             tile->first_partial = floats;

@@ -10,7 +10,9 @@ from torch import Tensor
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.ops.native import latent as latent_attention
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.widened import WidenedWeight, widened_fp8, widened_int4
@@ -169,6 +171,20 @@ class NativeKernels(ComposedKernels):
         self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
         return out
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        _require(gate_up, gate_up.dtype)
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        is_bf16 = _is_bf16(gate_up)
+        self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, is_bf16)
+        return out
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        _require(logits, torch.float32)
+        out = torch.empty_like(logits)
+        self._library.soft_cap(logits.data_ptr(), out.data_ptr(), *logits.shape, cap)
+        return out
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -227,6 +243,7 @@ class NativeKernels(ComposedKernels):
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
+            shape.head_dim,
             kv.keys.shape[2],
             table.shape[1],
             shape.sliding_window or 0,
@@ -236,6 +253,28 @@ class NativeKernels(ComposedKernels):
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
+
+    def require_latent(self, shape: LatentShape) -> None:
+        latent_attention.require_latent(shape)
+
+    def pack_heads(self, weight: Tensor) -> latent_attention.PanelHeadWeights:
+        return latent_attention.pack_heads(self._library, self._memory, weight)
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        latent_attention.rope_and_cache(self._library, q, latent, rotary, rows, memory, out)
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        return latent_attention.attention(self._library, q, scale, rows, memory)
 
     def sample(
         self,

@@ -66,8 +66,10 @@ EXPORT int64_t embedding(const int64_t *token_ids, const void *packed, void *out
     return 1;
 }
 
-INLINE void store_tile(const float *sums, int64_t rows, int64_t first_row, int64_t column,
-                       int64_t n, const void *bias, void *out, int bf16, int out_bf16) {
+/* Columns from `column` on of adjacent rows of [.., n], `stride` elements apart, from `first` on. */
+INLINE void store_tile(const float *sums, int64_t rows, int64_t first, int64_t stride,
+                       int64_t column, int64_t n, const void *bias, void *out, int bf16,
+                       int out_bf16) {
     for (int p = 0; p < PANELS; p++) {
         int64_t start = column + p * LANES, count = n - start;
         if (count <= 0) return;
@@ -75,7 +77,7 @@ INLINE void store_tile(const float *sums, int64_t rows, int64_t first_row, int64
         for (int64_t r = 0; r < rows; r++) {
             f32x16 sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
             if (bias) sum += shift;
-            store_some(out, (first_row + r) * n + start, count, out_bf16, sum);
+            store_some(out, first + r * stride + start, count, out_bf16, sum);
         }
     }
 }
@@ -93,7 +95,7 @@ INLINE void gemm_part(const char *x, const char *packed, const void *bias, void 
             float sums[MAX_ROWS * GROUP] __attribute__((aligned(64)));
             memset(sums, 0, rows * GROUP * sizeof *sums);
             multiply_tile(rows, x + first * stride, stride, columns, k, sums, bf16);
-            store_tile(sums, rows, first, group * GROUP, n, bias, out, bf16, out_bf16);
+            store_tile(sums, rows, first * n, n, group * GROUP, n, bias, out, bf16, out_bf16);
         }
     }
 }
@@ -106,4 +108,40 @@ EXPORT void gemm(const void *x, const void *packed, const void *bias, void *out,
         else if (out_bf16) gemm_part(x, packed, bias, out, t, n, k, 1, 1);
         else gemm_part(x, packed, bias, out, t, n, k, 1, 0);
     }
+}
+
+/* Where the elements of heads lie: strides of rows and heads, in elements. */
+typedef struct {
+    int64_t row, head;
+} head_strides;
+
+INLINE void head_products_impl(const void *x, const void *packed, void *out, int64_t t,
+                               int64_t heads, int64_t n, int64_t k, head_strides from,
+                               head_strides to, const int bf16) {
+    int64_t size = bf16 ? 2 : 4, groups = ceil_div(n, GROUP), tiles = ceil_div(t, MAX_ROWS);
+    int64_t group_bytes = units_of(k, bf16) * GROUP * 4;
+#pragma omp parallel for schedule(static) if (t * heads * n > PARALLEL_ELEMENTS)
+    for (int64_t unit = 0; unit < heads * groups; unit++) {
+        int64_t head = unit / groups, column = unit % groups * GROUP;
+        const char *columns = (const char *)packed + unit * group_bytes;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
+            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64)));
+            memset(sums, 0, rows * GROUP * sizeof *sums);
+            const char *row = (const char *)x + (first * from.row + head * from.head) * size;
+            multiply_tile(rows, row, from.row * size, columns, k, sums, bf16);
+            store_tile(sums, rows, first * to.row + head * to.head, to.row, column, n, NULL, out,
+                       bf16, bf16);
+        }
+    }
+}
+
+/* Each head's rows times its own matrix: [t, heads, k] and packed [heads][n, k] -> [t, heads, n].
+ * Heads are packed one after the other; rows and heads of x and out may be strided. */
+EXPORT void head_products(const void *x, const void *packed, void *out, int64_t t, int64_t heads,
+                          int64_t n, int64_t k, int64_t x_row, int64_t x_head, int64_t out_row,
+                          int64_t out_head, int64_t bf16) {
+    head_strides from = {x_row, x_head}, to = {out_row, out_head};
+    if (bf16) head_products_impl(x, packed, out, t, heads, n, k, from, to, 1);
+    else head_products_impl(x, packed, out, t, heads, n, k, from, to, 0);
 }

@@ -31,9 +31,13 @@ _SIGNATURES = {
     "rms_norm": ("ppppiifii", False),
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
+    "gelu_mul": ("ppiii", False),
+    "soft_cap": ("ppiif", False),
     "sigmoid_mul": ("pppiii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
-    "attention": ("pppppppiiiiiiifi", True),
+    "attention": ("pppppppiiiiiiiifi", True),
+    "head_products": ("pppiiiiiiiii", False),
+    "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
     "sample": ("ppppppii", True),
     "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
 }
@@ -52,9 +56,13 @@ class NativeLibrary:
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
+    gelu_mul: Callable[..., None]
+    soft_cap: Callable[..., None]
     sigmoid_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
+    head_products: Callable[..., None]
+    latent_rope_and_cache: Callable[..., None]
     sample: Callable[..., int]
     gated_delta: Callable[..., int]
 

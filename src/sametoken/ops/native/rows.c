@@ -91,6 +91,42 @@ EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, in
     else silu_mul_rows(gate_up, out, t, size, 0);
 }
 
+/* gelu(gate) of up to 16 elements, approximated by tanh: x * sigmoid(2 sqrt(2 / pi) (...)). */
+INLINE f32x16 gelu_some(const void *gate, int64_t index, int64_t count, int bf16) {
+    f32x16 v = load_some(gate, index, count, bf16);
+    f32x16 slope = (v * v * 0.044715f + 1.0f) * v * 1.5957691216057308f;
+    return v / (exp_lanes(-slope) + 1.0f);
+}
+
+INLINE void gelu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t size,
+                          const int bf16) {
+#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) {
+        int64_t first = row * 2 * size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            f32x16 up = load_some(gate_up, first + size + i, size - i, bf16);
+            f32x16 gelu = gelu_some(gate_up, first + i, size - i, bf16);
+            store_some(out, row * size + i, size - i, bf16, gelu * up);
+        }
+    }
+}
+
+EXPORT void gelu_mul(const void *gate_up, void *out, int64_t t, int64_t size, int64_t bf16) {
+    if (bf16) gelu_mul_rows(gate_up, out, t, size, 1);
+    else gelu_mul_rows(gate_up, out, t, size, 0);
+}
+
+/* cap * tanh(x / cap) of fp32 rows, as cap - 2 cap / (exp(2 x / cap) + 1). */
+EXPORT void soft_cap(const void *x, void *out, int64_t t, int64_t size, float cap) {
+#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            f32x16 v = load_some(x, row * size + i, size - i, 0) * (2.0f / cap);
+            v = cap - (2.0f * cap) / (exp_lanes(v) + 1.0f);
+            store_some(out, row * size + i, size - i, 0, v);
+        }
+}
+
 INLINE void sigmoid_mul_rows(const void *x, const void *gate, void *out, int64_t t,
                              int64_t size, const int bf16) {
 #pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)

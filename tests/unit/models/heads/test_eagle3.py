@@ -13,6 +13,7 @@ from helpers.checkpoints import (
     HIDDEN,
     LLAMA,
     VOCAB,
+    as_pickle,
     head_tensors,
     write_safeailab,
     write_speculators,
@@ -251,11 +252,13 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
         Eagle3Checkpoint(tmp_path)
 
 
-def test_pickled_heads_are_refused_with_a_remedy(tmp_path):
-    write_safeailab(tmp_path, head_tensors())
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsupportedError, match="safetensors"):
-        load(tmp_path)
+def test_a_pickled_head_is_the_same(tmp_path):
+    files = write_safeailab(tmp_path / "files", head_tensors())
+    pickled = write_safeailab(tmp_path / "pickled", head_tensors())
+    as_pickle(pickled)
+    ours, expected = load(pickled), load(files)
+    assert torch.equal(ours.fc.weight.matrix, expected.fc.weight.matrix)
+    assert torch.equal(ours.token_ids, expected.token_ids)
 
 
 def test_broken_tensors_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -52,7 +52,7 @@ def make_model(config_class, **options):
         }
         | options
     )
-    model = {LlamaConfig: LlamaForCausalLM, Qwen3Config: Qwen3ForCausalLM}[config_class](config)
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
@@ -82,6 +82,11 @@ def test_same_model_as_the_original(tmp_path, config_class, arch, tied, bias):
     config = read_config(path)
     assert (config.tie_word_embeddings, config.attention_bias) == (tied, bias)
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (48, 32, 2)
+
+
+def test_biases_of_q_k_and_v_alone(tmp_path):
+    model = make_model(Qwen2Config, head_dim=32)
+    assert_same_logits(model, convert(model, tmp_path / "model.gguf", arch="qwen2"))
 
 
 def test_small_chunks_change_nothing(tmp_path, monkeypatch):
@@ -249,7 +254,7 @@ def test_divisors_together_with_scaling_are_refused(tmp_path):
 
 def test_unknown_architecture_lists_the_known(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", arch="mamba")
-    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, qwen3"):
+    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, qwen2, qwen3"):
         read_config(path)
 
 

@@ -6,12 +6,26 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.decoder import sliding_windows
-from sametoken.models.loader import read_config
+from sametoken.models.layer_types import sliding_windows
+from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import ARCHITECTURES
+from sametoken.ops.reference import ReferenceKernels
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +65,7 @@ def test_absent_keys_take_the_values_transformers_implies(tmp_path):
             "hybrid_override_pattern": "M-M*",
             "head_dim": 0,
         },
-        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": {}}},
+        {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": {"full_attention": {}}},
         {"architectures": ["OPTForCausalLM"], "quantization_config": {"bits": 4}},
     ],
     ids=lambda config: config["architectures"][0],
@@ -63,16 +77,105 @@ def test_other_architectures_are_refused_by_name_before_any_key_is_read(tmp_path
     assert caught.value.remedy == f"supported: {', '.join(ARCHITECTURES)}"
 
 
-@pytest.mark.parametrize("config_class", [MistralConfig, Qwen3Config])
+WITH_IMPLIED = [MistralConfig, MinistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+
+
+@pytest.mark.parametrize("config_class", WITH_IMPLIED)
 def test_values_implied_by_one_architecture(tmp_path, config_class):
     name = config_class.__name__.replace("Config", "ForCausalLM")
     sizes = BASE | {"architectures": [name], "num_attention_heads": 32, "hidden_size": 128}
     config = read(tmp_path, sizes)
     theirs = config_class(**{key: value for key, value in sizes.items() if key != "architectures"})
     assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == theirs.head_dim
-    # Qwen3 implies a window too, but also that it is not used.
-    assert sliding_windows(config, "") == [theirs.sliding_window] * theirs.num_hidden_layers
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 128 // 32)
+    for key in ARCHITECTURES[name].implied.keys() - {"sliding_window"}:
+        assert config.extra[key] == getattr(theirs, key)
+    # Qwen's imply a window too, but also that it is not used.
+    assert sliding_windows(config, "") == [theirs.sliding_window] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "config_class"),
+    [
+        ("Gemma3ForCausalLM", Gemma3TextConfig),
+        ("Glm4MoeForCausalLM", Glm4MoeConfig),
+        ("GraniteForCausalLM", GraniteConfig),
+        ("Ministral3ForCausalLM", Ministral3Config),
+        ("Olmo2ForCausalLM", Olmo2Config),
+        ("Phi3ForCausalLM", Phi3Config),
+    ],
+)
+def test_what_one_family_implies(tmp_path, name, config_class):
+    sizes = BASE | {"architectures": [name], "num_attention_heads": 8}
+    found, theirs = read(tmp_path, sizes), config_class()
+    rope = theirs.rope_parameters
+    implied = dict(ARCHITECTURES[name].implied)
+    assert found.rms_norm_eps == theirs.rms_norm_eps
+    if "partial_rotary_factor" in implied:
+        assert implied.pop("partial_rotary_factor") == rope["partial_rotary_factor"]
+    if "rope_theta" in implied:
+        assert implied.pop("rope_theta") == rope["full_attention"]["rope_theta"]
+        assert found.local_rope == rope["sliding_attention"]
+    names = {"hidden_act": "hidden_activation"} if "Gemma" in name else {}
+    for key, value in implied.items():
+        assert value == getattr(theirs, names.get(key, key))
+
+
+def test_gemma_3_as_it_is_published(tmp_path):
+    """A text config of few keys within that of a model that also sees; ropes in the old form."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    name = "Gemma3ForConditionalGeneration"
+    config = {"architectures": [name], "text_config": text, "vision_config": {}}
+    found = read(tmp_path, config | {"torch_dtype": "bfloat16"})
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (8, 4, 256)
+    assert (found.vocab_size, found.max_position_embeddings) == (262_208, 131_072)
+    assert found.tie_word_embeddings
+    assert found.rope == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert found.local_rope == {"rope_type": "default", "rope_theta": 1e4}
+    windows = [cache.window for cache in ARCHITECTURES[name].caches_of(found, found.dtype, "")]
+    assert windows == ([1024] * 5 + [None]) * 5 + [1024] * 4
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])
+def test_phi_3_as_it_is_published(tmp_path, rope_type):
+    """The original positions stand beside the rope settings, which have had three names."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = BASE | {"architectures": ["Phi3ForCausalLM"], "rope_theta": 1e4}
+    rope = {"rope_scaling": factors | {"type": rope_type}, "original_max_position_embeddings": 128}
+    found = read(tmp_path, config | rope).rope
+    found.pop("type")
+    known = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    assert found == factors | known | {"original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma3ForCausalLM", {"hidden_activation": "relu"}, "hidden_act='relu'"),
+        ("GraniteForCausalLM", {"mlp_bias": True}, "mlp_bias=True"),
+        ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_what_a_family_lacks_is_refused_by_name(tmp_path, name, changes, what):
+    read(tmp_path, BASE | {"architectures": [name]} | changes)
+    with pytest.raises(UnsupportedError, match=what):
+        load_model(
+            tmp_path,
+            kernels=ReferenceKernels(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_positions=8,
+            load_format="dummy",
+        )
 
 
 def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):
@@ -109,6 +212,16 @@ def test_old_and_new_rope_settings_mean_the_same(tmp_path):
     for rope in found:
         rope.pop("type", None)
     assert found[0] == found[1] == {"rope_type": "yarn", "rope_theta": 5e5, **scaling}
+
+
+def test_positions_in_three_parts_are_one_for_text(tmp_path):
+    """Qwen2.5-VL as it is published: the text decoder's keys at the top."""
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    name = "Qwen2_5_VLForConditionalGeneration"
+    config = BASE | {"architectures": [name], "num_attention_heads": 8, "rope_scaling": rope}
+    found = read(tmp_path, config | {"vision_config": {"hidden_size": 3}})
+    assert found.rope["rope_type"] == "default"
+    assert found.also_sees
 
 
 def test_rope_lengths_are_filled_in(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_llama
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.progress import shown_while_read
 
 
@@ -26,7 +26,7 @@ def read_all(directory, monkeypatch, *, is_terminal: bool, leads: bool = True) -
     stderr = Terminal(is_terminal=is_terminal)
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
-    source = SafetensorsSource(directory)
+    source = open_weights(directory)
     with shown_while_read(source, torch.bfloat16, leads=leads) as watched:
         assert watched.location == source.location
         assert watched.names() == source.names()
@@ -44,7 +44,7 @@ def checkpoint(tmp_path):
 
 def test_a_terminal_sees_all_bytes_in_the_dtype_of_memory(checkpoint, monkeypatch):
     shown = read_all(checkpoint, monkeypatch, is_terminal=True)
-    source = SafetensorsSource(checkpoint)
+    source = open_weights(checkpoint)
     num_bytes = 2 * sum(torch.Size(source.shape(name)).numel() for name in source.names())
     assert "loading" in shown
     assert f"{num_bytes / 1024:.1f}/{num_bytes / 1024:.1f} KiB" in shown

@@ -6,20 +6,32 @@ import pytest
 import torch
 
 from sametoken.ops.model import activation as reference
-from sametoken.ops.model.activation_triton import sigmoid_mul, silu_mul
+from sametoken.ops.model.activation_triton import gelu_mul, sigmoid_mul, silu_mul, soft_cap
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
-def test_silu_mul(rows, width, dtype):
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gated_activations(rows, width, dtype, name):
+    run, defined = {"silu_mul": silu_mul, "gelu_mul": gelu_mul}[name], getattr(reference, name)
     generator = torch.Generator().manual_seed(0)
     gate_up = (4 * torch.randn(rows, 2 * width, generator=generator)).to(DEVICE, dtype)
-    actual = silu_mul(gate_up)
-    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(actual, reference.silu_mul(gate_up), rtol=tolerance, atol=tolerance)
-    assert torch.equal(silu_mul(gate_up[-1:].clone()), actual[-1:])
+    actual = run(gate_up)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(actual, defined(gate_up), rtol=tolerance, atol=tolerance)
+    assert torch.equal(run(gate_up[-1:].clone()), actual[-1:])
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
+def test_soft_cap(rows, width):
+    logits = 90 * torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    logits[0, :3] = torch.tensor([-1e30, 1e30, 0.0])
+    actual = soft_cap(logits.to(DEVICE), 30.0)
+    torch.testing.assert_close(actual.cpu(), reference.soft_cap(logits, 30.0), rtol=0, atol=2e-5)
+    assert torch.equal(soft_cap(logits[-1:].to(DEVICE), 30.0), actual[-1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -99,6 +99,16 @@ def test_silu_mul(t, size, dtype, spread, seed):
 
 
 @few
+@given(counts, st.integers(1, 300), dtypes, st.sampled_from([1.0, 30.0]), seeds)
+def test_gelu_mul_and_soft_cap(t, size, dtype, spread, seed):
+    gate_up = normal(t, 2 * size, dtype=dtype, seed=seed) * spread
+    assert_close(native.gelu_mul(gate_up), reference.gelu_mul(gate_up))
+    logits = gate_up.float()
+    found = native.soft_cap(logits, 7.5)
+    torch.testing.assert_close(found, reference.soft_cap(logits, 7.5), rtol=0, atol=5e-6)
+
+
+@few
 @given(counts, st.integers(1, 130), dtypes, st.floats(0.1, 30), seeds)
 def test_gates(t, size, dtype, spread, seed):
     """The gate is a part of a wider projection."""
@@ -184,7 +194,8 @@ def test_attention(make_scene, shape, data):
         positions += range(first, first + count)
         lengths.append(first + count)
     window = data.draw(st.sampled_from([None, 1, 9, 257, 700]))
-    shape = replace(shape, sliding_window=window)
+    factor = data.draw(st.sampled_from([None, 0.11]))
+    shape = replace(shape, sliding_window=window, score_factor=factor)
     size = (2, len(lengths), max(lengths), shape.num_kv_heads, shape.head_dim)
     history = normal(*size, dtype=dtype, seed=seed)
     for slot in range(len(lengths) if window else 0):

@@ -56,7 +56,7 @@ def test_a_build_is_cached_by_sources_flags_and_compiler(cache, tmp_path):
     log = tmp_path / "cc.log"
     built = build(RECIPES[0], compiler)
     calls = len(log.read_text().splitlines())
-    assert calls == 6  # five sources and the link
+    assert calls == 7  # six sources and the link
     assert build(RECIPES[0], compiler) == built
     assert len(log.read_text().splitlines()) == calls
     others = {build(RECIPES[1], compiler), build(RECIPES[0], fake_compiler(tmp_path / "cc", "2"))}

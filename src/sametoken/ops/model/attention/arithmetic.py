@@ -108,7 +108,7 @@ def with_tile(
     dim = tl.arange(0, acc.shape[KV_AXIS])
     at = begin + tl.arange(0, TILE)
     seen = at < stop
-    start, offset = _places(at, seen, begin, block, table, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
+    start, offset = places(at, seen, begin, block, table, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
     if SLIDING_WINDOW:
         seen = seen & (at > lowest_of(position) - SLIDING_WINDOW)
     k_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
@@ -128,12 +128,12 @@ def with_tile(
     v_at = per_query(offset, KV_LEFT) + per_element(dim, KV_LEFT)
     v_mask = per_query(seen, KV_LEFT) & per_element(dim < HEAD_DIM, KV_LEFT)
     v = tl.load(values + start + v_at, mask=v_mask, other=0)
-    acc, totals = _accumulated(acc * shrink, totals * shrink, weights, v, KV_LEFT)
+    acc, totals = accumulated(acc * shrink, totals * shrink, weights, v, KV_LEFT)
     return acc, totals, new_peak
 
 
 @triton.jit
-def _places(
+def places(
     at,
     seen,
     begin,
@@ -162,7 +162,7 @@ def _right(q, k):
 
 
 @triton.jit
-def _accumulated(acc, totals, weights, v, KV_LEFT: tl.constexpr):
+def accumulated(acc, totals, weights, v, KV_LEFT: tl.constexpr):
     """Add weighted values and weights.
 
     Tensor cores sum the weights in the order of the positions; the order of tl.sum would depend

@@ -113,21 +113,32 @@ def table_for(shape: AttentionShape) -> HopperTable:
     return TABLES[_block_dim(shape)]
 
 
-def choose(num_runs: int, width: int, shape: AttentionShape, max_seq_len: int) -> HopperConfig:
-    """The configuration of a launch of ``num_runs`` runs of at most ``width`` rows."""
+def choose(
+    num_runs: int, width: int, num_rows: int, shape: AttentionShape, max_seq_len: int
+) -> HopperConfig:
+    """The configuration of a launch of ``num_runs`` runs of at most ``width`` rows.
+
+    ``num_rows`` limits the rows of all runs together.
+    """
     table = table_for(shape)
     group = shape.num_heads // shape.num_kv_heads
     rows = QUERIES // group
     tiles = num_runs * triton.cdiv(width, rows)
     partial_bytes = 4 * num_runs * width * shape.q_size * max_splits(max_seq_len)
-    programs = tiles * shape.num_kv_heads
-    if tiles > MAX_TILES or programs > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
+    counters = tiles * shape.num_kv_heads
+    if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
         return table.wide
+    programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
         return table.splits
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
     return table.wide
+
+
+def most_tiles(num_runs: int, width: int, num_rows: int, tile: int) -> int:
+    """Most tiles of ``tile`` rows that runs have, each with a last tile of its own."""
+    return min(num_runs * -(-width // tile), (num_rows + num_runs * (tile - 1)) // tile)
 
 
 def counters(device: torch.device) -> Tensor:
@@ -164,7 +175,7 @@ def attention(
     out = q.new_empty(len(q), shape.q_size)
     max_seq_len = rows.block_table.shape[1] * kv.keys.shape[2]
     for group in rows.runs.groups if len(q) else ():
-        chosen = config or choose(group.num_runs, group.max_rows, shape, max_seq_len)
+        chosen = config or choose(group.num_runs, group.max_rows, len(q), shape, max_seq_len)
         _launch(q, shape, rows, kv, out, arrived, group, chosen)
     return out
 
@@ -186,16 +197,11 @@ def _launch(
 ) -> None:
     assert rows.runs is not None
     heads_per_kv = shape.num_heads // shape.num_kv_heads
-    tiles_per_run = triton.cdiv(
-        group.max_rows, QUERIES // heads_per_kv * max(config.warp_groups, 1)
-    )
-    num_tiles = group.num_runs * tiles_per_run
     table = rows.block_table
     scale = shape.scale * LOG2_E
     inputs = (
         q, _boxes(kv.keys), _boxes(kv.values), rows.positions, rows.slots, rows.runs.starts, table,
     )  # fmt: skip
-    sizes = (group.first, group.max_rows, tiles_per_run)
     constants = {
         "KV_HEADS": shape.num_kv_heads,
         "GROUP": heads_per_kv,
@@ -210,18 +216,25 @@ def _launch(
         **pdl_options(q),
     }
     if config.warp_groups:
+        tile = QUERIES // heads_per_kv * config.warp_groups
+        num_tiles = most_tiles(group.num_runs, group.max_rows, len(q), tile)
         rows_kernel[num_tiles, shape.num_kv_heads](
-            *inputs, out, *sizes, group.num_runs, table.stride(0), scale,
-            WARP_GROUPS=config.warp_groups, **constants,
+            *inputs, out, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
+            WARP_GROUPS=config.warp_groups,
+            BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)),
+            **constants,
         )  # fmt: skip
         return
+    tiles_per_run = triton.cdiv(group.max_rows, QUERIES // heads_per_kv)
+    num_tiles = group.num_runs * tiles_per_run
     assert num_tiles * shape.num_kv_heads <= len(arrived)
     most = max_splits(table.shape[1] * kv.keys.shape[2])
     parts = (group.num_runs * group.max_rows, shape.num_heads, most)
     sums = q.new_empty(prod(parts) * shape.head_dim, dtype=torch.float32)
     stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
     splits_kernel[(config.programs,)](
-        *inputs, out, sums, stats, arrived, *sizes, num_tiles, table.stride(0), most, scale,
+        *inputs, out, sums, stats, arrived, group.first, group.max_rows, tiles_per_run, num_tiles,
+        table.stride(0), most, scale,
         BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
     )  # fmt: skip
 

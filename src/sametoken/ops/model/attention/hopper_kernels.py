@@ -270,6 +270,34 @@ def _attend_all(
     )
 
 
+@gluon.jit
+def _own_tile(starts, first_run, num_runs, width, ROWS: gl.constexpr, BLOCK_RUNS: gl.constexpr):
+    """First row of this program's run, first row of its query tile, and the row after its last.
+
+    Of a run, the tiles with the most KV come first. A program without a tile gets no rows.
+    """
+    place = gl.program_id(0)
+    if starts is None:
+        begin = (first_run + place % num_runs) * width
+        stop = begin + width
+        tile = (width + ROWS - 1) // ROWS - 1 - place // num_runs
+    else:
+        # Tiles are counted by run, since padded steps have many runs without rows.
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        run = gl.arange(0, BLOCK_RUNS, layout=LINE)
+        at = starts + first_run + run
+        begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
+        stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
+        tiles = (stops - begins + ROWS - 1) // ROWS
+        following = gl.associative_scan(tiles, 0, _sum)
+        own = (following - tiles <= place) & (place < following)
+        begin = gl.sum(gl.where(own, begins, 0), 0)
+        stop = gl.sum(gl.where(own, stops, 0), 0)
+        tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
+    first = begin + tile * ROWS
+    return begin, first, gl.minimum(first + ROWS, stop)
+
+
 @_jit
 def rows_kernel(
     q,  # as for splits_kernel
@@ -282,21 +310,19 @@ def rows_kernel(
     out,  # [num_rows, heads, HEAD_DIM]
     first_run,
     width,
-    tiles_per_run,
     num_runs,
     table_stride,
     scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, PDL: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, BLOCK_RUNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """All splits of one query tile a program; tiles with the most KV start first."""
+    """All splits of one query tile a program."""
     if PDL:
         cuda.gdc_launch_dependents()
     ROWS: gl.constexpr = QUERIES // GROUP
-    run, place = gl.program_id(0) % num_runs, tiles_per_run - 1 - gl.program_id(0) // num_runs
-    begin, first, stop = run_of(
-        run * tiles_per_run + place, starts, first_run, width, tiles_per_run, WARP_GROUPS * ROWS
+    begin, first, stop = _own_tile(
+        starts, first_run, num_runs, width, WARP_GROUPS * ROWS, BLOCK_RUNS
     )
     if first >= stop:
         if PDL:

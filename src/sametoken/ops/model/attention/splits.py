@@ -124,17 +124,15 @@ def sequential_result(
 def merged_parts(
     sums,  # [max_splits, HEAD_DIM] fp32
     stats,  # [max_splits, 2] fp32: total weight, maximum score
-    position,  # [1] int32
+    first,
+    last,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,
 ):
     """Merge one query's partial results in the order of the splits: [BLOCK_DIM, 1] and [1]."""
     acc, _, peak = empty_split(BLOCK_DIM, 1, True)
     total = tl.zeros([1], tl.float32)
-    first, last = split_range(position, SPLIT, SLIDING_WINDOW)
     # Four splits' loads in flight, then four merges; splits past the last have no effect.
     for split in range(first, last + 1, 4):
         part_0 = _part(sums, stats, split, last, HEAD_DIM, BLOCK_DIM)

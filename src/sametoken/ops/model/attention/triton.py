@@ -303,9 +303,8 @@ def _merge_kernel(
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
     gdc_wait(PDL)
-    acc, total = merged_parts(
-        sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
-    )
+    first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
+    acc, total = merged_parts(sums, stats, first_split, last_split, scale, HEAD_DIM, BLOCK_DIM)
     dim = tl.arange(0, BLOCK_DIM)[:, None]
     result = normalised(acc, total, True)
     if starts is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,17 +58,18 @@ class ProvenTable:
             for shape in self.table.entries:
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
                     self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
-                    self._proven[shape] = self._proven.get(shape, frozenset()) | set(row_counts)
+                    agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
+                    self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
                     reports.append(report)
         return tuple(reports)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A chosen kernel whose bits differed, and the row bucket that it no longer serves."""
+    """A chosen kernel, and the row counts that it no longer serves as its bits differed."""
 
-    bucket: int
     config: GemmConfig
+    row_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ def check_gemm(
 ) -> tuple[TuningTable, GemmReport]:
     """Compare the chosen kernels with the canonical one on random rows.
 
-    cuBLAS may pick another kernel at any row count, so pass every count that will be served. A
-    choice that differs is replaced by the default kernel, or by the canonical one if that differs
-    too.
+    cuBLAS may pick another kernel at any row count, so pass every count that will be served. It
+    is refused at the counts where it differs, a Triton kernel wholly. The default kernel takes
+    their place, or the canonical one if that differs too.
 
     Args:
         weight: [N, K] on the device, bf16 or fp16.
@@ -114,12 +115,17 @@ def check_gemm(
 
     refused: list[Refusal] = []
     for bucket, counts in buckets.items():
-        for config in (table.choose(shape, counts[-1]), default_config(shape, bucket)):
-            if _agrees(config, counts, (x, weight, epilogue, bias), expected):
-                break
-            refused.append(Refusal(bucket, config))
-        else:
-            config = CANONICAL
+        config, inputs = table.choose(shape, counts[-1]), (x, weight, epilogue, bias)
+        if differing := _differing(config, counts, inputs, expected):
+            refused.append(Refusal(config, differing))
+            keeps_others = isinstance(config, CublasConfig) and len(differing) < len(counts)
+            default = default_config(shape, bucket)
+            served = differing if keeps_others else counts
+            if also := _differing(default, served, inputs, expected):
+                refused.append(Refusal(default, also))
+                config = CANONICAL
+            elif not keeps_others:
+                config = default
         table = table.replaced(shape, bucket, config)
     return table, GemmReport(shape, sum(map(len, buckets.values())), tuple(refused))
 
@@ -145,15 +151,18 @@ def _by_canonical(x: Tensor, weight: Tensor, epilogue: Epilogue, bias: Tensor | 
     return torch.cat(parts)
 
 
-def _agrees(
+def _differing(
     config: GemmConfig,
-    counts: list[int],
+    counts: Sequence[int],
     inputs: tuple[Tensor, Tensor, Epilogue, Tensor | None],
     expected: Tensor,
-) -> bool:
+) -> tuple[int, ...]:
+    """The row counts at which a kernel's bits are not the expected ones."""
     x, weight, epilogue, bias = inputs
-    differs = torch.zeros((), dtype=torch.bool, device=x.device)
-    for rows in counts:
+    differs = []
+    # From the largest down: torch then uses the memory of one result for all.
+    for rows in reversed(counts):
         out = product(config, x[:rows], weight, epilogue, bias)
-        differs |= (out != expected[:rows]).any()
-    return not bool(differs)
+        differs.append((out != expected[:rows]).any())
+    found = reversed(torch.stack(differs).tolist())
+    return tuple(rows for rows, differs in zip(counts, found, strict=True) if differs)

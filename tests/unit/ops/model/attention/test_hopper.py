@@ -6,7 +6,7 @@ interpreter.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.ops.backend import AttentionShape
 from sametoken.ops.dispatch import attention_kernels
-from sametoken.ops.model.attention import hopper, schedule
+from sametoken.ops.model.attention import hopper, hopper_kernels, schedule
 
 QWEN3 = AttentionShape(32, 8, 128)
 
@@ -61,12 +61,77 @@ def test_launches_of_one_head_size_share_their_tile():
 )  # fmt: skip
 def test_few_queries_are_spread_over_programs(num_runs, width, chosen):
     table = hopper.table_for(QWEN3)
-    assert hopper.choose(num_runs, width, QWEN3, 4096) == getattr(table, chosen)
+    rows = num_runs * width
+    assert hopper.choose(num_runs, width, rows, QWEN3, 4096) == getattr(table, chosen)
 
 
 def test_results_of_splits_stay_within_their_memory():
-    assert hopper.choose(256, 4, QWEN3, 4096) == hopper.table_for(QWEN3).splits
-    assert hopper.choose(256, 4, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide
+    assert hopper.choose(256, 4, 1024, QWEN3, 4096) == hopper.table_for(QWEN3).splits
+    assert hopper.choose(256, 4, 1024, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide
+
+
+def test_padding_runs_add_a_tile_each_at_most():
+    assert hopper.most_tiles(1, 4096, 4096, 32) == 128
+    assert hopper.most_tiles(8, 4096, 4096, 32) == 135
+    assert hopper.most_tiles(256, 1, 4096, 16) == 256
+    for sizes in ([1, 4, 0, 17, 99, 110], [33, 33, 33], [32, 1, 1, 1]):
+        needed = sum(-(-size // 32) for size in sizes)
+        assert needed <= hopper.most_tiles(len(sizes), max(sizes), sum(sizes), 32) <= needed + 6
+    # Eighty rows of one request fill no chip, whatever padding is beside them.
+    assert hopper.choose(8, 80, 80, QWEN3, 4096) == hopper.table_for(QWEN3).splits
+
+
+class Memory:
+    """A pointer into integers, for ``_own_tile``."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at = torch.as_tensor(values), at
+
+    def __add__(self, offset):
+        return Memory(self.values, self.at + offset)
+
+
+class OneProgram:
+    """The part of Gluon's language that ``_own_tile`` uses, for one program."""
+
+    constexpr = int
+    int32 = torch.int32
+    where, sum = staticmethod(torch.where), staticmethod(torch.sum)
+    minimum, maximum = staticmethod(min), staticmethod(max)
+
+    def __init__(self, program):
+        self.program_id = lambda axis: program
+
+    def BlockedLayout(self, *_):
+        return None
+
+    def arange(self, begin, end, layout):
+        return torch.arange(begin, end)
+
+    def load(self, memory, mask, other):
+        at = memory.at.clamp(max=len(memory.values) - 1)
+        return torch.where(mask, memory.values[at], other)
+
+    def associative_scan(self, values, axis, combine):
+        assert combine is hopper_kernels._sum
+        return values.cumsum(axis)
+
+
+@pytest.mark.parametrize("first_run", [0, 2])
+def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, monkeypatch):
+    sizes, rows = [1, 4, 0, 17, 99, 110, *[0] * 10], 32
+    starts = [0, *accumulate(sizes)]
+    sizes = sizes[first_run:]
+    found = []
+    for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), rows)):
+        monkeypatch.setattr(hopper_kernels, "gl", OneProgram(program))
+        own_tile = hopper_kernels._own_tile.fn
+        begin, first, stop = own_tile(Memory(starts), first_run, len(sizes), 110, rows, 128)
+        if first < stop:
+            assert int(begin) in starts
+            assert (first - begin) % rows == 0
+            found += range(first, stop)
+    assert sorted(found) == [*range(starts[first_run], starts[-1])]
 
 
 def test_it_serves_hopper_alone(monkeypatch):

@@ -100,7 +100,7 @@ def assert_close(got, expected, tolerance=2e-6):
     [
         AttentionShape(3, 3, 16),
         AttentionShape(6, 2, 20),
-        AttentionShape(4, 1, 24),
+        AttentionShape(4, 1, 24, score_factor=0.3),
         AttentionShape(18, 1, 16),
     ],
 )

@@ -13,9 +13,10 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm import triton as gemm
-from sametoken.ops.model.gemm.selfcheck import Refusal, check_gemm
+from sametoken.ops.model.gemm.selfcheck import ProvenTable, Refusal, check_gemm
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
+    CublasConfig,
     GemmShape,
     TritonConfig,
     TuningTable,
@@ -136,9 +137,22 @@ def test_selfcheck_drops_a_kernel_whose_bits_differ_at_one_row_count(monkeypatch
     monkeypatch.setattr(selfcheck, "product", splitting)
     table = TuningTable({SHAPE: {4: SMALL, 8: SMALL}})
     checked, report = check_gemm(integers(24, 32), "none", table, [2, 3, 4, 6])
-    assert report.refused == (Refusal(4, SMALL),)
+    assert report.refused == (Refusal(SMALL, (3,)),)
     assert checked.choose(SHAPE, 4) == default_config(SHAPE, 4)
     assert checked.choose(SHAPE, 8) == SMALL
+
+
+def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
+    def splitting(config, x, matrix, epilogue, bias):
+        is_split = isinstance(config, CublasConfig) and x.shape[0] == 3
+        return gemm.product(CANONICAL, x, matrix, epilogue, bias) + is_split
+
+    monkeypatch.setattr(selfcheck, "product", splitting)
+    table = ProvenTable(TuningTable({SHAPE: {4: CublasConfig()}}))
+    (report,) = table.prove([integers(24, 32)], (2, 3, 4))
+    assert report.refused == (Refusal(CublasConfig(), (3,)),)
+    assert table.choose(SHAPE, 2) == table.choose(SHAPE, 4) == CublasConfig()
+    assert table.choose(SHAPE, 3) == default_config(SHAPE, 3)
 
 
 def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):

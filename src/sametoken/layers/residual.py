@@ -1,0 +1,71 @@
+"""The blocks of a layer, and what may stand between them and the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sametoken.layers.norm import RMSNorm
+
+
+class Block(Protocol):
+    """A part of a layer: [T, hidden] and further arguments to [T, hidden]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        ...
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """In place of a norm in front of a block: the block reads the residual stream itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` itself."""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + residual`` (rounded to dtype), twice the same tensor."""
+        total = x + residual
+        return total, total
+
+
+@dataclass(frozen=True, slots=True)
+class NormedAfter:
+    """A block whose output is normed before it is added to the residual stream."""
+
+    block: Block
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.norm(self.block(x, *args, **kwargs))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledAfter:
+    """A block whose output is multiplied before it is added, rounded once."""
+
+    block: Block
+    factor: float
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.block(x, *args, **kwargs) * self.factor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.block.nbytes

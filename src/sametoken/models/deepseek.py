@@ -1,0 +1,370 @@
+"""DeepSeek-V2 and V3 and their kin (R1, Moonlight, Kimi-K2, GLM-4.7-Flash): MLA and experts.
+
+In order: config keys, routers, layers with their tensor names, the shared decoder, the classes.
+Latent attention is absorbed for every row: ``kv_b_proj`` [heads * (nope + v), rank] is divided at
+load into W_UK and W_UV of each head. A NextN module (``model.layers.{num_hidden_layers}.*``) is
+not read here but by ``models.heads.nextn``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from reprlib import repr as short
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
+from sametoken.layers.latent_attention import LatentAttention, LowRankQueries, Queries, WholeQueries
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block
+from sametoken.layers.rotary import rotary_table
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder, load_gated_mlp, load_mlp
+from sametoken.models.experts import divided_sizes, load_routed
+from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.nextn_target import NextNTarget
+from sametoken.ops.backend import RotaryTable, Routing
+from sametoken.ops.cache_types import LatentKV, LayerCache
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape
+
+_REMEDY = "use another checkpoint"
+_COMPARE = "compare with the original checkpoint's"
+#: Of the norms inside attention, whatever ``rms_norm_eps`` says (DeepSeek's code, transformers).
+_INNER_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of a layer's latent attention, over all ranks.
+
+    Attributes:
+        q_rank: rank of the queries' projection; 0: it has full rank.
+        kv_rank: elements of a latent.
+        rope_dim, nope_dim: elements of a head that are rotated, and that are not.
+        v_dim: elements of a head's values.
+        scale: factor on the scores, with YaRN's.
+    """
+
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+
+    @property
+    def qk_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    def cache(self, dtype: torch.dtype) -> LatentKV:
+        """The cache declaration of a layer."""
+        return LatentKV(self.kv_rank, self.rope_dim, dtype)
+
+
+def latent_sizes(config: ModelConfig, location: str) -> LatentSizes:
+    """Sizes of latent attention.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, location)
+    nope, rope, v = (
+        settings.integer(key, most=MAX_HEAD_DIM)
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    if rope % 2:
+        raise CheckpointError(f"{location}: qk_rope_head_dim={rope} is odd", _COMPARE)
+    return LatentSizes(
+        num_heads=config.num_heads,
+        q_rank=0 if settings.get("q_lora_rank") is None else settings.integer("q_lora_rank"),
+        kv_rank=settings.integer("kv_lora_rank", most=MAX_HEAD_DIM),
+        rope_dim=rope,
+        nope_dim=nope,
+        v_dim=v,
+        scale=(nope + rope) ** -0.5 * _yarn_scale(config, location),
+    )
+
+
+def _yarn_scale(config: ModelConfig, location: str) -> float:
+    """Factor on the scores of a scaled rope: the square of YaRN's mscale, where one is given.
+
+    The factor on cos and sin, mscale / mscale_all_dim, is in the rotary table.
+    """
+    rope = Settings(config.rope, location)
+    if config.rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.number("factor")
+    return (0.1 * rope.number("mscale_all_dim") * math.log(max(factor, 1.0)) + 1.0) ** 2
+
+
+def _is_sparse(config: ModelConfig, index: int) -> bool:
+    """Whether a layer's MLP is a mixture of experts; the NextN module's layer is the last one."""
+    settings = Settings(config.extra, config.architecture)
+    types = settings.names("mlp_layer_types")
+    if index < len(types):
+        return types[index] == "sparse"
+    # Absent or 0 is as good as none.
+    first, step = settings.get("first_k_dense_replace") or 0, settings.integer("moe_layer_freq", 1)
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise CheckpointError(f"first_k_dense_replace={short(first)} is no integer", _COMPARE)
+    return index >= first and index % step == 0
+
+
+def _num_experts(settings: Settings) -> int:
+    return settings.integer("n_routed_experts", most=MAX_EXPERTS)
+
+
+def _grouped(settings: Settings, scoring: str, group_best: int, *, normalise: bool) -> Routing:
+    """A routing with groups from ``n_group`` and ``topk_group``.
+
+    Raises:
+        CheckpointError: a count is missing or impossible.
+        UnsupportedError: another scoring function.
+    """
+    if (given := settings.get("scoring_func", scoring)) != scoring:
+        raise UnsupportedError(
+            f"{settings.location}: scoring_func={short(given)} is not supported", _REMEDY
+        )
+    count, top_k = _num_experts(settings), settings.integer("num_experts_per_tok")
+    groups, kept = settings.integer("n_group", 1), settings.integer("topk_group", 1)
+    size = count // groups
+    if count % groups or kept > groups or not group_best <= size or top_k > kept * size:
+        raise CheckpointError(
+            f"{settings.location}: {top_k} of {count} experts in {kept} of {groups} groups is "
+            "not possible",
+            _COMPARE,
+        )
+    scale = settings.number("routed_scaling_factor", 1.0)
+    return Routing(top_k, normalise, scoring, groups, kept, group_best, scale)
+
+
+def load_rotary(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
+    """The table of a head's rotated elements alone."""
+    size = latent_sizes(config, config.architecture).rope_dim
+    return rotary_table(config.rope, head_dim=size, max_positions=max_positions, device=device)
+
+
+def load_attention(
+    config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
+) -> LatentAttention:
+    """Load the block at ``prefix``; ranks divide its heads, and every rank has all latents.
+
+    Raises:
+        CheckpointError: a size or a tensor is missing or impossible.
+        UnsupportedError: the kernels do not support it, or biases without ``q_lora_rank``.
+    """
+    sizes, size = latent_sizes(config, weights.source.location), weights.parallel.size
+    bias, hidden = config.attention_bias, config.hidden_size
+    if bias and not sizes.q_rank:
+        raise UnsupportedError(
+            f"{weights.source.location}: attention_bias=true without q_lora_rank is not supported",
+            _REMEDY,
+        )
+    shape = LatentShape(sizes.num_heads // size, sizes.kv_rank, sizes.rope_dim, sizes.scale)
+    weights.kernels.require_latent(shape)
+    q_rows = sizes.num_heads * sizes.qk_dim
+    latent = Part(f"{prefix}.kv_a_proj_with_mqa", shape.width)
+    first = Part(f"{prefix}.q_proj", q_rows, split=Split.ROWS)
+    queries: Queries = WholeQueries()
+    if sizes.q_rank:
+        first = Part(f"{prefix}.q_a_proj", sizes.q_rank)
+        queries = _low_rank_queries(weights, prefix, sizes.q_rank, q_rows)
+    norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank)
+    up_k, up_v = _per_head(weights, f"{prefix}.kv_b_proj.weight", sizes)
+    return LatentAttention(
+        kernels=weights.kernels,
+        shape=shape,
+        projection=weights.linear(hidden, first, latent, bias=bias),
+        queries=queries,
+        rotary=LatentRotary(norm, _INNER_EPS, rotary.cos, rotary.sin, _interleaves(config)),
+        absorb=weights.kernels.pack_heads(up_k.mT),
+        expand=weights.kernels.pack_heads(up_v),
+        v_dim=sizes.v_dim,
+        output=weights.row_parallel(
+            sizes.num_heads * sizes.v_dim, Part(f"{prefix}.o_proj", hidden), bias=bias
+        ),
+    )
+
+
+def _interleaves(config: ModelConfig) -> bool:
+    """Whether neighbouring elements are rotated as a pair."""
+    return bool(Settings(config.extra, config.architecture).get("rope_interleave", True))
+
+
+def _low_rank_queries(weights: WeightReader, prefix: str, rank: int, rows: int) -> LowRankQueries:
+    weight = weights.vector(f"{prefix}.q_a_layernorm.weight", rank)
+    heads = weights.linear(rank, Part(f"{prefix}.q_b_proj", rows, split=Split.ROWS))
+    return LowRankQueries(RMSNorm(weights.kernels, weight, _INNER_EPS), heads)
+
+
+def _per_head(weights: WeightReader, name: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
+    """This rank's heads of ``kv_b_proj``: [heads, nope_dim, rank] and [heads, v_dim, rank]."""
+    rows = sizes.num_heads * (sizes.nope_dim + sizes.v_dim)
+    whole = weights.tensor(Part(name, rows, split=Split.ROWS), (sizes.kv_rank,))
+    heads = whole.unflatten(0, (sizes.num_heads // weights.parallel.size, -1))
+    up_k, up_v = heads.split((sizes.nope_dim, sizes.v_dim), dim=1)
+    return up_k, up_v
+
+
+class DeepseekDecoder(NextNTarget):
+    """The shared decoder with latent attention, and with experts in most layers."""
+
+    @staticmethod
+    @abstractmethod
+    def routing(settings: Settings) -> Routing:
+        """How a router's logits choose experts.
+
+        Raises:
+            CheckpointError: a count is missing or impossible.
+            UnsupportedError: another way is asked for.
+        """
+        ...
+
+    #: Whether routers have an ``e_score_correction_bias``.
+    corrected: ClassVar[bool] = True
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.divided_sizes``; latents are whole on every rank."""
+        sizes = Decoder.divided_sizes(config)
+        del sizes["num_key_value_heads"]
+        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
+        return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
+
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """As ``Decoder.caches_of``."""
+        return (latent_sizes(config, location).cache(dtype),) * config.num_layers
+
+    @classmethod
+    def load_layer_mlp(
+        cls, config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """As ``Decoder.load_layer_mlp``; shared experts are one MLP of their sizes' sum.
+
+        Routers compute fp32 logits.
+
+        Raises:
+            CheckpointError: a size is missing or impossible.
+            UnsupportedError: another routing.
+        """
+        if not _is_sparse(config, index):
+            return load_mlp(config, weights, prefix)
+        settings = Settings(config.extra, weights.source.location)
+        routed = load_routed(config, weights, prefix, cls.routing(settings), "n_routed_experts")
+        routed = replace(routed, router=PreciseRouter(routed.router.weight))
+        if cls.corrected:
+            bias = Part(f"{prefix}.gate.e_score_correction_bias", _num_experts(settings))
+            routed = replace(routed, bias=weights.tensor(bias, dtype=torch.float32))
+        if not settings.get("n_shared_experts"):
+            return routed
+        size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
+        shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
+        return SparseMoE(routed, shared)
+
+    @classmethod
+    def load_module_attention(
+        cls, config: ModelConfig, weights: WeightReader, prefix: str, max_positions: int
+    ) -> LatentAttention:
+        """As ``NextNTarget.load_module_attention``."""
+        rotary = load_rotary(config, max_positions, weights.device)
+        return load_attention(config, weights, prefix, rotary)
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        prefix = f"{self._prefix}.layers.{index}.self_attn"
+        return load_attention(self.config, weights, prefix, rotary)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        table = load_rotary(self.config, self._max_positions, device)
+        return (table,) * self.config.num_layers
+
+
+class DeepseekV3ForCausalLM(DeepseekDecoder):
+    """Sigmoid scores, corrected by a bias where they choose; a group's score is its best two's."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    }
+
+    @staticmethod
+    def routing(settings: Settings) -> Routing:
+        """As ``DeepseekDecoder.routing``."""
+        normalise = bool(settings.get("norm_topk_prob", True))
+        return _grouped(settings, "sigmoid", 2, normalise=normalise)
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash: other sizes, and one dense layer."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1,
+    }
+
+
+class DeepseekV2ForCausalLM(DeepseekDecoder):
+    """Softmax scores without a correction; a group's score is its best expert's."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+    }
+    corrected = False
+
+    @staticmethod
+    def routing(settings: Settings) -> Routing:
+        """As ``DeepseekDecoder.routing``; without groups for the method "greedy"."""
+        method = settings.get("topk_method")
+        if method not in ("greedy", "group_limited_greedy") or settings.get("norm_topk_prob"):
+            raise UnsupportedError(
+                f"{settings.location}: topk_method={short(method)} with norm_topk_prob="
+                f"{short(settings.get('norm_topk_prob'))} is not supported",
+                _REMEDY,
+            )
+        if method == "greedy":
+            ungrouped = {"n_group": 1, "topk_group": 1}
+            settings = replace(settings, values={**settings.values, **ungrouped})
+        return _grouped(settings, "softmax", 1, normalise=False)

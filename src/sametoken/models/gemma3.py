@@ -1,0 +1,110 @@
+"""Gemma 3's text decoder.
+
+Five layers of six see a window, and those rotate by a base of their own. Blocks stand between two
+norms, whose weights are stored as their difference from 1. Embeddings are multiplied by the root of
+their width, rounded to their dtype. The MLP is gated by gelu; logits are capped softly where
+``final_logit_softcapping`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sametoken.layers.feed_forward import GeluMLP
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block, NormedAfter
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder, DecoderLayer, load_mlp, zero_centred
+from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import WeightReader
+from sametoken.ops.backend import QKNorm, RotaryTable
+from sametoken.ops.cache_types import LayerCache
+
+
+class Gemma3ForCausalLM(Decoder):
+    """The shared decoder with windows, norms on both sides of blocks, and scaled embeddings."""
+
+    layer_types = WINDOWED
+    local_theta = 10_000.0
+    activation = "gelu_pytorch_tanh"
+    refused = ("attn_logit_softcapping", "use_bidirectional_attention")
+    aliases: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+    implied: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """As ``Decoder.caches_of``; without ``layer_types``, every sixth layer sees all."""
+        settings = Settings(config.extra, location)
+        if not settings.names("layer_types"):
+            every = settings.integer("sliding_window_pattern", 6)
+            layers = range(1, config.num_layers + 1)
+            types = [SLIDING if layer % every else FULL for layer in layers]
+            config = replace(config, extra={**config.extra, "layer_types": types})
+        return super().caches_of(config, dtype, location)
+
+    @staticmethod
+    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
+        """The two norms of the attention block at ``prefix``."""
+        return QKNorm(
+            zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+            zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+            config.rms_norm_eps,
+        )
+
+    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
+        """As ``Decoder.compute_rank_logits``, capped softly if the config says so."""
+        logits = super().compute_rank_logits(hidden)
+        settings = Settings(self.config.extra, self.config.architecture)
+        if settings.get("final_logit_softcapping") is None:
+            return logits
+        return self.kernels.soft_cap(logits, settings.number("final_logit_softcapping"))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        rows = super()._embed(token_ids)
+        return rows * torch.tensor(self.config.hidden_size**0.5, dtype=rows.dtype).item()
+
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+        def norm(name: str) -> RMSNorm:
+            return self._load_norm(weights, f"{prefix}.{name}_layernorm")
+
+        prefix = f"{self._prefix}.layers.{index}"
+        mlp = load_mlp(self.config, weights, f"{prefix}.mlp")
+        return DecoderLayer(
+            norm("input"),
+            NormedAfter(self._load_attention(weights, index, rotary), norm("post_attention")),
+            norm("pre_feedforward"),
+            NormedAfter(GeluMLP(self.kernels, mlp.gate_up, mlp.down), norm("post_feedforward")),
+        )
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        attention = self._self_attention(weights, index, rotary)
+        settings = Settings(self.config.extra, weights.source.location)
+        factor = settings.number("query_pre_attn_scalar") ** -0.5
+        return replace(attention, shape=replace(attention.shape, score_factor=factor))
+
+    def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
+        weight = zero_centred(weights, f"{name}.weight", self.config.hidden_size)
+        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)

@@ -1,0 +1,123 @@
+"""GLM-4.5 and 4.6: a mixture of experts behind a sigmoid router, beside a shared expert.
+
+The router is DeepSeek-V3's (``Routing``), in fp32. A NextN module
+(``model.layers.{num_hidden_layers}.*``) is not read here but by ``models.heads.nextn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from sametoken.errors import CheckpointError
+from sametoken.layers.attention import Attention
+from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
+from sametoken.layers.residual import Block
+from sametoken.layers.rotary import rotary_table
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import (
+    Biases,
+    Decoder,
+    load_attention,
+    load_gated_mlp,
+    load_head_norms,
+    load_mlp,
+)
+from sametoken.models.experts import divided_sizes, load_routed
+from sametoken.models.load.settings import MAX_EXPERTS, Settings
+from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.nextn_target import NextNTarget
+from sametoken.ops.backend import QKNorm, Routing
+
+
+def _is_sparse(config: ModelConfig, index: int) -> bool:
+    settings = Settings(config.extra, config.architecture)
+    key = "first_k_dense_replace"
+    return bool(index >= (settings.get(key, 1) and settings.integer(key, 1)))
+
+
+def _routing(settings: Settings, num_experts: int) -> Routing:
+    groups = settings.integer("n_group", 1)
+    if num_experts % groups:
+        raise CheckpointError(
+            f"{settings.location}: n_group={groups} does not divide {num_experts} experts",
+            "compare with the original checkpoint's",
+        )
+    return Routing(
+        min(settings.integer("num_experts_per_tok"), num_experts),
+        normalise=bool(settings.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        num_groups=groups,
+        top_groups=min(settings.integer("topk_group", 1), groups),
+        group_best=min(2, num_experts // groups),
+        scale=settings.number("routed_scaling_factor", 1.0),
+    )
+
+
+class Glm4MoeForCausalLM(NextNTarget):
+    """The shared decoder with half of each head rotated, and experts behind the first layers."""
+
+    rotates_parts = True
+    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+    }
+
+    @staticmethod
+    def biases(config: ModelConfig) -> Biases:
+        """Of ``attention_bias``, on q, k and v alone."""
+        return Biases(config.attention_bias, output=False)
+
+    @staticmethod
+    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
+        """The two norms of the attention block at ``prefix``, if the config has them."""
+        return load_head_norms(config, weights, prefix) if config.extra.get("use_qk_norm") else None
+
+    @staticmethod
+    def load_layer_mlp(
+        config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """The MLP at ``prefix``, dense or of experts."""
+        if not _is_sparse(config, index):
+            return load_mlp(config, weights, prefix)
+        settings = Settings(config.extra, weights.source.location)
+        count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
+        routing = _routing(settings, count)
+        routed = load_routed(config, weights, prefix, routing, count_key="n_routed_experts")
+        bias = Part(f"{prefix}.gate.e_score_correction_bias", count)
+        routed = replace(
+            routed,
+            router=PreciseRouter(routed.router.weight),
+            bias=weights.tensor(bias, dtype=torch.float32),
+        )
+        size = settings.integer("moe_intermediate_size") * settings.integer("n_shared_experts")
+        shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
+        return SparseMoE(routed, shared)
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
+        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
+        sizes = Decoder.divided_sizes(config)
+        return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
+
+    @classmethod
+    def load_module_attention(
+        cls, config: ModelConfig, weights: WeightReader, prefix: str, max_positions: int
+    ) -> Attention:
+        """As ``NextNTarget.load_module_attention``."""
+        head_dim, device = config.head_dim, weights.device
+        rotary = rotary_table(
+            config.rope, head_dim=head_dim, max_positions=max_positions, device=device
+        )
+        qk_norm, biases = cls.load_qk_norm(config, weights, prefix), cls.biases(config)
+        return load_attention(config, weights, prefix, rotary, qk_norm, biases=biases)

@@ -1,0 +1,230 @@
+"""The NextN module of DeepSeek-V3, its kin and GLM-4 MoE: multi-token prediction.
+
+Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
+p + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2). From vLLM
+(``vllm/model_executor/models/deepseek_mtp.py``, ``glm4_moe_mtp.py``):
+
+- ``eh_proj`` maps ``[enorm(embedding) | hnorm(hidden)]``, 2h wide, to h, without a bias. The
+  embedding of the row at position 0 is zeroed.
+- The target's state is the one after its final norm. The module's own state, which the next row
+  takes, is the one *before* ``shared_head.norm``; the logits are made from it after that norm.
+- One layer like the target's last follows, with KV of its own. It runs for every draft.
+
+The target's own checkpoint contains the module as one layer past the last,
+``model.layers.{num_hidden_layers}``: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm`` and an
+ordinary layer. Its ``embed_tokens`` and ``shared_head.head`` are copies of the target's, which are
+used in their place; other ones are the module's own. transformers ignores all of it.
+
+Config key: ``num_nextn_predict_layers``; without it there is one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.linear import Linear
+from sametoken.layers.norm import RMSNorm
+from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
+from sametoken.models.heads.base import (
+    HeadCheckpoint,
+    HeadStates,
+    SharedWeights,
+    load_lm_head,
+    load_norm,
+    require_sizes,
+)
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.models.loader import read_config
+from sametoken.models.nextn_target import NextNTarget, nextn_prefix
+from sametoken.models.registry import ARCHITECTURES
+from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.cache_types import LayerCache
+from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.state.caches import ModelCache
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
+_ANOTHER_METHOD = "another speculative method"
+
+
+@dataclass(frozen=True, slots=True)
+class NextNHead:
+    """The module's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's or equal to it.
+        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
+        caches: of the one layer.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    fc: Linear
+    layer: DecoderLayer
+    norm: RMSNorm
+    lm_head: Weight
+    caches: tuple[LayerCache, ...]
+    token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices except embedding and lm_head."""
+        return self.fc.nbytes + self.layer.nbytes
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` does not write to them."""
+        return self.kernels.take_rows(hidden.last, rows)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: Tensor | None = None,
+    ) -> HeadStates:
+        """Run rows over the paged cache; see ``EagleHead.forward``."""
+        residual, layer = self.fc(self._inputs(token_ids, hidden, rows)), self.layer
+        attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
+        x, residual = layer.post_attention_norm.add(
+            attended, self.kernels.take_rows(residual, kept)
+        )
+        last, feedback = self.norm.add(layer.mlp(x), residual)
+        return HeadStates(last, feedback)
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
+        """[T, 2h]: normed embeddings, zeroed at position 0, beside normed states."""
+        both = self.kernels.embed_beside(
+            token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
+        )
+        # A norm of zeros is zeros, so this is the norm of a zeroed embedding.
+        both[:, : hidden.shape[1]].masked_fill_((rows.positions == 0)[:, None], 0.0)
+        return both
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V'] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
+class NextNCheckpoint(HeadCheckpoint[NextNHead]):
+    """The module in the target's directory.
+
+    Raises:
+        CheckpointError: no config, or a checkpoint without the module's weights.
+        UnsupportedError: an architecture without a NextN module, or one of several layers.
+    """
+
+    unused_tensors = (*DERIVED_TENSORS, _EMBEDDING, _HEAD)
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        self.config = read_config(directory, load_format=load_format)
+        self._family = _family_of(self.config, directory)
+        self._prefix = nextn_prefix(self.config)
+        if (
+            not self._is_dummy
+            and f"{self._prefix}eh_proj.weight" not in self._open_tensors().names()
+        ):
+            raise _without_module(directory, self._prefix)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a target of another vocabulary or hidden size."""
+        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the module reads the target's last hidden state."""
+        return ()
+
+    def _build(
+        self,
+        reader: WeightReader,
+        shared: SharedWeights,
+        max_positions: int,
+        token_ids: Tensor | None,
+    ) -> NextNHead:
+        config, prefix = self.config, self._prefix
+        hidden = config.hidden_size
+        whole = self._own(reader, _HEAD) or shared.whole_head()
+        caches = self._family.caches_of(config, reader.dtype, reader.source.location)
+        return NextNHead(
+            kernels=reader.kernels,
+            embedding=self._own(reader, _EMBEDDING) or shared.embedding,
+            embedding_norm=load_norm(reader, f"{prefix}enorm", config),
+            hidden_norm=load_norm(reader, f"{prefix}hnorm", config),
+            fc=reader.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
+            layer=self._load_layer(reader, max_positions),
+            norm=load_norm(reader, f"{prefix}shared_head.norm", config),
+            lm_head=load_lm_head(reader, whole, token_ids),
+            caches=caches[-1:],
+            token_ids=token_ids,
+        )
+
+    def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
+        config, prefix = self.config, self._prefix
+        attention = f"{prefix}self_attn"
+        return DecoderLayer(
+            load_norm(reader, f"{prefix}input_layernorm", config),
+            self._family.load_module_attention(config, reader, attention, max_positions),
+            load_norm(reader, f"{prefix}post_attention_layernorm", config),
+            self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
+        )
+
+    def _own(self, reader: WeightReader, name: str) -> UnquantizedWeight | None:
+        """A weight [V, hidden] of the module; None if it has none, or a copy of the target's."""
+        own, config = f"{self._prefix}{name}", self.config
+        if own not in reader:
+            return None
+        shared = "model.embed_tokens.weight"
+        if name == _HEAD and not config.tie_word_embeddings:
+            shared = HEAD
+        if _are_equal(open_weights(self._directory), own, shared):
+            return None
+        return reader.packed(config.hidden_size, Part(own, config.vocab_size))
+
+    def _open_tensors(self) -> TensorSource:
+        return open_weights(self._directory, prefix=self._prefix)
+
+
+def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:
+    """The target's class; refuses another architecture, and other than one layer."""
+    family = ARCHITECTURES.get(config.architecture)
+    if family is None or not issubclass(family, NextNTarget):
+        raise UnsupportedError(
+            f"{directory}: {config.architecture} has no NextN module", f"use {_ANOTHER_METHOD}"
+        )
+    num_layers = Settings(config.extra, str(directory)).get("num_nextn_predict_layers", 1)
+    if num_layers == 0:
+        raise _without_module(directory, nextn_prefix(config))
+    if num_layers != 1:
+        raise UnsupportedError(
+            f"{directory}: a NextN module of {short(num_layers)} layers is not supported",
+            f"use {_ANOTHER_METHOD}",
+        )
+    return family
+
+
+def _without_module(directory: Path, prefix: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no NextN module ({prefix}*): it was trained without one, or a "
+        "conversion dropped it",
+        f"use the published checkpoint, or {_ANOTHER_METHOD}",
+    )
+
+
+def _are_equal(source: TensorSource, name: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint exist and are the same to the bit."""
+    if other not in source.names() or source.shape(name) != source.shape(other):
+        return False
+    pairs = zip(source.chunks(name), source.chunks(other), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,53 @@
+"""Mistral: Llama with sliding windows; Ministral and Ministral 3.
+
+Ministral 3's queries grow with the logarithm of their position (``llama_4_scaling_beta`` among the
+rope settings): by 1 + beta * log(1 + floor(position / original_max_position_embeddings)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sametoken.layers.attention import PositionScaledAttention
+from sametoken.layers.residual import Block
+from sametoken.models.decoder import Decoder
+from sametoken.models.layer_types import WINDOWED
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import WeightReader
+from sametoken.ops.backend import RotaryTable
+
+_BETA = "llama_4_scaling_beta"
+
+
+class MistralForCausalLM(Decoder):
+    """The shared decoder with sliding windows in all or some layers; Ministral too."""
+
+    layer_types = WINDOWED
+    implied: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        attention = self._self_attention(weights, index, rotary)
+        rope = Settings(self.config.rope, weights.source.location)
+        if rope.get(_BETA) is None:
+            return attention
+        return PositionScaledAttention(attention, self._query_factors(rope).to(weights.device))
+
+    def _query_factors(self, rope: Settings) -> Tensor:
+        """[max_positions] fp32."""
+        positions = torch.arange(self._max_positions, dtype=torch.float32)
+        passed = torch.floor(positions / rope.positions("original_max_position_embeddings"))
+        return 1 + rope.number(_BETA) * torch.log(1 + passed)
+
+
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """The same decoder, with other defaults."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+    }

@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5, and the text decoders of Qwen2-VL and Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Biases, Decoder
+from sametoken.models.layer_types import WINDOWED
+
+
+class Qwen2ForCausalLM(Decoder):
+    """The shared decoder with biases on q, k and v, and sliding windows where they are used."""
+
+    layer_types = WINDOWED
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    @staticmethod
+    def biases(config: ModelConfig) -> Biases:
+        """On q, k and v, whatever the config says."""
+        return Biases(qkv=True, output=False)
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """The same decoder, with other defaults."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        **Qwen2ForCausalLM.implied,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    }

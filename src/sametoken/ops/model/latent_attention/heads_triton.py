@@ -1,0 +1,103 @@
+"""Products of every head's rows with the head's own matrix, on a GPU.
+
+K is added in order in tiles of one depth, so a row's bits depend on neither the number of rows nor
+the tile that they lie in.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+
+_FEATURES = 64
+_DEPTH = 64
+_MOST_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHeadWeights:
+    """``HeadWeights`` as one contiguous tensor [H, N, K]."""
+
+    matrices: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all heads."""
+        return self.matrices.nbytes
+
+    def matmul(self, x: Tensor, out: Tensor) -> None:
+        """See ``HeadWeights.matmul``."""
+        head_products(x, self.matrices, out)
+
+
+def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """``out[:, h] = x[:, h] @ matrices[h].T`` of [T, H, K], [H, N, K] and [T, H, N]."""
+    num_rows, (heads, features, depth) = x.shape[0], matrices.shape
+    assert x.shape == (num_rows, heads, depth)
+    assert out.shape == (num_rows, heads, features)
+    assert x.dtype == matrices.dtype == out.dtype
+    assert matrices.is_contiguous()
+    assert x.stride(2) == out.stride(2) == 1
+    if not num_rows:
+        return
+    rows = min(max(16, triton.next_power_of_2(num_rows)), _MOST_ROWS)
+    tiles = triton.cdiv(num_rows, rows) * triton.cdiv(features, _FEATURES)
+    _head_products_kernel[(tiles, heads)](
+        x,
+        matrices,
+        out,
+        num_rows,
+        *x.stride()[:2],
+        *out.stride()[:2],
+        N=features,
+        K=depth,
+        BLOCK_ROWS=rows,
+        BLOCK_FEATURES=_FEATURES,
+        BLOCK_DEPTH=_DEPTH,
+        num_warps=4,
+        num_stages=3,
+        **pdl_options(x),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _head_products_kernel(
+    x,  # [T, H, K], strided
+    matrices,  # [H, N, K]
+    out,  # [T, H, N], strided
+    num_rows,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    # Neighbouring programs share a tile of the matrix.
+    row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) % row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(0) // row_tiles * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    x_at = x + head * x_head + row.to(tl.int64)[:, None] * x_row + depth[None, :]
+    w_at = matrices + (head * N + feature.to(tl.int64))[:, None] * K + depth[None, :]
+    acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+    for k in tl.range(0, K, BLOCK_DEPTH):
+        inside = (k + depth < K)[None, :]
+        w = tl.load(w_at + k, mask=(feature < N)[:, None] & inside, other=0.0)
+        a = tl.load(x_at + k, mask=(row < num_rows)[:, None] & inside, other=0.0)
+        acc = tl.dot(w, a.T, acc, input_precision="ieee")
+    at = out + head * out_head + row.to(tl.int64)[None, :] * out_row + feature[:, None]
+    stored = (row < num_rows)[None, :] & (feature < N)[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=stored)

@@ -1,0 +1,68 @@
+"""Latent attention in plain PyTorch: one row at a time, so every kind of row has the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.gemm.reference import product
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
+from sametoken.ops.model.norm_rope import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHeadWeights:
+    """``HeadWeights`` as one contiguous tensor [H, N, K]."""
+
+    matrices: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all heads."""
+        return self.matrices.nbytes
+
+    def matmul(self, x: Tensor, out: Tensor) -> None:
+        """See ``HeadWeights.matmul``."""
+        for head, matrix in enumerate(self.matrices):
+            out[:, head] = product(x[:, head], matrix)
+
+
+def rope_and_cache(
+    q: Tensor,
+    latent: Tensor,
+    rotary: LatentRotary,
+    rows: AttentionRows,
+    memory: LayerLatent,
+    out: Tensor,
+) -> None:
+    """See ``Kernels.latent_rope_and_cache``."""
+    cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
+    rank, block_size = memory.rank, memory.vectors.shape[1]
+    key = _rotated(latent[:, rank:], cos, sin, rotary.interleaved).to(latent.dtype)
+    vector = torch.cat((rms_norm(latent[:, :rank], rotary.weight, rotary.eps), key), dim=-1)
+    memory.vectors[rows.kv_slots // block_size, rows.kv_slots % block_size] = vector
+    out.copy_(_rotated(q, cos[:, None], sin[:, None], rotary.interleaved))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs of the last dimension, in fp32; they lie at j and j + half afterwards."""
+    half = cos.shape[-1]
+    x = x.float()
+    low, high = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def attention(q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent) -> Tensor:
+    """See ``Kernels.latent_attention``."""
+    out = q.new_empty(*q.shape[:2], memory.rank)
+    block_size = memory.vectors.shape[1]
+    stops = (rows.positions + 1).tolist()
+    for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
+        blocks = rows.block_table[slot, : -(-stop // block_size)]
+        vectors = memory.vectors[blocks].flatten(0, 1)[:stop].float().contiguous()
+        weights = torch.softmax(q[row].float().clone() @ vectors.T * scale, dim=-1)
+        out[row] = (weights @ vectors[:, : memory.rank].contiguous()).to(q.dtype)
+    return out

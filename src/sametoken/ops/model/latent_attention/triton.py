@@ -1,0 +1,435 @@
+"""Causal attention over latent vectors on a GPU, with the same arithmetic for every kind of row.
+
+The heads of a row, and the rows of a window, lie side by side in a query tile: they read the same
+vectors. Splits follow ``schedule``, by position. Either one program computes all splits of its
+queries and merges each into their running result, in memory because two results of 64 x 512 fp32
+do not fit in registers ("sequential"); or several programs take some splits each and a second
+kernel merges ("split_kv"). Both merge the same partial results in the same order.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.errors import InvariantError
+from sametoken.ops.backend import AttentionRows, RunGroup
+from sametoken.ops.model.attention.arithmetic import (
+    accumulated,
+    block_of,
+    empty_split,
+    merged,
+    normalised,
+    per_element,
+    per_query,
+    places,
+    tile_queries,
+    tile_rows,
+    total_of,
+)
+from sametoken.ops.model.attention.schedule import LEVELS, max_splits
+from sametoken.ops.model.attention.splits import merged_parts
+from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES, Form
+from sametoken.ops.model.latent_attention.schedule import begin_of, split_of
+from sametoken.ops.model.latent_attention.shape import LayerLatent
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
+
+#: Query tiles that fill a chip.
+_BUSY = 132
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """A launch configuration. Only ``tile`` affects a row's bits, so each dtype has one.
+
+    Attributes:
+        form: one program per query tile, or split-KV.
+        block_queries: rows x heads per program, a power of two from 16.
+        tile: positions per loop iteration; divides every split.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+        kv_left: vectors, not the queries, are the left operand of the matrix products, so that few
+            queries fill the tensor cores of a whole warp group.
+        programs: number of programs that split-KV aims at.
+    """
+
+    form: Form
+    block_queries: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    kv_left: bool = False
+    programs: int = 2 * _BUSY
+
+
+#: 576-wide vectors of 16 bits: two tiles of 64 positions and 64 queries take 224 KB of a
+#: multiprocessor's 227.
+_HALF = LatentConfig("split_kv", 64, tile=64, num_warps=8, num_stages=2)
+_HALF_FEW = replace(_HALF, num_warps=4, kv_left=True)
+#: fp32 products do not use tensor cores: small tiles only.
+_FULL = LatentConfig("split_kv", 16, tile=16, num_warps=4, num_stages=1)
+
+
+def heads_per_tile(num_heads: int, block_queries: int) -> int:
+    """How many heads of a row a query tile has: the most that divide them."""
+    return max(n for n in range(1, block_queries + 1) if num_heads % n == 0)
+
+
+def choose(
+    num_runs: int, width: int, num_heads: int, max_seq_len: int, dtype: torch.dtype
+) -> LatentConfig:
+    """The configuration of a launch of runs of at most ``width`` rows over latents of 512."""
+    widest = _FULL if dtype.itemsize == 4 else _HALF
+    group = heads_per_tile(num_heads, widest.block_queries)
+    queries = min(widest.block_queries, triton.next_power_of_2(width * group))
+    queries = max(16, queries)
+    tiles = num_runs * triton.cdiv(width, queries // group) * (num_heads // group)
+    splits = max_splits(max_seq_len)
+    fits = 4 * num_runs * width * num_heads * splits * 512 <= MAX_PARTIAL_BYTES
+    form: Form = "split_kv" if tiles < _BUSY and splits > 1 and fits else "sequential"
+    config = _HALF_FEW if dtype.itemsize == 2 and queries < 64 else widest
+    return replace(config, form=form, block_queries=queries)
+
+
+def attention(
+    q: Tensor,
+    scale: float,
+    rows: AttentionRows,
+    memory: LayerLatent,
+    *,
+    max_seq_len: int | None = None,
+    config: LatentConfig | None = None,
+) -> Tensor:
+    """Attention of [T, H, width] queries over their slots' vectors: [T, H, rank] in q's dtype.
+
+    Launches depend on shapes and host arguments only, so they can be captured. Rows after the last
+    run are not written.
+
+    Args:
+        q: contiguous, bf16, fp16 or fp32.
+        scale: factor on the scores.
+        rows: positions and slots of the rows, with their runs.
+        memory: the layer's vectors, finite in their first ``rank`` elements.
+        max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
+        config: launch configuration; chosen from the shapes by default.
+
+    Raises:
+        InvariantError: rows without runs, or fewer rows than even runs have.
+    """
+    (num_rows, num_heads, width), runs = q.shape, rows.runs
+    if runs is None:
+        raise InvariantError("attention on a GPU needs the rows' runs")
+    if runs.starts is None and runs.count * runs.max_rows > num_rows:
+        raise InvariantError(f"{runs.count} runs of {runs.max_rows} are more than {num_rows} rows")
+    capacity = rows.block_table.shape[1] * memory.vectors.shape[1]
+    max_seq_len = capacity if max_seq_len is None else min(max_seq_len, capacity)
+    assert q.is_contiguous()
+    assert memory.vectors.shape[2] == width
+    assert memory.vectors.is_contiguous()
+    assert rows.block_table.stride(1) == 1
+    out = q.new_empty(num_rows, num_heads, memory.rank)
+    for group in runs.groups if num_rows else ():
+        chosen = config or choose(group.num_runs, group.max_rows, num_heads, max_seq_len, q.dtype)
+        assert LEVELS[0][1] % chosen.tile == 0
+        _launch(q, scale, rows, memory, out, group, max_seq_len, chosen)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    scale: float,
+    rows: AttentionRows,
+    memory: LayerLatent,
+    out: Tensor,
+    runs: RunGroup,
+    max_seq_len: int,
+    config: LatentConfig,
+) -> None:
+    assert rows.runs is not None
+    num_heads, rank, rope_dim = q.shape[1], memory.rank, q.shape[2] - memory.rank
+    group = heads_per_tile(num_heads, config.block_queries)
+    tiles = runs.num_runs * triton.cdiv(runs.max_rows, config.block_queries // group)
+    where = (rows.positions, rows.slots, rows.runs.starts, runs.first, runs.max_rows)
+    strides = (rows.block_table.stride(0), memory.vectors.stride(0))
+    inputs = (q, memory.vectors, *where, rows.block_table, *strides, scale * LOG2_E)
+    sizes = {"RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)), **pdl_options(q)}
+    constants = sizes | {
+        "GROUP": group,
+        "ROPE": rope_dim,
+        "BLOCK_ROPE": max(16, triton.next_power_of_2(rope_dim)),
+        "BLOCK_SIZE": memory.vectors.shape[1],
+        "BLOCK_QUERIES": config.block_queries,
+        "TILE": config.tile,
+        "KV_LEFT": config.kv_left,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.form == "sequential":
+        running = q.new_empty(out.shape, dtype=torch.float32)
+        _sequential_kernel[tiles, num_heads // group](*inputs, running, out, **constants)
+        return
+    splits, head_tiles = max_splits(max_seq_len), num_heads // group
+    programs = min(splits, triton.cdiv(config.programs, tiles * head_tiles))
+    size = (runs.num_runs * runs.max_rows, num_heads, splits)
+    sums = q.new_empty(*size, rank, dtype=torch.float32)
+    stats = q.new_empty(*size, 2, dtype=torch.float32)
+    _split_kv_kernel[tiles, head_tiles, programs](*inputs, sums, stats, splits, **constants)
+    _merge_kernel[size[:2]](sums, stats, *where, out, splits, scale * LOG2_E, num_warps=4, **sizes)
+
+
+# Values that change from step to step must not trigger a compilation.
+_jit = triton.jit(
+    do_not_specialize=["first_run", "width", "num_splits"],
+    do_not_specialize_on_alignment=["starts"],
+)
+
+
+@triton.jit
+def _queries(
+    q, index, first_index,
+    RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Both parts of a tile's queries: BLOCK_RANK and BLOCK_ROPE elements, in acc's order."""
+    start = q + first_index * (RANK + ROPE) + per_query(index, KV_LEFT) * (RANK + ROPE)
+    dim = per_element(tl.arange(0, BLOCK_RANK), KV_LEFT)
+    rope = per_element(tl.arange(0, BLOCK_ROPE), KV_LEFT)
+    latent = tl.load(start + dim, mask=dim < RANK, other=0)
+    return latent, tl.load(start + RANK + rope, mask=rope < ROPE, other=0)
+
+
+@triton.jit
+def _with_tile(
+    state,  # of empty_split
+    q,  # of _queries
+    q_rope,
+    position,  # [queries] int32, -1 for dead queries
+    begin,  # the tile's first position
+    stop,  # one past the last position that any query sees
+    block,  # of block_of
+    table,  # [max_blocks] int64: the slot's blocks
+    vectors,
+    block_stride,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+):
+    """Online softmax: add one tile of positions to a split's state, as ``with_tile``."""
+    acc, totals, peak = state
+    AXIS: tl.constexpr = 0 if KV_LEFT else 1
+    dim = tl.arange(0, q.shape[AXIS])[None, :]
+    rope = tl.arange(0, q_rope.shape[AXIS])[None, :]
+    at = begin + tl.arange(0, TILE)
+    seen = at < stop
+    start, offset = places(
+        at, seen, begin, block, table, block_stride, RANK + ROPE, BLOCK_SIZE, TILE
+    )
+    vector = vectors + start + offset[:, None]
+    latent = tl.load(vector + dim, mask=seen[:, None] & (dim < RANK), other=0)
+    key = tl.load(vector + RANK + rope, mask=seen[:, None] & (rope < ROPE), other=0)
+    if KV_LEFT:
+        scores = tl.dot(latent, q, input_precision="ieee")
+        scores = tl.dot(key, q_rope, scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, latent.T, input_precision="ieee")
+        scores = tl.dot(q_rope, key.T, scores, input_precision="ieee")
+    visible = per_element(at, KV_LEFT) <= per_query(position, KV_LEFT)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, AXIS))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
+    shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
+    values = latent.T if KV_LEFT else latent
+    acc, totals = accumulated(acc * shrink, totals * shrink, weights, values, KV_LEFT)
+    return acc, totals, new_peak
+
+
+@triton.jit
+def _split_result(
+    q,  # as for _with_tile
+    q_rope,
+    position,
+    split,
+    table,
+    vectors,
+    block_stride,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+):
+    """One split's weighted values, total weight and maximum score."""
+    acc, totals, peak = empty_split(q.shape[0 if KV_LEFT else 1], position.shape[0], KV_LEFT)
+    begin = begin_of(split)
+    stop = tl.minimum(begin_of(split + 1), tl.max(position) + 1)
+    block = block_of(table, begin, stop, BLOCK_SIZE)
+    for at in tl.range(begin, stop, TILE):
+        following = block_of(table, at + TILE, stop, BLOCK_SIZE)
+        acc, totals, peak = _with_tile(
+            (acc, totals, peak), q, q_rope, position, at, stop, block, table, vectors, block_stride,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
+        )  # fmt: skip
+        block = following
+    return acc, total_of(totals, KV_LEFT), peak
+
+
+@_jit
+def _sequential_kernel(
+    q,  # [num_rows, heads, RANK + ROPE]
+    vectors,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
+    positions,  # [num_rows] int64
+    slots,  # [num_rows] int64
+    starts,  # [runs + 1] int64, or None: every run has ``width`` rows
+    first_run,  # of the launch
+    width,  # the most rows of its runs
+    block_table,  # [num_slots, max_blocks] int64
+    table_stride,
+    block_stride,
+    scale,
+    running,  # [num_rows, heads, RANK] fp32, this kernel's own
+    out,  # [num_rows, heads, RANK]
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_dependents(PDL)
+    begin, first, stop, _place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    if starts is not None and first >= stop:
+        gdc_wait_once(PDL)
+        return
+    slot = tl.load(slots + begin)
+    position, index, first_index, at, mask = tile_queries(
+        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
+    )
+    gdc_wait(PDL)
+    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
+    running += first_index * RANK
+    weight = tl.zeros([BLOCK_QUERIES], tl.float32)
+    top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+    highest = tl.max(position)
+    for split in tl.range(0, tl.where(highest < 0, 0, split_of(highest) + 1)):
+        part = _split_result(
+            latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
+        )  # fmt: skip
+        sums = tl.load(running + at, mask=mask & (split > 0), other=0.0)
+        sums, weight, top = merged(sums, weight, top, part, scale, KV_LEFT)
+        tl.store(running + at, sums, mask=mask)
+        # Other threads of the program may load it next.
+        tl.debug_barrier()
+    sums = tl.load(running + at, mask=mask & (highest >= 0), other=0.0)
+    # Dead rows are all 0, so a MoE layer routes them all to the same experts.
+    result = normalised(sums, weight, KV_LEFT)
+    tl.store(out + first_index * RANK + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _split_kv_kernel(
+    q,  # as for _sequential_kernel
+    vectors,
+    positions,
+    slots,
+    starts,
+    first_run,
+    width,
+    block_table,
+    table_stride,
+    block_stride,
+    scale,
+    sums,  # [places, heads, num_splits, RANK] fp32
+    stats,  # [places, heads, num_splits, 2] fp32: total weight, maximum score
+    num_splits,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_dependents(PDL)
+    begin, first, stop, place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    if starts is not None and first >= stop:
+        gdc_wait_once(PDL)
+        return
+    slot = tl.load(slots + begin)
+    position, index, first_index, _at, mask = tile_queries(
+        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
+    )
+    gdc_wait(PDL)
+    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
+    first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
+    sums += first_part * num_splits * RANK
+    stats += first_part * num_splits * 2
+    dim = per_element(tl.arange(0, BLOCK_RANK), KV_LEFT)
+    highest = tl.max(position)
+    live = position >= 0
+    end = tl.where(highest < 0, 0, split_of(highest) + 1)
+    for split in tl.range(tl.program_id(2), end, tl.num_programs(2)):
+        acc, total, peak = _split_result(
+            latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
+        )  # fmt: skip
+        part = index.to(tl.int64) * num_splits + split
+        part_at = per_query(part, KV_LEFT) * RANK + dim
+        tl.store(sums + part_at, acc, mask=mask & per_query(live, KV_LEFT))
+        tl.store(stats + part * 2, total, mask=live)
+        tl.store(stats + part * 2 + 1, peak, mask=live)
+
+
+@_jit
+def _merge_kernel(
+    sums,  # as for _split_kv_kernel
+    stats,
+    positions,
+    slots,
+    starts,
+    first_run,
+    width,
+    out,  # [num_rows, heads, RANK]
+    num_splits,
+    scale,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_dependents(PDL)
+    begin, row, stop, place = tile_rows(starts, first_run, width, 1)
+    if starts is not None and row >= stop:
+        gdc_wait_once(PDL)
+        return
+    heads, head = tl.num_programs(1), tl.program_id(1)
+    part = place.to(tl.int64) * heads + head
+    sums += part * num_splits * RANK
+    stats += part * num_splits * 2
+    last = split_of(tl.load(positions + row).to(tl.int32))
+    if starts is not None:
+        dead = tl.load(slots + row) != tl.load(slots + begin)
+    gdc_wait(PDL)
+    acc, total = merged_parts(sums, stats, 0, last, scale, RANK, BLOCK_RANK)
+    dim = tl.arange(0, BLOCK_RANK)[:, None]
+    result = normalised(acc, total, True)
+    if starts is not None:
+        result = tl.where(dead, 0.0, result)
+    at = (row.to(tl.int64) * heads + head) * RANK
+    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < RANK)

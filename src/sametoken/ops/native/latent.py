@@ -1,0 +1,157 @@
+"""Latent attention by the C kernels: thin wrappers that pass tensors' addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
+from sametoken.ops.native.library import NativeLibrary, WeightMemory
+
+MAX_WIDTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PanelHeadWeights:
+    """``HeadWeights``, each head's matrix packed as a ``PanelWeight``, one after the other.
+
+    Attributes:
+        panels: uint8, the only copy.
+        shape: heads, N and K.
+    """
+
+    library: NativeLibrary
+    panels: Tensor
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.panels.numel()
+
+    def matmul(self, x: Tensor, out: Tensor) -> None:
+        """See ``HeadWeights.matmul``."""
+        heads, n, k = self.shape
+        if x.shape[1:] != (heads, k) or out.shape != (x.shape[0], heads, n):
+            raise InvariantError(f"{list(x.shape)} times {self.shape} is not {list(out.shape)}")
+        _require_rows(self.dtype, x, out)
+        self.library.head_products(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            heads,
+            n,
+            k,
+            *x.stride()[:2],
+            *out.stride()[:2],
+            self.dtype is torch.bfloat16,
+        )
+
+
+def pack_heads(library: NativeLibrary, memory: WeightMemory, weight: Tensor) -> PanelHeadWeights:
+    """See ``Kernels.pack_heads``."""
+    heads, n, k = weight.shape
+    is_bf16 = weight.dtype is torch.bfloat16
+    weight = weight.contiguous()
+    size = library.packed_bytes(n, k, is_bf16)
+    panels = memory.take(heads * size)
+    for head, matrix in enumerate(weight):
+        library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
+    return PanelHeadWeights(library, panels, (heads, n, k), weight.dtype)
+
+
+def require_latent(shape: LatentShape) -> None:
+    """See ``Kernels.require_latent``."""
+    if shape.rank % 8 or shape.rope_dim % 8 or shape.width > MAX_WIDTH:
+        raise UnsupportedError(
+            f"latents of {shape.rank} + {shape.rope_dim} elements are not multiples of 8 up to "
+            f"{MAX_WIDTH} together",
+            "set SAMETOKEN_KERNELS=reference, which is slower",
+        )
+
+
+def rope_and_cache(
+    library: NativeLibrary,
+    q: Tensor,
+    latent: Tensor,
+    rotary: LatentRotary,
+    rows: AttentionRows,
+    memory: LayerLatent,
+    out: Tensor,
+) -> None:
+    """See ``Kernels.latent_rope_and_cache``."""
+    t, heads, rope_dim = q.shape
+    _require_rows(memory.vectors.dtype, q, latent, out)
+    if rotary.weight.dtype not in (torch.float32, q.dtype) or not rotary.weight.is_contiguous():
+        raise InvariantError(f"a norm of {rotary.weight.dtype} over latents of {q.dtype}")
+    library.latent_rope_and_cache(
+        q.data_ptr(),
+        latent.data_ptr(),
+        memory.vectors.data_ptr(),
+        out.data_ptr(),
+        rotary.cos.data_ptr(),
+        rotary.sin.data_ptr(),
+        rows.positions.data_ptr(),
+        rows.kv_slots.data_ptr(),
+        rotary.weight.data_ptr(),
+        rotary.eps,
+        t,
+        heads,
+        memory.rank,
+        rope_dim // 2,
+        *q.stride()[:2],
+        latent.stride(0),
+        *out.stride()[:2],
+        q.dtype is torch.bfloat16,
+        rotary.weight.dtype is torch.bfloat16,
+        rotary.interleaved,
+    )
+
+
+def attention(
+    library: NativeLibrary, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+) -> Tensor:
+    """See ``Kernels.latent_attention``."""
+    t, heads, width = q.shape
+    table, vectors = rows.block_table, memory.vectors
+    _require_rows(vectors.dtype, q)
+    if not (q.is_contiguous() and vectors.is_contiguous() and table.is_contiguous()):
+        raise InvariantError("latent attention needs contiguous queries, memory and block table")
+    out = torch.empty((t, heads, memory.rank), dtype=q.dtype)
+    done = library.attention(
+        q.data_ptr(),
+        vectors.data_ptr(),
+        vectors.data_ptr(),
+        out.data_ptr(),
+        rows.positions.data_ptr(),
+        rows.slots.data_ptr(),
+        table.data_ptr(),
+        t,
+        heads,
+        1,
+        width,
+        memory.rank,
+        vectors.shape[1],
+        table.shape[1],
+        0,
+        scale,
+        q.dtype is torch.bfloat16,
+    )
+    if not done:
+        raise MemoryError(f"no memory for the attention of {t} rows")
+    return out
+
+
+def _require_rows(dtype: torch.dtype, *tensors: Tensor) -> None:
+    """Refuse another dtype, and rows whose elements are not adjacent: C code reads raw memory."""
+    for tensor in tensors:
+        if tensor.dtype is not dtype or (tensor.numel() and tensor.stride(-1) != 1):
+            raise InvariantError(f"a kernel needs rows of {dtype}, got {tensor.dtype}")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")

@@ -1,0 +1,154 @@
+"""Every family computes what transformers computes, and drafts and ranks change no token."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers.utils import logging as transformers_logging
+
+from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
+from helpers.forward import CPU, Bench, OneRun, their_greedy
+from helpers.harness import request, run
+from helpers.thread_ranks import run_ranks
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
+
+transformers_logging.disable_progress_bar()
+NUM_GREEDY = 4
+BACKENDS = [ReferenceKernels(), select_kernels(CPU)]
+PROMPT = torch.randint(VOCAB, (29,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def load(path, kernels, parallel=SINGLE_RANK, dtype=torch.float32):
+    return load_model(
+        path, kernels=kernels, dtype=dtype, device=CPU, max_positions=128, parallel=parallel
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """The name of a family, and a checkpoint."""
+    return request.param, write_family(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_random_models_agree_with_transformers(name, data):
+    config = drawn_config(data.draw, name)
+    theirs = random_model(config, data.draw(st.integers(0, 2**20)))
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        ours = load(directory, data.draw(st.sampled_from(BACKENDS)))
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    chunks = data.draw(st.lists(st.integers(1, 12), max_size=3))
+    assert (Bench(ours).logits(PROMPT, chunks) - expected).abs().max() < 1e-4
+    expected_ids = their_greedy(theirs, PROMPT, NUM_GREEDY)
+    assert Bench(ours).continue_greedily(PROMPT, NUM_GREEDY) == expected_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_every_chunk(family, dtype):
+    for kernels in BACKENDS:
+        ours = load(family[1], kernels, dtype=dtype)
+        whole = Bench(ours).logits(PROMPT[:20], [])
+        assert torch.equal(Bench(ours).logits(PROMPT[:20], [3, 11, 1, 1]), whole)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def emitted(path, spec, temperature, max_model_len=96):
+    """What an engine gives to three requests of 53 tokens or less."""
+    options = {"device": "cpu", "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 80}
+    core = build_engine(
+        EngineConfig.from_options(
+            model=str(path),
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+            speculative_config=spec,
+            **options,
+        )
+    )
+    prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT]
+    items = [
+        request(f"r{i}", prompt, 24, temperature=temperature, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    return run(core, items)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_token(family, temperature):
+    plain, drafted = (emitted(family[1], spec, temperature) for spec in (None, NGRAM))
+    assert drafted.tokens == plain.tokens
+    assert drafted.offered > drafted.accepted, "some drafts were wrong"
+
+
+def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
+    """Tables are longer than requests, for drafts: where they end must not decide."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 60,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    }
+    path = write_family(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=60)
+    short, long = ([emitted(path, spec, 1.0, n).tokens for spec in (None, NGRAM)] for n in (60, 61))
+    assert short[0] == short[1]
+    assert long[0] == long[1]
+    assert short != long
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize("name", ["gemma3", "glm4_moe", "olmo2"])
+def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
+    path = write_family(tmp_path, name, num_hidden_layers=2)
+    wanted = OneRun(load(path, ReferenceKernels()), max_len=16).logits(PROMPT[:6], [])
+    ours = load(path, TritonKernels(load_table("another device")))
+    whole = OneRun(ours, max_len=16).logits(PROMPT[:6], [])
+    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(OneRun(ours, max_len=16).logits(PROMPT[:6], [3, 1]), whole)
+
+
+def test_two_ranks_agree_and_are_near_one(family):
+    whole = Bench(load(family[1], BACKENDS[0])).logits(PROMPT, [])
+
+    def logits(parallel):
+        return Bench(load(family[1], BACKENDS[0], parallel)).logits(PROMPT, [7])
+
+    first, second = run_ranks(2, logits)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_text_decoder_of_a_model_that_also_sees(tmp_path, name):
+    theirs = random_model(SEEING[name](), seed=1)
+    theirs.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    assert (Bench(load(tmp_path, BACKENDS[1])).logits(PROMPT, [7]) - expected).abs().max() < 1e-4
+    said = []
+    options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "max_num_seqs": 2}
+    build_engine(EngineConfig.from_options(model=str(tmp_path), **options), said.append)
+    assert sum("only the text decoder is loaded" in line for line in said) == 1

@@ -1,0 +1,39 @@
+"""The law on a GPU for every family: the same tokens alone, in company, and with drafts.
+
+Graphs run; alone there are none. Random models in bf16, of sizes that kernels of a GPU take.
+"""
+
+from __future__ import annotations
+
+import pytest
+from gpu_files import OPTIONS, requests
+from recorded_gpu import drive
+
+from helpers.families import FAMILIES, write_family
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+
+MAX_TOKENS = 48
+SIZES = {
+    "vocab_size": 1500,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+
+
+def generate(path, count: int, **options):
+    config = EngineConfig.from_options(model=str(path), **OPTIONS | options)
+    return drive(build_engine(config), list(requests(count, MAX_TOKENS)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_tokens(tmp_path, name):
+    widths = {} if name in ("phi3", "olmo2", "granite", "qwen2") else {"head_dim": 64}
+    path = write_family(tmp_path, name, **SIZES | widths)
+    truth = generate(path, 12, max_num_seqs=1, enforce_eager=True).tokens
+    assert generate(path, 12, max_num_seqs=12).tokens == truth
+    drafted = generate(path, 12, max_num_seqs=7, speculative_config=DRAFTS)
+    assert drafted.tokens == truth
+    assert drafted.offered > 0

@@ -1,0 +1,185 @@
+"""Latent attention on a chip: values, bits of rows in any company, and engines over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_files import OPTIONS, requests, write_nextn_target
+from recorded_gpu import drive
+
+from helpers.rows import runs_of
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.model.latent_attention import heads_triton, reference, rope_triton
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
+from sametoken.ops.model.latent_attention.triton import LatentConfig, attention, choose
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RANK, ROPE, SCALE = 512, 64, 0.07
+HEADS = [16, 20, 128]
+LENGTHS = [5300, 1030, 300, 1]
+#: Form, queries, warps, stages, and whether vectors are the left operand.
+FORMS = [
+    ("sequential", 64, 8, 2, False),
+    ("split_kv", 64, 8, 2, False),
+    ("split_kv", 32, 4, 2, True),
+    ("sequential", 32, 4, 2, True),
+    ("split_kv", 32, 8, 1, True),
+]
+MAX_TOKENS = 48
+
+
+class Scene:
+    """Slots of given lengths in shuffled blocks; elsewhere latents are huge and keys NaN."""
+
+    def __init__(self, heads, dtype=torch.bfloat16, block_size=16):
+        random = torch.Generator("cuda").manual_seed(0)
+        max_blocks = -(-max(LENGTHS) // block_size) + 3
+        num_blocks = max_blocks * len(LENGTHS)
+        order = torch.randperm(num_blocks, device="cuda", generator=random)
+        reserved = torch.full((1, max_blocks), num_blocks, device="cuda")
+        self.table = torch.cat((order.view(len(LENGTHS), max_blocks), reserved))
+        size = (num_blocks + 1, block_size, RANK + ROPE)
+        vectors = torch.full(size, 1e30, dtype=dtype, device="cuda")
+        vectors[..., RANK:] = torch.nan
+        vectors[-1] = 0
+        size = (len(LENGTHS), max(LENGTHS), RANK + ROPE)
+        self.history = torch.randn(size, device="cuda", generator=random).to(dtype)
+        for slot, length in enumerate(LENGTHS):
+            at = torch.arange(length, device="cuda")
+            vectors[self.table[slot, at // block_size], at % block_size] = self.history[
+                slot, :length
+            ]
+        self.memory = LayerLatent(vectors, RANK)
+        size = (4096, heads, RANK + ROPE)
+        self.queries = torch.randn(size, device="cuda", generator=random).to(dtype)
+
+    def run(self, where, window=1, *, runs=None, config=None):
+        slots, positions = (
+            one.contiguous() for one in torch.tensor(where, device="cuda").unbind(1)
+        )
+        q = self.queries[(slots * 67 + positions) % 4096]
+        runs = runs or RowRuns.even(len(where) // window, window)
+        rows = AttentionRows(positions, slots, torch.zeros_like(slots), self.table, runs)
+        return attention(q, SCALE, rows, self.memory, config=config)
+
+    def exact(self, slot, position):
+        seen = self.history[slot, : position + 1].double()
+        q = self.queries[(slot * 67 + position) % 4096].double()
+        return torch.softmax(q @ seen.T * SCALE, dim=-1) @ seen[:, :RANK]
+
+
+def config_of(form, queries, warps, stages, kv_left, heads):
+    if queries < 64 and heads > queries:
+        pytest.skip("a tile has no room for a row's heads")
+    return LatentConfig(form, queries, 64, num_warps=warps, num_stages=stages, kv_left=kv_left)
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def scene(request):
+    return request.param, Scene(request.param)
+
+
+BORDERS = [0, 1, 63, 64, 255, 256, 257, 1023, 1024, 1025, 1535, 1536, 4095, 4096, 5119, 5120, 5299]
+
+
+def test_values_are_those_of_fp64(scene):
+    heads, one = scene
+    out = one.run([(0, position) for position in BORDERS])
+    for row, position in enumerate(BORDERS):
+        expected = one.exact(0, position)
+        torch.testing.assert_close(out[row].double(), expected, rtol=2e-2, atol=2e-2)
+    assert out.shape == (len(BORDERS), heads, RANK)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_prompts_windows_and_single_rows_have_equal_bits(scene, form):
+    heads, one = scene
+    config = config_of(*form, heads)
+    prompt = one.run([(0, at) for at in range(5300)], 5300)
+    for position in BORDERS:
+        assert torch.equal(one.run([(0, position)], config=config)[0], prompt[position])
+    for width in (2, 3, 5):
+        last = [(0, at) for at in range(1026 - width, 1026)]
+        assert torch.equal(one.run(last, width, config=config), prompt[1026 - width : 1026])
+
+
+def test_company_and_dead_rows_change_no_bit(scene):
+    _, one = scene
+    lone = {at: one.run([at])[0] for at in ((0, 5299), (1, 1029), (2, 17), (3, 0))}
+    live = [(0, 5299), (1, 1029), (2, 17), (3, 0)]
+    assert torch.equal(one.run(live), torch.stack([lone[at] for at in live]))
+    ragged = [(0, 5299), (4, 0), (1, 1029), (2, 17), (4, 0), (4, 0), (3, 0)]
+    out = one.run(ragged, runs=runs_of([2, 1, 3, 1], device="cuda"))
+    for row, at in enumerate(ragged):
+        assert torch.equal(out[row], lone[at]) if at in lone else not out[row].any()
+
+
+def test_the_engine_chooses_one_tile_for_all_rows():
+    for heads in HEADS:
+        tiles = {choose(runs, width, heads, 16384, torch.bfloat16).tile
+                 for runs in (1, 8, 64) for width in (1, 4, 2048)}  # fmt: skip
+        assert len(tiles) == 1
+
+
+@pytest.mark.parametrize(("features", "depth"), [(512, 128), (512, 192), (128, 512), (256, 512)])
+def test_products_of_heads_do_not_depend_on_the_row_count(features, depth):
+    x = torch.randn(300, 20, depth, device="cuda").bfloat16()
+    matrices = torch.randn(20, features, depth, device="cuda").bfloat16()
+    whole = torch.empty(300, 20, features, device="cuda", dtype=torch.bfloat16)
+    heads_triton.head_products(x, matrices, whole)
+    exact = torch.einsum("thk,hnk->thn", x.double(), matrices.double())
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-2, atol=0.3)
+    for rows in (1, 2, 15, 17, 33, 64, 129):
+        part = torch.empty_like(whole[:rows])
+        heads_triton.head_products(x[:rows].contiguous(), matrices, part)
+        assert torch.equal(part, whole[:rows])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_and_write_are_those_of_the_reference(interleaved):
+    torch.manual_seed(0)
+    angles = torch.rand(300, ROPE // 2)
+    positions, found = torch.randperm(300)[:70], []
+    for device, run in (("cpu", reference.rope_and_cache), ("cuda", rope_triton.rope_and_cache)):
+        random = torch.Generator().manual_seed(1)
+        q = torch.randn(70, 20, 256, generator=random).bfloat16().to(device)
+        latent = torch.randn(70, 768 + 576, generator=random).bfloat16().to(device)
+        weight = torch.randn(RANK, generator=random).bfloat16().to(device)
+        rotary = LatentRotary(
+            weight, 1e-6, angles.cos().to(device), angles.sin().to(device), interleaved
+        )
+        memory = LayerLatent(torch.zeros(20, 16, 576, dtype=torch.bfloat16, device=device), RANK)
+        where = positions.to(device)
+        rows = AttentionRows(where, where, where + 3, where[None])
+        out = torch.zeros(70, 20, 576, dtype=torch.bfloat16, device=device)
+        run(q[..., 192:], latent[:, 768:], rotary, rows, memory, out[..., RANK:])
+        found.append((memory.vectors.cpu(), out.cpu()))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture(scope="module", params=[4, 20])
+def target(request, tmp_path_factory):
+    return write_nextn_target(tmp_path_factory.mktemp("nextn"), request.param)
+
+
+def generate(target, spec, count, **options):
+    config = EngineConfig.from_options(
+        model=str(target), speculative_config=spec, **OPTIONS | options
+    )
+    return drive(build_engine(config), list(requests(count, MAX_TOKENS)))
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
+def test_the_same_tokens(target, method, eager):
+    truth = generate(target, None, 16, max_num_seqs=1, enforce_eager=True).tokens
+    spec = None if method == "plain" else {"method": method, "num_speculative_tokens": 3}
+    ran = generate(target, spec, 16, max_num_seqs=7, enforce_eager=eager)
+    assert ran.tokens == truth
+    assert (ran.offered > 0) == (method != "plain")

@@ -1,0 +1,320 @@
+"""Small random models of every family that follows a class of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GraniteConfig,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+)
+
+VOCAB = 64
+#: Sizes that two ranks divide.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def qwen2(draw) -> dict:
+    window = draw(st.sampled_from([None, 2, 5, 36]))
+    if window is None:
+        return {}
+    layers = {"max_window_layers": draw(st.integers(0, 3))}
+    return {"use_sliding_window": True, "sliding_window": window} | layers
+
+
+def ministral(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    types = draw(st.lists(kinds, min_size=3, max_size=3))
+    window = draw(st.sampled_from([2, 5, 36]))
+    return {"head_dim": draw(st.sampled_from([8, 16])), "layer_types": types} | {
+        "sliding_window": window
+    }
+
+
+def ministral3(draw) -> dict:
+    rope = YARN | {"llama_4_scaling_beta": draw(st.sampled_from([0.1, 0.7]))}
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "sliding_window": draw(st.sampled_from([None, 5])),
+        "rope_parameters": rope,
+    }
+
+
+def qwen3_moe(draw) -> dict:
+    return EXPERTS | {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+        "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 2]])),
+        "norm_topk_prob": draw(st.booleans()),
+        "num_experts_per_tok": draw(st.integers(1, 6)),
+        "attention_bias": draw(st.booleans()),
+    }
+
+
+def phi3(draw) -> dict:
+    partial = draw(st.sampled_from([0.5, 0.75, 1.0]))
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": partial}
+    if draw(st.booleans()):
+        # The prompt is longer than the original positions, as requests may be.
+        factors = {
+            "short_factor": [1.0] * int(4 * partial),
+            "long_factor": [1.7] * int(4 * partial),
+        }
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
+    return {
+        "sliding_window": draw(st.sampled_from([None, 5])),
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 16,
+    }
+
+
+def olmo2(draw) -> dict:
+    return {"attention_bias": draw(st.booleans())}
+
+
+def granite(draw) -> dict:
+    return {
+        "attention_bias": draw(st.booleans()),
+        "embedding_multiplier": draw(st.sampled_from([1.0, 3.0])),
+        "attention_multiplier": draw(st.sampled_from([0.5, 0.1])),
+        "residual_multiplier": draw(st.sampled_from([1.0, 0.3])),
+        "logits_scaling": draw(st.sampled_from([1.0, 4.0])),
+    }
+
+
+def gemma3(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    scaled = st.sampled_from([{}, {"rope_type": "linear", "factor": 2.5}])
+    full = {"rope_type": "default", "rope_theta": 1000.0} | draw(scaled)
+    local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([10.0, 100.0]))}
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "sliding_window": draw(st.sampled_from([2, 5, 36])),
+        "layer_types": draw(st.lists(kinds, min_size=3, max_size=3)),
+        "query_pre_attn_scalar": draw(st.sampled_from([8, 30])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 3.0])),
+        "attention_bias": draw(st.booleans()),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+}
+
+
+def glm4_moe(draw) -> dict:
+    groups = draw(st.sampled_from([1, 2, 3]))
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return GLM | {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "n_group": groups,
+        "topk_group": draw(st.integers(1, groups)),
+        "first_k_dense_replace": draw(st.integers(0, 3)),
+        "norm_topk_prob": draw(st.booleans()),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "attention_bias": draw(st.booleans()),
+        "use_qk_norm": draw(st.booleans()),
+        "rope_parameters": rope,
+    }
+
+
+#: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
+FAMILIES = {
+    "qwen2": (Qwen2Config, qwen2, {}),
+    "ministral": (
+        MinistralConfig,
+        ministral,
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        Ministral3Config,
+        ministral3,
+        {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}},
+    ),
+    "phi3": (
+        Phi3Config,
+        phi3,
+        {
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "olmo2": (Olmo2Config, olmo2, {}),
+    "granite": (
+        GraniteConfig,
+        granite,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        gemma3,
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        glm4_moe,
+        GLM | {"head_dim": 16, "n_group": 2, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        qwen3_moe,
+        EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
+    ),
+}
+
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 8,
+}
+_MISTRAL = SIZES | {"head_dim": 16, "sliding_window": None}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+_QWEN_TEXT = SIZES | {"bos_token_id": 1, "rope_parameters": _MROPE}
+#: Configs of models that also see images, by their text decoder.
+SEEING = {
+    "mistral": lambda: Mistral3Config(
+        text_config=_MISTRAL | {"model_type": "mistral"},
+        vision_config=_PIXTRAL,
+        tie_word_embeddings=False,
+    ),
+    "ministral3": lambda: Mistral3Config(
+        text_config=_MISTRAL
+        | {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}},
+        vision_config=_PIXTRAL,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": lambda: Gemma3Config(
+        text_config=SIZES | {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 3},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    ),
+    "qwen2_5": lambda: Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
+    "qwen3": lambda: Qwen3VLConfig(
+        text_config=_QWEN_TEXT | {"head_dim": 16},
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": []},
+    ),
+}
+
+
+def drawn_config(draw, family: str):
+    """A random config of the family."""
+    config_class, own, _ = FAMILIES[family]
+    changes = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw(st.sampled_from([100.0, 10_000.0])),
+        },
+    }
+    return config_class(**SIZES | changes | own(draw))
+
+
+def fixed_config(family: str, **changes):
+    config_class, _, own = FAMILIES[family]
+    return config_class(**SIZES | own | changes)
+
+
+def random_model(config, seed: int):
+    """transformers' model, with every parameter away from where it begins."""
+    torch.manual_seed(seed)
+    sees = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("inv_freq") or not parameter.is_floating_point():
+            continue
+        if parameter.ndim == 1:
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            torch.nn.init.normal_(parameter, mean=centre, std=0.3)
+        elif parameter.ndim > 1:
+            # Large enough that attention is far from uniform and logits far from equal.
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def write_family(directory: Path, family: str, seed: int = 0, **changes) -> Path:
+    random_model(fixed_config(family, **changes), seed).save_pretrained(directory)
+    return directory

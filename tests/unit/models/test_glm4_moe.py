@@ -1,0 +1,143 @@
+"""GLM-4 MoE: its NextN module against transformers' layer, and checked sizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.families import fixed_config, random_model, write_family
+from helpers.forward import CPU
+from helpers.harness import request, run
+from helpers.heads import empty_kv, rms_norm, rows_of_one_slot
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.heads.own_module import open_module
+from sametoken.models.loader import load_model, read_config
+from sametoken.models.registry import require_divisible
+from sametoken.ops.reference import ReferenceKernels
+
+
+def load(path):
+    return load_model(
+        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=16
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_family(tmp_path_factory.mktemp("glm"), "glm4_moe")
+
+
+@pytest.fixture
+def checkpoint(written, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((written / name).read_bytes())
+    return tmp_path
+
+
+def rewrite(checkpoint, **changes):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(("layer", "known"), [(3, True), (4, False), (30, False)])
+def test_the_next_layer_s_tensors_alone_are_left(checkpoint, layer, known):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, checkpoint / "model.safetensors")
+    if known:
+        assert load(checkpoint).config.num_layers == 3
+    else:
+        with pytest.raises(UnsupportedError, match=rf"model\.layers\.{layer}\.eh_proj"):
+            load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4}, "n_group=4 does not divide 6 experts"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts=1000000000 is not at most"),
+        ({"n_routed_experts": 8}, r"has shape \[6, 32\], the config expects \[8, 32\]"),
+        ({"first_k_dense_replace": "one"}, "first_k_dense_replace='one'"),
+        ({"routed_scaling_factor": -1}, "routed_scaling_factor=-1"),
+    ],
+)
+def test_impossible_sizes_are_named(checkpoint, changes, message):
+    rewrite(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(checkpoint)
+
+
+def test_ranks_divide_experts_and_the_dense_layers_that_there_are(checkpoint):
+    assert "moe_intermediate_size" in load(checkpoint).divided_sizes(read_config(checkpoint))
+    require_divisible(read_config(checkpoint), 2)
+    rewrite(checkpoint, first_k_dense_replace=0, intermediate_size=47)
+    require_divisible(read_config(checkpoint), 2)
+
+
+def write_module(directory):
+    """A model of three layers whose module has transformers' fourth; the model and all tensors."""
+    theirs = random_model(fixed_config("glm4_moe", num_hidden_layers=4), seed=5)
+    theirs.save_pretrained(directory)
+    rewrite(directory, num_hidden_layers=3, num_nextn_predict_layers=1)
+    tensors, prefix = load_file(directory / "model.safetensors"), "model.layers.3."
+    generator = torch.Generator().manual_seed(1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + 0.3 * torch.randn(32, generator=generator)
+    tensors[f"{prefix}eh_proj.weight"] = 0.2 * torch.randn(32, 64, generator=generator)
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, directory / "model.safetensors")
+    return theirs, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@torch.inference_mode()
+def test_the_module_computes_what_it_is_defined_as(tmp_path):
+    theirs, tensors = write_module(tmp_path)
+    token_ids, hidden = torch.arange(9) * 7 % 64, torch.randn(9, 32)
+    embedded = tensors["embed_tokens.weight"][token_ids].clone()
+    embedded[0] = 0
+    normed = [rms_norm(embedded, tensors["enorm.weight"], 1e-5)]
+    normed.append(rms_norm(hidden, tensors["hnorm.weight"], 1e-5))
+    x = (torch.cat(normed, -1) @ tensors["eh_proj.weight"].T)[None]
+    future = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    angles = theirs.model.rotary_emb(x, torch.arange(9)[None])
+    states = theirs.model.layers[3](x, attention_mask=future, position_embeddings=angles)[0]
+    last = rms_norm(states, tensors["shared_head.norm.weight"], 1e-5)
+
+    options = {"kernels": ReferenceKernels(), "dtype": torch.float32, "device": CPU}
+    target = load(tmp_path)
+    head = open_module(tmp_path).load(target, **options, max_positions=16)
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
+    feedback = torch.cat((first.feedback, rest.feedback))
+    torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
+    logits = head.compute_logits(torch.cat((first.last, rest.last)))
+    expected = last @ tensors["shared_head.head.weight"].T
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert head.lm_head is target.head, "a copy of the target's is not kept"
+    quantized = open_module(tmp_path).load(target, **options, max_positions=16, quantize_fp8=True)
+    plain, mixed = head.layer.mlp, quantized.layer.mlp
+    assert mixed.routed.nbytes == plain.routed.nbytes
+    assert mixed.shared.nbytes < plain.shared.nbytes
+
+
+def test_drafts_of_the_module_change_no_token(tmp_path):
+    write_module(tmp_path)
+
+    def emitted(spec):
+        options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 60, "max_num_seqs": 3}
+        core = build_engine(
+            EngineConfig.from_options(model=str(tmp_path), speculative_config=spec, **options)
+        )
+        items = [request(f"r{i}", [3, 9, i], 20, temperature=0.7 * i, seed=i) for i in range(3)]
+        return run(core, items)
+
+    drafted = emitted({"method": "mtp", "num_speculative_tokens": 3})
+    assert drafted.offered > drafted.accepted
+    assert drafted.tokens == emitted(None).tokens

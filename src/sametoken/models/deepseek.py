@@ -25,7 +25,8 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, load_gated_mlp, load_mlp
+from sametoken.models.blocks import load_gated_mlp, load_mlp
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader

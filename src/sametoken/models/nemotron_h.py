@@ -31,7 +31,8 @@ from sametoken.layers.squared_relu import (
     SquaredReluMoE,
 )
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, Layer, attention_cache, load_attention
+from sametoken.models.blocks import attention_cache, load_attention
+from sametoken.models.decoder import Decoder, Layer
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing

@@ -19,6 +19,8 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import model_config, open_weights
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -124,6 +126,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
     Attributes:
         unused_tensors: endings of tensor names that are not read.
         optional_tensors: optional tensors that a dummy head has.
+        quantization: the formats of its linears.
 
     Raises:
         CheckpointError: config.json is missing, malformed, or lacks a key.
@@ -132,6 +135,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     unused_tensors: ClassVar[tuple[str, ...]] = UNUSED_TENSORS
     optional_tensors: tuple[str, ...] = ()
+    quantization: Quantization = UNQUANTIZED
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         self._directory = directory
@@ -198,9 +202,18 @@ class HeadCheckpoint(ABC, Generic[Head]):
             DrafterMismatchError: the shared weights do not fit the head.
         """
         if self._is_dummy:
-            reader = dummy_reader(self._directory, kernels, dtype, device, self.optional_tensors)
+            reader = dummy_reader(
+                self._directory,
+                kernels,
+                dtype,
+                device,
+                self.optional_tensors,
+                quantization=self.quantization,
+            )
         else:
-            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+            reader = WeightReader(
+                self._open_tensors(), kernels, dtype, device, quantization=self.quantization
+            )
         reader = replace(reader, quantize_fp8=quantize_fp8)
         head = self._build(reader, shared, max_positions, token_ids)
         reader.require_all_read(allowed=self.unused_tensors)
@@ -218,6 +231,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     if not isinstance(nested, dict):
         raise CheckpointError(f"{location}: transformer_layer_config is not an object")
     layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
+    require_unquantized(layer.extra, str(location), "an EAGLE head")
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
     windowed = "sliding_attention" in settings.names("layer_types") or (
@@ -338,6 +352,14 @@ class HeadSource:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The tensor in order, by rows."""
         return self._source.chunks(self._names[name])
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that exists."""
+        return self._source.stored_dtype(self._names[name])
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype."""
+        return self._source.stored_chunks(self._names[name])
 
 
 def _renamed(name: str) -> str:

@@ -267,7 +267,7 @@ def test_dtype_by_either_name(tmp_path, key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

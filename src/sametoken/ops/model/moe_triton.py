@@ -104,28 +104,41 @@ def _group_kernel(
 
 @triton.jit
 def _sums(
-    x_at,  # [rows, 1] pointers to rows
+    x_at,
     is_row,
-    w_at,  # [features, 1] pointers
+    w_at,
+    up_at,
     is_feature,
-    w_scales,  # [features] pointers to scales of groups of DEPTH features, or None
-    x_scales,  # [rows] likewise, or None
+    w_scales,
+    up_scales,
+    x_scales,
+    GATED: tl.constexpr,
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     W_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
 ):
-    """Sums over K in order, those of a group times its scales, if any: [features, rows] fp32."""
+    """Sums over K in order, those of a group times its scales, if any: [features, rows] fp32.
+
+    With GATED those of up too, over the same tiles of rows; else the second result is 0.
+    """
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     for k in range(0, K, DEPTH):
-        column = (k + depth)[None, :]
+        column, group = (k + depth)[None, :], k // DEPTH
         x_tile = tl.load(x_at + column, is_row[:, None] & (column < K), other=0.0)
-        w_tile = tl.load(w_at + column, is_feature[:, None] & (column < K), other=0.0)
+        is_weight = is_feature[:, None] & (column < K)
+        w_tile = tl.load(w_at + column, is_weight, other=0.0)
         acc = with_products(
-            acc, w_tile, x_tile, w_scales, is_feature, x_scales, is_row, k // DEPTH, W_STEP, X_STEP
+            acc, w_tile, x_tile, w_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
         )
-    return acc
+        if GATED:
+            up_tile = tl.load(up_at + column, is_weight, other=0.0)
+            up = with_products(
+                up, up_tile, x_tile, up_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
+            )
+    return acc, up
 
 
 @triton.jit
@@ -185,16 +198,10 @@ def _expert_kernel(
         x_at_groups = None
         if GROUPED and x_scales is not None:
             x_at_groups = x_scales + x_row * X_GROUPS
-        acc = _sums(
-            x_at, is_pair, w_at, is_feature, w_at_groups, x_at_groups,
-            K, BLOCK_DEPTH, W_STEP, X_STEP,
+        acc, up = _sums(
+            x_at, is_pair, w_at, w_at + N * K, is_feature, w_at_groups, up_at_groups, x_at_groups,
+            GATED, K, BLOCK_DEPTH, W_STEP, X_STEP,
         )  # fmt: skip
-        up = acc
-        if GATED:
-            up = _sums(
-                x_at, is_pair, w_at + N * K, is_feature, up_at_groups, x_at_groups,
-                K, BLOCK_DEPTH, W_STEP, X_STEP,
-            )  # fmt: skip
         if not GROUPED:
             acc = scaled(acc, own_scales, feature, is_feature, x_scales, x_row, is_pair)
             if GATED:

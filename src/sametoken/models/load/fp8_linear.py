@@ -57,6 +57,24 @@ class Fp8Linear:
         ]
         return weights[0] if len(weights) == 1 else reader.kernels.stack(weights)
 
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """See ``LinearFormat``."""
+        self._require_whole_groups(reader, in_features, (part,))
+        self._input_scale(reader, part)
+        values, scales = self._matrix(reader, in_features, (part,))
+        if scales.dim() == 1:
+            return values.float() * scales[:, None]
+        by_feature = scales.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
+        return values.float() * by_feature
+
+    def _matrix(
+        self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Values of the parts, and their scales by row or by row and group."""
+        matrices = tuple(replace(part, name=f"{part.name}.weight") for part in parts)
+        values = reader.filled(matrices, (in_features,), torch.float8_e4m3fn)
+        return values, torch.cat([self._scales(reader, in_features, part) for part in parts])
+
     def _packed(
         self,
         reader: WeightReader,
@@ -65,9 +83,7 @@ class Fp8Linear:
         fixed: float | None,
     ) -> Weight:
         """Parts with one scale of activations, or none."""
-        matrices = tuple(replace(part, name=f"{part.name}.weight") for part in parts)
-        values = reader.filled(matrices, (in_features,), torch.float8_e4m3fn)
-        scales = torch.cat([self._scales(reader, in_features, part) for part in parts])
+        values, scales = self._matrix(reader, in_features, parts)
         rounding = None
         if self.activations != "none":
             scale = None if fixed is None else torch.tensor(fixed, device=reader.device)

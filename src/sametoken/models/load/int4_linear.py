@@ -84,6 +84,14 @@ class Int4Linear:
             weights.append(reader.kernels.pack_int4(matrix, reader.dtype))
         return weights[0] if len(weights) == 1 else reader.kernels.stack(weights)
 
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """See ``LinearFormat``."""
+        width = self._width(reader, in_features, (part,))
+        own = _own(reader, part, self._unpacked(reader, in_features, part), width)
+        scale, zero = (one.float().repeat_interleave(width, 1) for one in (own.scale, own.zero))
+        values = (own.values.float() - zero) * scale
+        return values if own.order is None else values[:, own.order.argsort()]
+
     def _width(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> int:
         """Features of a group of the products, which divide the checkpoint's and the ranks'."""
         name, size = parts[0].name, reader.parallel.size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
+
 from sametoken.ops.weight import Weight
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ class LinearFormat(Protocol):
             ConfigError: the ranks cannot divide a part.
             UnsupportedError: the backend has no products for the format.
         """
+        ...
+
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """This rank's share of a part as a matrix in fp32; arguments and errors as for ``read``."""
         ...
 
 

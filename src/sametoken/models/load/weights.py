@@ -220,6 +220,16 @@ class WeightReader:
         added = self.vector(f"{part.name}.bias", part.rows) if bias else None
         return RowParallelLinear(self.kernels, self.parallel, weight, added)
 
+    def expanded(self, in_features: int, part: Part) -> Tensor:
+        """A linear's matrix in the reader's dtype, whatever its format: what is no product reads.
+
+        The name of ``part`` is without ``.weight``.
+        """
+        linear = self.quantization.format_of(part.name, self.source)
+        if linear is None:
+            return self.tensor(replace(part, name=f"{part.name}.weight"), (in_features,))
+        return linear.expanded(self, in_features, part).to(self.dtype)
+
     def _stored(self, in_features: int, parts: tuple[Part, ...]) -> Weight:
         """The parts as one weight, adjacent ones of one format as one."""
         weights: list[Weight] = []

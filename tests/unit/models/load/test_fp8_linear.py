@@ -7,12 +7,14 @@ from itertools import cycle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
 from helpers.forward import CPU, Bench
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
+from helpers.latents import write_latent
 from helpers.quantized import (
     STATIC,
     block_config,
@@ -146,6 +148,24 @@ def test_a_hybrid_stands_for_its_expanded_twin(tmp_path, kind):
     )
     expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
     config |= {"quantization_config": compressed_config("block", None)}
+    got = logits_of(load(write_checkpoint(tmp_path / "fp8", config, stored)))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
+    """DeepSeek's checkpoints hold ``kv_b_proj`` in blocks, as its other projections."""
+    plain = write_latent(tmp_path / "plain", "deepseek_v3")
+    config = json.loads((plain / "config.json").read_text())
+    stored, meant = quantize_tensors(
+        load_file(plain / "model.safetensors"),
+        strategy,
+        scale_name="weight_scale",
+        chosen=lambda name: name.endswith(("proj.weight", "mqa.weight")) and ".mlp." not in name,
+    )
+    expected = logits_of(load(write_checkpoint(tmp_path / "meant", config, meant)))
+    ignored = {"ignore": ["lm_head", "re:.*mlp.*"]}
+    config |= {"quantization_config": compressed_config(strategy, None, **ignored)}
     got = logits_of(load(write_checkpoint(tmp_path / "fp8", config, stored)))
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 

@@ -11,6 +11,9 @@ from helpers.forward import CPU, Bench
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import load_model
 from sametoken.ops.model.gemm.int4 import Int4Weight
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -133,6 +136,21 @@ def test_a_checkpoint_stands_for_its_expanded_twin(tmp_path, layout, size, permu
     got = logits_of(model)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits_of(model, 1, 2), got)
+
+
+@pytest.mark.parametrize(("layout", "size", "permuted"), [("gptq", 64, True), ("awq", 32, False)])
+def test_a_matrix_is_expanded_for_what_is_no_product(tmp_path, layout, size, permuted):
+    _, _, meant = made(layout, size, permuted=permuted)
+    path = write(tmp_path, layout, size, permuted=permuted)
+    formats = read_quantization({"quantization_config": quantization(layout, size)}, "")
+    reader = WeightReader(
+        open_weights(path), ReferenceKernels(), torch.float32, CPU, quantization=formats
+    )
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        module = f"model.layers.0.{name}"
+        matrix = meant[f"{module}.weight"]
+        got = reader.expanded(matrix.shape[1], Part(module, matrix.shape[0]))
+        assert torch.allclose(got, matrix, rtol=1e-6, atol=1e-6)
 
 
 def test_awq_is_read_as_compressed_tensors_converts_it():

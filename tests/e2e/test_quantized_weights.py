@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
+from helpers.latents import write_nextn
+from helpers.nemotron import write_nemotron
 from helpers.quantized import (
     STATIC,
     TOKEN,
@@ -109,6 +115,33 @@ def test_speculation_changes_no_bit_of_a_float8_target(tmp_path, strategy, activ
 def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path, method):
     spec = NGRAM if method == "ngram" else {"method": "mtp", "num_speculative_tokens": 3}
     require_same(hybrid(tmp_path), spec, "float32")
+
+
+def quantized_in_place(folder, chosen) -> None:
+    """A checkpoint's chosen matrices in blocks, as DeepSeek publishes them."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]
+    stored, _ = quantize_tensors(
+        tensors, chosen=lambda name: name in names and bool(chosen.search(name))
+    )
+    plain = [name.removesuffix(".weight") for name in names if not chosen.search(name)]
+    config |= {"quantization_config": block_config(modules_to_not_convert=plain)}
+    write_checkpoint(folder, config, stored)
+
+
+def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path):
+    write_nextn(tmp_path, "deepseek_v3")
+    quantized_in_place(tmp_path, re.compile(r"proj|mqa"))
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(tmp_path, spec, "float32")
+
+
+def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
+    write_nemotron(tmp_path)
+    quantized_in_place(tmp_path, re.compile(r"^(backbone|mtp).*(in|out|up|down|eh|[qkvo])_proj"))
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(tmp_path, spec, "float32")
 
 
 def test_nor_of_a_target_in_four_bits(tmp_path):

@@ -41,6 +41,7 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
@@ -130,6 +131,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self.config = read_config(directory, load_format=load_format)
+        self.quantization = read_quantization(self.config.extra, str(directory))
         self._family = _family_of(self.config, directory)
         self._prefix = nextn_prefix(self.config)
         if (

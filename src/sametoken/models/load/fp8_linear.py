@@ -118,7 +118,7 @@ class Fp8Linear:
         """Refuse ranks whose columns begin within a group of features."""
         size = reader.parallel.size
         grouped = "block" in self.scales or self.activations == "group"
-        divided = any(part.split is Split.COLUMNS for part in parts)
+        divided = size > 1 and any(part.split is Split.COLUMNS for part in parts)
         if grouped and divided and in_features % (size * BLOCK):
             raise ConfigError(
                 f"tensor_parallel_size={size} cuts the {in_features} features of {parts[0].name} "

@@ -37,6 +37,5 @@ def write_quantized(
     done = quantize_checkpoint(model, output, scheme.value)
     typer.echo(
         f"{output}: {done.num_linears} linears in {scheme.value}, "
-        f"{in_units(done.bytes_before)} of weights became {in_units(done.bytes_after)}",
-        err=True,
+        f"{in_units(done.bytes_before)} of weights became {in_units(done.bytes_after)}"
     )

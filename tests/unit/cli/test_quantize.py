@@ -14,7 +14,7 @@ def test_the_command_writes_a_copy(tmp_path):
     source = write_llama(tmp_path / "source")
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out")])
     assert done.exit_code == 0
-    assert "28 linears in fp8-dynamic" in done.stderr
+    assert "28 linears in fp8-dynamic" in done.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "float-quantized"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +57,6 @@ def scales_of(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
 
 def written(folder, groups: dict, ignore=("lm_head",), token_ids=(), **changes):
     """Quantize ``tiny_llama`` and save it to ``folder``; the library's logits of the tokens."""
-    pytest.importorskip("compressed_tensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _written(folder, copy.deepcopy(groups), list(ignore), list(token_ids), changes)

@@ -35,7 +35,7 @@ from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.drafters.eagle import read_token_map
 from sametoken.engine.input_processor import default_sampling_params
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
-from sametoken.layers.rotary import rotary_table
+from sametoken.layers.rotary import DRAFT_POSITIONS, rotary_table
 from sametoken.models import decoder
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
@@ -229,7 +229,7 @@ def test_a_claim_of_positions_sizes_no_table(llama, claim, monkeypatch):
             max_num_seqs=2,
         )
         assert llm.resolved.max_model_len == 2**20 // 256
-        assert rows == [llm.resolved.max_model_len + 1]
+        assert rows == [llm.resolved.max_model_len + DRAFT_POSITIONS]
 
 
 @pytest.mark.parametrize(

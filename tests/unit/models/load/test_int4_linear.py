@@ -154,7 +154,6 @@ def test_a_matrix_is_expanded_for_what_is_no_product(tmp_path, layout, size, per
 
 
 def test_awq_is_read_as_compressed_tensors_converts_it():
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
 

@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_engine
@@ -27,6 +30,9 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import RequestError
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.sent import SentTensors
+from sametoken.models.load.weights import TensorSource
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import (
     Messages,
@@ -201,6 +207,51 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request = self._inputs.process(next(self._request_ids), tokens, params)
         return self._stream(request)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights: 0 as loaded, larger after every update."""
+        return self._engine.weight_version
+
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | str | Path,
+        version: int | None = None,
+        *,
+        target: str = "model",
+    ) -> int:
+        """Replace all weights in place, between two steps (docs/rollouts.md).
+
+        Everything is checked first: if a tensor does not fit, the old weights stay, to the bit.
+        Requests of other threads go on; later ones read no KV of older weights. Until it returns,
+        memory holds a second copy of the weights.
+
+        Args:
+            weights: every tensor of the checkpoint by its Hugging Face name, as
+                ``model.state_dict().items()`` gives them, on any device; or a directory with
+                safetensors, of which the config is not read.
+            version: of the new weights, an integer above ``weight_version``; default the next.
+            target: "model", or "drafter" for those of a draft model or head. A target's own
+                module (MTP, NextN) comes with the target if its tensors are sent.
+
+        Returns:
+            ``weight_version`` from now on; a drafter's weights do not change it.
+
+        Raises:
+            WeightUpdateError: a tensor is missing, unknown, sent twice, of a wrong shape or dtype,
+                or not finite; the version is not larger; or memory does not suffice.
+            CheckpointError, UnsupportedError: the directory cannot be read; this engine's weights
+                cannot change (several ranks, extraction of hidden states).
+            EngineDeadError: the engine failed.
+        """
+        source: TensorSource
+        if isinstance(weights, str | Path):
+            source = open_weights(Path(weights))
+        else:
+            source = SentTensors(weights)
+        new = self._engine.load_weights(source, target)
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            return self._engine.use_weights(new, version)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.

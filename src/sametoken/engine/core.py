@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.errors import EngineDeadError
+from sametoken.engine.weights import FixedWeights, NewWeights, Weights, next_version
+from sametoken.errors import EngineDeadError, WeightUpdateError
 from sametoken.extraction.recording import Extraction, NoExtraction
+from sametoken.models.load.weights import TensorSource
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.request import EngineRequest, RequestUpdate
+
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -30,19 +36,59 @@ class EngineCore:
         runner: Runner,
         extraction: Extraction | None = None,
         peers: Peers | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
         self._runner = runner
         self._extraction = extraction or NoExtraction()
         self.peers = peers or NoPeers()
+        self._weights = weights or FixedWeights("models that were built by hand")
         self._in_flight: deque[PendingOutput] = deque()
+        # Of steps that were processed before new weights came, for the next call of ``step``.
+        self._ready: tuple[RequestUpdate, ...] = ()
         self._failure: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has work to do."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._ready)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights: 0 as built, larger after every update."""
+        return self.scheduler.weight_version
+
+    def load_weights(self, source: TensorSource, target: str) -> NewWeights:
+        """Load new weights beside the old ones; see ``Weights.load``.
+
+        Any thread may call it while steps run.
+        """
+        return self._weights.load(source, target)
+
+    def use_weights(self, new: NewWeights, version: int | None = None) -> int:
+        """Write new weights over the old ones, between steps.
+
+        Running requests go on: their KV is of older weights, their next tokens of the new ones.
+
+        Args:
+            new: from ``load_weights``.
+            version: of the target's weights; by default the next one.
+
+        Returns:
+            The version from now on. A drafter's weights leave it as it is.
+
+        Raises:
+            WeightUpdateError: the version is not larger than the present one, or the weights are
+                a drafter's, which have none; nothing is changed.
+            EngineDeadError: the engine has failed, or a step fails now.
+        """
+        if new.of_target:
+            version = next_version(self.weight_version, version)
+        elif version is not None:
+            raise WeightUpdateError("a drafter's weights have no version", "leave version out")
+        self._guarded(lambda: self._write(new, version))
+        return self.weight_version
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -83,9 +129,13 @@ class EngineCore:
         Raises:
             EngineDeadError: the step failed; every unfinished request is lost.
         """
+        return self._guarded(self._step)
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Do work that advances the device state; no request survives its failure."""
         self._require_alive()
         try:
-            return self._step()
+            return work()
         except BaseException as error:
             # An interrupted step, by Ctrl-C too, leaves the device state inconsistent.
             self.stop(error)
@@ -94,7 +144,18 @@ class EngineCore:
                 raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
+    def _write(self, new: NewWeights, version: int | None) -> None:
+        while self._in_flight:
+            self._ready += self._process_oldest()
+        new.replacement.write()
+        if version is not None:
+            self.scheduler.begin_weights(version)
+
     def _step(self) -> tuple[RequestUpdate, ...]:
+        ready, self._ready = self._ready, ()
+        return ready + self._advance()
+
+    def _advance(self) -> tuple[RequestUpdate, ...]:
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
@@ -102,11 +163,14 @@ class EngineCore:
         may_plan_on = plan is not None and len(self._in_flight) < self.resolved.steps_in_flight
         if may_plan_on or not self._in_flight:
             return ()
-        result = self._in_flight.popleft().wait()
-        self._extraction.process_output(result)
-        updates = self.scheduler.process_output(result)
+        updates = self._process_oldest()
         self._flush_at_rest()
         return updates
+
+    def _process_oldest(self) -> tuple[RequestUpdate, ...]:
+        result = self._in_flight.popleft().wait()
+        self._extraction.process_output(result)
+        return self.scheduler.process_output(result)
 
     def _flush_at_rest(self) -> None:
         if not self.has_unfinished:

@@ -72,6 +72,11 @@ class Scheduler:
         return self._limits
 
     @property
+    def weight_version(self) -> int:
+        """The version of the weights that later steps run with."""
+        return self._memory.weight_version
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to plan or process, released requests' steps included."""
         return bool(self._waiting or self._running or self._swapped or self._in_flight)
@@ -127,7 +132,28 @@ class Scheduler:
             request=request,
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
+            weight_versions=(self.weight_version, self.weight_version),
         )
+
+    def begin_weights(self, version: int) -> None:
+        """Take note that all later steps run with other weights.
+
+        Requests that have begun go on with their KV. No request reads a prefix of older weights.
+
+        Args:
+            version: of the new weights; larger than all before.
+
+        Raises:
+            InvariantError: steps are in flight, or the version is not larger.
+        """
+        if self._in_flight or version <= self.weight_version:
+            raise InvariantError(f"weights of version {version} after {self.weight_version}")
+        self._memory.begin_weights(version)
+        for request in self._waiting.values():
+            request.weight_versions = (version, version)
+            request.block_keys = self._memory.keys(request.request)
+        for request in (*self._running.values(), *self._swapped.values()):
+            request.weight_versions = (request.weight_versions[0], version)
 
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Remove a request that is finished or aborted; unknown ids are ignored.

@@ -1,0 +1,64 @@
+"""Tensors that a trainer sends, as the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import UnsupportedError, WeightUpdateError, shown
+from sametoken.models.load.weights import rows_per_chunk
+
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class SentTensors:
+    """A ``TensorSource`` over tensors in memory, which must not change while it is read.
+
+    Args:
+        tensors: names and tensors; all of them are taken, and none is copied.
+
+    Raises:
+        WeightUpdateError: an item is no name with a tensor, or a name comes twice.
+    """
+
+    location = "the new weights"
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for item in tensors:
+            name, tensor = _pair_of(item)
+            if name in self._tensors:
+                raise WeightUpdateError(
+                    f"the tensor {shown(name)} is sent twice", "send each tensor once"
+                )
+            self._tensors[name] = tensor.detach()
+
+    def names(self) -> Collection[str]:
+        """The names that were sent."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that was sent."""
+        return tuple(self._tensors[name].shape)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Views of the tensor's rows; see ``TensorSource.chunks``."""
+        tensor = self._tensors[name]
+        if tensor.dtype not in _FLOATING or tensor.layout != torch.strided:
+            raise UnsupportedError(
+                f"tensor {name} of {self.location} is {tensor.layout} of {tensor.dtype}",
+                f"send dense tensors of {', '.join(map(str, _FLOATING))}",
+            )
+        yield from tensor.split(rows_per_chunk(math.prod(tensor.shape[1:])))
+
+
+def _pair_of(item: object) -> tuple[str, Tensor]:
+    match item:
+        case (str() as name, Tensor() as tensor):
+            return name, tensor
+    raise WeightUpdateError(
+        f"{shown(item)} is no name with a tensor", "send pairs, as model.state_dict().items()"
+    )

@@ -117,14 +117,15 @@ class LiveWeights:
     def _load(self, source: TensorSource, target: str) -> NewWeights:
         # Its memory for packed weights ends with the copy.
         kernels: Kernels = type(self.model.kernels)()
-        model, head, drafter = self.model, self.drafter.model, self.drafter
+        model, drafter = self.model, self.drafter
         if target == MODEL:
             model = model.reloaded(WeightReader(source, kernels, self.dtype, self.device))
-        elif drafter.reload is None:
+            if not self._brings_module(source):
+                return NewWeights(Replacement.of(self.model, model), of_target=True)
+        if drafter.reload is None:
             raise WeightUpdateError("this engine's drafter has no weights", "leave it out")
-        if drafter.reload is not None and (target == DRAFTER or self._brings_module(source)):
-            head = drafter.reload(source, model, kernels)
-        replacement = Replacement.of((self.model, self.drafter.model), (model, head))
+        head = drafter.reload(source, model, kernels)
+        replacement = Replacement.of((self.model, drafter.model), (model, head))
         return NewWeights(replacement, target == MODEL)
 
     def _brings_module(self, source: TensorSource) -> bool:

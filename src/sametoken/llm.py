@@ -30,9 +30,7 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import RequestError
-from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.sent import SentTensors
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import (
     Messages,
@@ -211,7 +209,7 @@ class LLM:
     @property
     def weight_version(self) -> int:
         """The version of the target's weights: 0 as loaded, larger after every update."""
-        return self._engine.weight_version
+        return self._engine.scheduler.weight_version
 
     def update_weights(
         self,
@@ -222,34 +220,25 @@ class LLM:
     ) -> int:
         """Replace all weights in place, between two steps (docs/rollouts.md).
 
-        Everything is checked first: if a tensor does not fit, the old weights stay, to the bit.
-        Requests of other threads go on; later ones read no KV of older weights. Until it returns,
-        memory holds a second copy of the weights.
+        If a tensor does not fit, the old weights stay, to the bit. Requests of other threads go on;
+        later ones read no KV of older weights.
 
         Args:
-            weights: every tensor of the checkpoint by its Hugging Face name, as
-                ``model.state_dict().items()`` gives them, on any device; or a directory with
-                safetensors, of which the config is not read.
-            version: of the new weights, an integer above ``weight_version``; default the next.
-            target: "model", or "drafter" for those of a draft model or head. A target's own
-                module (MTP, NextN) comes with the target if its tensors are sent.
+            weights: every tensor of the checkpoint by its Hugging Face name, on any device, or a
+                directory with them, of which the config is not read.
+            version: of the new weights, above ``weight_version``; default the next.
+            target: "model", with its own module (MTP, NextN) if that is sent, or "drafter".
 
         Returns:
             ``weight_version`` from now on; a drafter's weights do not change it.
 
         Raises:
-            WeightUpdateError: a tensor is missing, unknown, sent twice, of a wrong shape or dtype,
-                or not finite; the version is not larger; or memory does not suffice.
-            CheckpointError, UnsupportedError: the directory cannot be read; this engine's weights
-                cannot change (several ranks, extraction of hidden states).
+            WeightUpdateError: a tensor or the version does not fit, or memory does not suffice.
+            CheckpointError: the directory cannot be read.
+            UnsupportedError: this engine's weights cannot change.
             EngineDeadError: the engine failed.
         """
-        source: TensorSource
-        if isinstance(weights, str | Path):
-            source = open_weights(Path(weights))
-        else:
-            source = SentTensors(weights)
-        new = self._engine.load_weights(source, target)
+        new = self._engine.weights.load(source_of(weights), target)
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
             return self._engine.use_weights(new, version)
 

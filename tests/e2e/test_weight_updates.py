@@ -20,6 +20,7 @@ from helpers.latents import write_latent, write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.updates import NGRAM, PROMPTS, engine, params, said, same_weights, tensors_of
 from sametoken.errors import UnsupportedError, WeightUpdateError
+from sametoken.models.in_place import Replacement
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 DECODERS = ("gemma3", "glm4_moe", "granite", "olmo2", "phi3", "qwen3_moe")
@@ -192,11 +193,13 @@ def test_requests_in_flight_go_on_and_leave_no_prefix(writer, tmp_path):
 
 def test_fifty_updates_leave_memory_and_addresses_as_they_were(llamas, answers):
     live, tensors = engine(llamas[0], NGRAM), [tensors_of(path) for path in llamas]
+    built = engine(llamas[1])._engine.weights.model
 
-    def held() -> list[tuple[int, int]]:
+    def held() -> tuple:
         gc.collect()
-        found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        return sorted((one.data_ptr(), one.nbytes) for one in found)
+        found = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        own = [old.data_ptr() for old, _ in Replacement.of(live._engine.weights.model, built).pairs]
+        return own, len(found), sum(one.nbytes for one in found if one.device.type == "cpu")
 
     live.update_weights(tensors[1].items())
     before = held()

@@ -52,6 +52,6 @@ def said(llm: LLM, prompts=PROMPTS) -> list:
 def same_weights(one: LLM, other: LLM) -> bool:
     """Whether target and drafter of both have the same tensors, to the bit."""
     mine, theirs = (
-        (w.model, w.drafter.model) for w in (one._engine._weights, other._engine._weights)
+        (w.model, w.drafter.model) for w in (one._engine.weights, other._engine.weights)
     )
     return all(torch.equal(*pair) for pair in Replacement.of(mine, theirs).pairs)

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.weights import FixedWeights, NewWeights, Weights, next_version
-from sametoken.errors import EngineDeadError, WeightUpdateError
+from sametoken.engine.weights import FixedWeights, NewWeights, Weights
+from sametoken.errors import EngineDeadError
 from sametoken.extraction.recording import Extraction, NoExtraction
-from sametoken.models.load.weights import TensorSource
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
@@ -26,6 +25,7 @@ class EngineCore:
     Attributes:
         resolved: every setting.
         scheduler: the scheduler of the requests.
+        weights: loads new weights; any thread may do so while steps run.
         peers: processes that share the model; once one has ended, the next step fails.
     """
 
@@ -43,7 +43,7 @@ class EngineCore:
         self._runner = runner
         self._extraction = extraction or NoExtraction()
         self.peers = peers or NoPeers()
-        self._weights = weights or FixedWeights("models that were built by hand")
+        self.weights = weights or FixedWeights("models that were built by hand")
         self._in_flight: deque[PendingOutput] = deque()
         # Of steps that were processed before new weights came, for the next call of ``step``.
         self._ready: tuple[RequestUpdate, ...] = ()
@@ -54,41 +54,21 @@ class EngineCore:
         """Whether ``step`` has work to do."""
         return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._ready)
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the target's weights: 0 as built, larger after every update."""
-        return self.scheduler.weight_version
-
-    def load_weights(self, source: TensorSource, target: str) -> NewWeights:
-        """Load new weights beside the old ones; see ``Weights.load``.
-
-        Any thread may call it while steps run.
-        """
-        return self._weights.load(source, target)
-
     def use_weights(self, new: NewWeights, version: int | None = None) -> int:
-        """Write new weights over the old ones, between steps.
+        """Write new weights from ``weights.load`` over the old ones, between steps.
 
-        Running requests go on: their KV is of older weights, their next tokens of the new ones.
-
-        Args:
-            new: from ``load_weights``.
-            version: of the target's weights; by default the next one.
+        Running requests go on, over their KV of older weights.
 
         Returns:
-            The version from now on. A drafter's weights leave it as it is.
+            The version from now on: ``version``, or the next one.
 
         Raises:
-            WeightUpdateError: the version is not larger than the present one, or the weights are
-                a drafter's, which have none; nothing is changed.
+            WeightUpdateError: the version does not fit; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
-        if new.of_target:
-            version = next_version(self.weight_version, version)
-        elif version is not None:
-            raise WeightUpdateError("a drafter's weights have no version", "leave version out")
+        version = new.version_after(self.scheduler.weight_version, version)
         self._guarded(lambda: self._write(new, version))
-        return self.weight_version
+        return version
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -144,11 +124,11 @@ class EngineCore:
                 raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
-    def _write(self, new: NewWeights, version: int | None) -> None:
+    def _write(self, new: NewWeights, version: int) -> None:
         while self._in_flight:
             self._ready += self._process_oldest()
         new.replacement.write()
-        if version is not None:
+        if new.of_target:
             self.scheduler.begin_weights(version)
 
     def _step(self) -> tuple[RequestUpdate, ...]:

@@ -43,6 +43,26 @@ class NewWeights:
     replacement: Replacement
     of_target: bool
 
+    def version_after(self, current: int, wanted: int | None) -> int:
+        """The version once they are in use: the wanted one, or the next; a drafter's keep it.
+
+        Raises:
+            WeightUpdateError: it is no integer above ``current``, as a version means one set of
+                weights, or a drafter's weights are to have one.
+        """
+        if not self.of_target and wanted is None:
+            return current
+        if not self.of_target:
+            raise WeightUpdateError("a drafter's weights have no version", "leave version out")
+        if wanted is None:
+            return current + 1
+        if type(wanted) is not int or not current < wanted <= _MAX_VERSION:
+            raise WeightUpdateError(
+                f"version={shown(wanted)} does not follow version {current}",
+                "give a larger integer, or none for the next",
+            )
+        return wanted
+
 
 class Weights(Protocol):
     """The weights of an engine, which may be replaced."""
@@ -131,19 +151,3 @@ class LiveWeights:
     def _brings_module(self, source: TensorSource) -> bool:
         prefix = self.drafter.in_target
         return prefix is not None and any(name.startswith(prefix) for name in source.names())
-
-
-def next_version(current: int, wanted: int | None) -> int:
-    """The version of new weights: the wanted one, or the next.
-
-    Raises:
-        WeightUpdateError: it is no integer above ``current``; a version means one set of weights.
-    """
-    if wanted is None:
-        return current + 1
-    if type(wanted) is not int or not current < wanted <= _MAX_VERSION:
-        raise WeightUpdateError(
-            f"version={shown(wanted)} does not follow version {current}",
-            "give a larger integer, or none for the next",
-        )
-    return wanted

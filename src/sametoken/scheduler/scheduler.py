@@ -136,12 +136,9 @@ class Scheduler:
         )
 
     def begin_weights(self, version: int) -> None:
-        """Take note that all later steps run with other weights.
+        """All later steps run with other weights, of a larger version.
 
-        Requests that have begun go on with their KV. No request reads a prefix of older weights.
-
-        Args:
-            version: of the new weights; larger than all before.
+        No later request reads KV of older weights; those that have begun keep theirs.
 
         Raises:
             InvariantError: steps are in flight, or the version is not larger.

@@ -188,7 +188,7 @@ def updatable(num_plans: int, steps_in_flight: int) -> tuple[EngineCore, Version
 def test_new_weights_are_written_between_steps_and_no_result_is_lost():
     core, scripted = updatable(3, steps_in_flight=3)
     assert [core.step(), core.step()] == [(), ()]
-    assert core.use_weights(core.load_weights(None, "model")) == 1
+    assert core.use_weights(core.weights.load(None, "model")) == 1
     assert scripted.log[2:] == ["settle 0", "settle 1", "write", "weights 1"]
     assert core.has_unfinished
     assert drive(core) == [(0, 1), (2,)]
@@ -197,16 +197,16 @@ def test_new_weights_are_written_between_steps_and_no_result_is_lost():
 def test_a_result_that_new_weights_waited_for_is_work_left():
     core, scripted = updatable(1, steps_in_flight=2)
     core.step()
-    core.use_weights(core.load_weights(None, "model"), 5)
+    core.use_weights(core.weights.load(None, "model"), 5)
     assert scripted.plans == []
     assert core.has_unfinished
     assert drive(core) == [(0,)]
-    assert core.weight_version == 5
+    assert core.scheduler.weight_version == 5
 
 
 def test_versions_grow_and_are_the_target_s():
     core, scripted = updatable(0, steps_in_flight=1)
-    new, drafter = (core.load_weights(None, target) for target in ("model", "drafter"))
+    new, drafter = (core.weights.load(None, target) for target in ("model", "drafter"))
     core.use_weights(new, 3)
     for weights, version in ((new, 3), (new, 2), (new, 4.0), (new, 2**63), (drafter, 4)):
         with pytest.raises(WeightUpdateError):
@@ -220,5 +220,5 @@ def test_a_step_that_fails_before_new_weights_ends_the_engine():
     core.step()
     scripted.fail_at = "settle 0"
     with pytest.raises(EngineDeadError):
-        core.use_weights(core.load_weights(None, "model"))
+        core.use_weights(core.weights.load(None, "model"))
     assert "write" not in scripted.log

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError, WeightUpdateError, shown
-from sametoken.models.load.weights import rows_per_chunk
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.weights import TensorSource, rows_per_chunk
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -53,6 +55,13 @@ class SentTensors:
                 f"send dense tensors of {', '.join(map(str, _FLOATING))}",
             )
         yield from tensor.split(rows_per_chunk(math.prod(tensor.shape[1:])))
+
+
+def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:
+    """The tensors that were sent, or those of a directory; errors as in both."""
+    if isinstance(weights, str | Path):
+        return open_weights(Path(weights))
+    return SentTensors(weights)
 
 
 def _pair_of(item: object) -> tuple[str, Tensor]:

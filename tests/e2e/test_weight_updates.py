@@ -15,6 +15,7 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.families import write_family
+from helpers.harness import request
 from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_latent, write_nextn
 from helpers.nemotron import write_nemotron
@@ -189,6 +190,23 @@ def test_requests_in_flight_go_on_and_leave_no_prefix(writer, tmp_path):
     # Its KV, of both versions, is nobody's prefix.
     assert said(live, [prompt]) == said(engine(new), [prompt])
     live._engine.scheduler.check_integrity()
+
+
+def test_a_prompt_that_is_half_computed_leaves_no_prefix(llamas):
+    """Its later chunks end blocks whose first rows are of older weights."""
+    live = engine(llamas[0], prefill_chunk_size=6)
+    core, prompt = live._engine, PROMPTS[2]["prompt_token_ids"]
+    core.add_request(request("half", prompt, 4))
+    assert core.step() == ()
+    live.update_weights(llamas[1])
+    while core.scheduler.num_running:
+        for update in core.step():
+            assert update.weight_versions == (0, 1)
+            core.release("half", len(prompt))
+    expected = said(engine(llamas[1]), PROMPTS[2:3])
+    # The first caches the blocks in front of them, the second would read them.
+    assert [said(live, PROMPTS[2:3]) for _ in range(2)] == [expected] * 2
+    core.scheduler.check_integrity()
 
 
 def test_fifty_updates_leave_memory_and_addresses_as_they_were(llamas, answers):

@@ -57,10 +57,8 @@ class EngineCore:
     def use_weights(self, new: NewWeights, version: int | None = None) -> int:
         """Write new weights from ``weights.load`` over the old ones, between steps.
 
-        Running requests go on, over their KV of older weights.
-
         Returns:
-            The version from now on: ``version``, or the next one.
+            The version from now on: ``version``, or the next one. Running requests keep their KV.
 
         Raises:
             WeightUpdateError: the version does not fit; nothing is changed.

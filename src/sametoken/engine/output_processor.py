@@ -126,8 +126,8 @@ class _Request:
             counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
             self._metrics = replace(self._metrics, speculation=counters)
         first, last = update.weight_versions
-        before = self._weight_versions or (first, last)
-        self._weight_versions = min(before[0], first), max(before[1], last)
+        oldest, newest = self._weight_versions or (first, last)
+        self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
         if completion.token_ids and self._metrics.first_token_time is None:
             self._metrics = replace(self._metrics, first_token_time=now)

@@ -43,6 +43,7 @@ class Scheduler:
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
         prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
         swapped_prefix_hits: those of them that came from swap space.
+        admits: whether waiting requests may begin.
     """
 
     def __init__(self, limits: SchedulerLimits, file: BlockFile | None = None) -> None:
@@ -51,6 +52,7 @@ class Scheduler:
         self.swapped_prefix_hits = 0
         self.num_preemptions = 0
         self.num_replayed_tokens = 0
+        self.admits = True
         self._limits = limits
         self._memory = KVMemory(limits, file or NoFile())
         self._pool = self._memory.pool
@@ -276,7 +278,7 @@ class Scheduler:
 
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
-        for request in islice(self._waiting.values(), len(self._free_slots)):
+        for request in islice(self._waiting.values(), len(self._free_slots) if self.admits else 0):
             if not self._memory.fits_prompt(request, self._memory.look_up(request)):
                 return
             if self._memory.fetched_prefix(request) is None:

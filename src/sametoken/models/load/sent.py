@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sametoken.errors import UnsupportedError, WeightUpdateError, shown
+from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError, shown
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.weights import TensorSource, rows_per_chunk
 
@@ -26,7 +26,7 @@ class SentTensors:
         WeightUpdateError: an item is no name with a tensor, or a name comes twice.
     """
 
-    location = "the new weights"
+    location = "the update"
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -58,10 +58,16 @@ class SentTensors:
 
 
 def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:
-    """The tensors that were sent, or those of a directory; errors as in both."""
-    if isinstance(weights, str | Path):
-        return open_weights(Path(weights))
-    return SentTensors(weights)
+    """The tensors that were sent, or those of a directory; errors as in both.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    if not isinstance(weights, str | Path):
+        return SentTensors(weights)
+    if not Path(weights).is_dir():
+        raise CheckpointError(f"{weights} is no directory", "give one with the new weights")
+    return open_weights(Path(weights))
 
 
 def _pair_of(item: object) -> tuple[str, Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from sametoken.errors import UnsupportedError, WeightUpdateError
+from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError
 from sametoken.models.load import weights
-from sametoken.models.load.sent import SentTensors
+from sametoken.models.load.sent import SentTensors, source_of
 
 
 def test_chunks_are_views_of_whole_rows(monkeypatch):
@@ -34,3 +35,10 @@ def test_what_is_no_pair_and_what_comes_twice_is_refused():
     for pairs in ([one, one], [("model.w", [0.0])], [("model.w",)], ["model.w"]):
         with pytest.raises(WeightUpdateError, match=r"model\.w"):
             SentTensors(pairs)
+
+
+def test_a_directory_is_read_in_their_place(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert set(source_of(str(tmp_path)).names()) == {"w"}
+    with pytest.raises(CheckpointError, match="no directory"):
+        source_of(tmp_path / "nowhere")

@@ -18,19 +18,13 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops import pdl
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-    Truncation,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.embedding_triton import embedding
 from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.ops.sampling import sample_triton as sampling
+from sametoken.ops.sampling.logits_rules import Truncation
 from sametoken.ops.sampling.logits_rules_triton import apply_rules
 from sametoken.ops.sampling.truncation_triton import truncate
 from sametoken.ops.step import triton as step

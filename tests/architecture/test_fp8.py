@@ -1,4 +1,4 @@
-"""Weights become fp8 for draft heads alone: the target cannot get one."""
+"""Weights become fp8 for draft heads alone: a target has those of its checkpoint."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ from sametoken.ops.model.gated_delta_rule.rule import (
     GatedDelta,
     GatedDeltaParams,
 )
+from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.triton import TritonPass
@@ -260,7 +261,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
         random(count, 2 * inner, hidden) / hidden**0.5, random(count, hidden, inner) / inner**0.5
     )
     x, logits = random(700, hidden), random(700, count)
-    chosen, weights = experts.moe_gate(logits, Routing(8, True))
+    chosen, weights = moe_gate(logits, Routing(8, True))
     whole = experts.moe_forward(x, stacked, chosen, weights)
     separate = experts_reference.SeparateExperts(
         *([PlainWeight(one) for one in each] for each in (stacked.gate_up, stacked.down))
@@ -268,7 +269,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
     expected = separate(x[:9], chosen[:9], weights[:9])
     torch.testing.assert_close(whole[:9], expected, rtol=2e-2, atol=1e-2)
     for rows in (1, 2, 17, 64, 256, 257):
-        ids, parts = experts.moe_gate(logits[:rows].clone(), Routing(8, True))
+        ids, parts = moe_gate(logits[:rows].clone(), Routing(8, True))
         assert torch.equal(ids, chosen[:rows])
         assert torch.equal(parts, weights[:rows])
         assert torch.equal(experts.moe_forward(x[:rows].clone(), stacked, ids, parts), whole[:rows])

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-    Truncation,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.sampling.logits_rules import Truncation
 from sametoken.types.layout import (
     NO_REQUESTS,
     TABLE_ROWS,

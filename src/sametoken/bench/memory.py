@@ -35,6 +35,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
 from sametoken.models.load.dummy import dummy_reader
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -199,5 +200,6 @@ def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> De
     Raises:
         CheckpointError, UnsupportedError: as ``load_model``.
     """
-    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY)
+    quantization = read_quantization(architecture.extra, str(path))
+    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY, quantization=quantization)
     return model_class(architecture.architecture)(architecture, reader, max_positions=1)

@@ -20,6 +20,7 @@ from sametoken.cli.env import env
 from sametoken.cli.eval import evaluate
 from sametoken.cli.generate import generate
 from sametoken.cli.help import show_help
+from sametoken.cli.quantize import write_quantized
 from sametoken.cli.sections import SectionedCommand, SectionedGroup
 from sametoken.cli.serve import serve
 from sametoken.cli.train import train
@@ -76,6 +77,7 @@ app.command(rich_help_panel=MEASURE, no_args_is_help=True)(audit)
 app.add_typer(bench, name="bench", cls=SectionedGroup, rich_help_panel=MEASURE)
 app.command(name="eval", rich_help_panel=MEASURE, no_args_is_help=True)(evaluate)
 app.add_typer(train, name="train", cls=SectionedGroup, rich_help_panel=MEASURE)
+app.command(name="quantize", rich_help_panel=MEASURE, no_args_is_help=True)(write_quantized)
 app.command(rich_help_panel=ABOUT)(env)
 app.command(name="help", rich_help_panel=ABOUT)(show_help)
 

@@ -20,6 +20,7 @@ from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import load_model
 from sametoken.ops.backend import Kernels
@@ -117,7 +118,11 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         return DraftModelDrafter(model, require_memory(kv_cache), k, coupling)
 
     def reload(source: TensorSource, target: CausalLM, kernels: Kernels) -> Decoder:
-        return model.reloaded(WeightReader(source, kernels, placement.dtype, placement.device))
+        formats = read_quantization(model.config.extra, source.location)
+        reader = WeightReader(
+            source, kernels, placement.dtype, placement.device, quantization=formats
+        )
+        return model.reloaded(reader)
 
     return LoadedDrafter(
         model.caches,

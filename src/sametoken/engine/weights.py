@@ -21,6 +21,7 @@ from sametoken.errors import (
 )
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import low_mmap_threshold
 from sametoken.ops.backend import Kernels
@@ -139,7 +140,10 @@ class LiveWeights:
         kernels: Kernels = type(self.model.kernels)()
         model, drafter = self.model, self.drafter
         if target == MODEL:
-            model = model.reloaded(WeightReader(source, kernels, self.dtype, self.device))
+            formats = read_quantization(model.config.extra, source.location)
+            model = model.reloaded(
+                WeightReader(source, kernels, self.dtype, self.device, quantization=formats)
+            )
             if not self._brings_module(source):
                 return NewWeights(Replacement.of(self.model, model), of_target=True)
         if drafter.reload is None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
-from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.layers.residual import Block, NoNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.blocks import Biases, attention_cache, load_attention, load_mlp
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
@@ -33,13 +33,6 @@ TEXT_PREFIXES = ("model.language_model", "language_model.model")
 #: Prefixes of the tensors of their other parts, which are not read.
 _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
-
-
-class Biases(NamedTuple):
-    """Whether the projections of an attention block have biases."""
-
-    qkv: bool
-    output: bool
 
 
 class Layer(Protocol):
@@ -369,92 +362,3 @@ class Decoder:
             name = self._embedding_name
         part = Part(name, self.config.vocab_size, split=Split.ROWS)
         return weights.packed(self.config.hidden_size, part)
-
-
-def load_attention(
-    config: ModelConfig,
-    weights: WeightReader,
-    prefix: str,
-    rotary: RotaryTable,
-    qk_norm: QKNorm | None = None,
-    *,
-    in_features: int | None = None,
-    cache: PagedKV | None = None,
-    biases: Biases | None = None,
-) -> Attention:
-    """Load the attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
-
-    Args:
-        config: head counts and whether projections have biases.
-        weights: reader of the tensors.
-        prefix: prefix of the block's tensor names.
-        rotary: the model's table.
-        qk_norm: the norm of q and k, if any.
-        in_features: width of the block's input; default the hidden size.
-        cache: the layer's cache declaration; default ``attention_cache``.
-        biases: which projections have biases; default as the config's ``attention_bias``.
-    """
-    biases = biases or Biases(config.attention_bias, config.attention_bias)
-    whole, shape = attention_shapes(config, weights, cache)
-    qkv = weights.linear(
-        config.hidden_size if in_features is None else in_features,
-        Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
-        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
-        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
-        bias=biases.qkv,
-    )
-    output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
-    return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
-
-
-def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
-    return 1.0 + weights.vector(name, size).float()
-
-
-def load_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
-    """The norms of every head of q and k of the attention block at ``prefix``."""
-    return QKNorm(
-        weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
-        weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
-        config.rms_norm_eps,
-    )
-
-
-def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:
-    """The cache declaration of an attention layer, over all ranks."""
-    return PagedKV(config.num_kv_heads, config.head_dim, config.head_dim, dtype, window)
-
-
-def attention_shapes(
-    config: ModelConfig, weights: WeightReader, cache: PagedKV | None = None
-) -> tuple[AttentionShape, AttentionShape]:
-    """Shapes of an attention block: of all ranks, and of this rank.
-
-    Raises:
-        UnsupportedError: the kernels do not support it.
-    """
-    size, heads = weights.parallel.size, config.num_heads
-    cache = cache or attention_cache(config, weights.dtype)
-    own = cache.divided(size)
-    whole = AttentionShape(heads, cache.num_kv_heads, cache.k_dim, cache.window)
-    shape = AttentionShape(heads // size, own.num_kv_heads, own.k_dim, own.window)
-    weights.kernels.require(shape)
-    return whole, shape
-
-
-def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
-    """Load the MLP at ``prefix``, with gate and up fused."""
-    return load_gated_mlp(weights, prefix, config.hidden_size, config.intermediate_size)
-
-
-def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -> GatedMLP:
-    """Load the gated MLP at ``prefix``: ``hidden`` to ``size`` to ``hidden``."""
-    gate_up = weights.linear(
-        hidden,
-        Part(f"{prefix}.gate_proj", size, split=Split.ROWS),
-        Part(f"{prefix}.up_proj", size, split=Split.ROWS),
-    )
-    down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
-    return GatedMLP(gate_up, down)

@@ -25,7 +25,8 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, load_gated_mlp, load_mlp
+from sametoken.models.blocks import load_gated_mlp, load_mlp
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -179,7 +180,7 @@ def load_attention(
         first = Part(f"{prefix}.q_a_proj", sizes.q_rank)
         queries = _low_rank_queries(weights, prefix, sizes.q_rank, q_rows)
     norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank)
-    up_k, up_v = _per_head(weights, f"{prefix}.kv_b_proj.weight", sizes)
+    up_k, up_v = _per_head(weights, f"{prefix}.kv_b_proj", sizes)
     return LatentAttention(
         kernels=weights.kernels,
         shape=shape,
@@ -207,9 +208,12 @@ def _low_rank_queries(weights: WeightReader, prefix: str, rank: int, rows: int) 
 
 
 def _per_head(weights: WeightReader, name: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
-    """This rank's heads of ``kv_b_proj``: [heads, nope_dim, rank] and [heads, v_dim, rank]."""
+    """This rank's heads of ``kv_b_proj``: [heads, nope_dim, rank] and [heads, v_dim, rank].
+
+    They are products per head, in the model's dtype whatever the format of the checkpoint.
+    """
     rows = sizes.num_heads * (sizes.nope_dim + sizes.v_dim)
-    whole = weights.tensor(Part(name, rows, split=Split.ROWS), (sizes.kv_rank,))
+    whole = weights.expanded(sizes.kv_rank, Part(name, rows, split=Split.ROWS))
     heads = whole.unflatten(0, (sizes.num_heads // weights.parallel.size, -1))
     up_k, up_v = heads.split((sizes.nope_dim, sizes.v_dim), dim=1)
     return up_k, up_v

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import load_gated_mlp
+from sametoken.models.blocks import load_gated_mlp
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing

@@ -19,7 +19,8 @@ from sametoken.layers.feed_forward import GeluMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, NormedAfter
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, DecoderLayer, load_mlp, zero_centred
+from sametoken.models.blocks import load_mlp, zero_centred
+from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader

@@ -18,14 +18,14 @@ from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
 from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import (
+from sametoken.models.blocks import (
     Biases,
-    Decoder,
     load_attention,
     load_gated_mlp,
     load_head_norms,
     load_mlp,
 )
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, WeightReader

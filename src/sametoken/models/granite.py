@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sametoken.layers.residual import Block, ScaledAfter
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, load_mlp
+from sametoken.models.blocks import load_mlp
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable

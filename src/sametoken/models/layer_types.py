@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from reprlib import repr as short
 
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -73,9 +74,14 @@ def require_supported(
             settings.get("hidden_act", activation) != activation,
             f"hidden_act={short(settings.get('hidden_act'))}",
         ),
-        *((settings.get(key), f"{key}={short(settings.get(key))}") for key in refused),
+        *((settings.get(key), f"{key}={_as_written(settings.get(key))}") for key in refused),
         (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
         (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
     ):
         if unsupported:
             raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")
+
+
+def _as_written(value: object) -> str:
+    """A value as JSON has it; long ones shortened."""
+    return json.dumps(value) if isinstance(value, bool) else short(value)

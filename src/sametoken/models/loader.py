@@ -20,6 +20,7 @@ from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
 from sametoken.models.load.progress import shown_while_read
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
@@ -142,8 +143,13 @@ def load_model(
     build = partial(
         architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
     )
+    quantization = read_quantization(checkpoint.config.extra, str(path))
     if load_format == DUMMY:
-        return build(dummy_reader(Path(path), kernels, dtype, device, parallel=parallel))
+        reader = dummy_reader(
+            Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
+        )
+        return build(reader)
     tensors = checkpoint.open_tensors()
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
-        return build(WeightReader(source, kernels, dtype, device, parallel))
+        reader = WeightReader(source, kernels, dtype, device, parallel, quantization=quantization)
+        return build(reader)

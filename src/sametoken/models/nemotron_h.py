@@ -31,7 +31,8 @@ from sametoken.layers.squared_relu import (
     SquaredReluMoE,
 )
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, Layer, attention_cache, load_attention
+from sametoken.models.blocks import attention_cache, load_attention
+from sametoken.models.decoder import Decoder, Layer
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing
@@ -316,8 +317,8 @@ def _matrices(weights: WeightReader, count: int, in_features: int, part: Part) -
     if part.name in weights:
         return weights.packed_stack(count, in_features, part)
     prefix, _, name = part.name.rpartition(".")
-    names = (f"{prefix}.{index}.{name}.weight" for index in range(count))
-    return [weights.packed(in_features, replace(part, name=name)) for name in names]
+    own = (replace(part, name=f"{prefix}.{index}.{name}") for index in range(count))
+    return [weights.linear(in_features, one).weight for one in own]
 
 
 class NemotronHForCausalLM(Decoder):

@@ -13,7 +13,8 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel, gather_columns
 from sametoken.layers.residual import Block, NoNorm, NormedAfter
-from sametoken.models.decoder import Decoder, DecoderLayer, load_mlp
+from sametoken.models.blocks import load_mlp
+from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import AttentionRows, LayerKV, RotaryTable
 

@@ -9,7 +9,8 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, attention_shapes
+from sametoken.models.blocks import attention_shapes
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Biases, Decoder
+from sametoken.models.blocks import Biases
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED
 
 

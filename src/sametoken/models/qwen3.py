@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, load_head_norms
+from sametoken.models.blocks import load_head_norms
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import QKNorm

@@ -23,15 +23,14 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import (
-    Decoder,
-    DecoderLayer,
+from sametoken.models.blocks import (
     attention_cache,
     attention_shapes,
     load_gated_mlp,
     load_mlp,
     zero_centred,
 )
+from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader

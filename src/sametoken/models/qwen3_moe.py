@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder, load_head_norms, load_mlp
+from sametoken.models.blocks import load_head_norms, load_mlp
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.settings import Settings

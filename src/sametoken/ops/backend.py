@@ -7,7 +7,6 @@ for attention, on the KV it may see, never on the number, order or content of ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,8 +20,8 @@ from sametoken.ops.model.latent_attention.shape import (
     LayerLatent,
 )
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
-from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import Experts, UnquantizedWeight, Weight
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
+from sametoken.ops.weight import Packing, UnquantizedWeight
 
 
 class RunGroup(NamedTuple):
@@ -185,22 +184,6 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
-    """Top-k, top-p and min-p by slot (docs/lossless.md).
-
-    Attributes:
-        temperature: [S] fp32; 0 for greedy slots, whose logits are not truncated.
-        top_k: [S] int64, 0 keeps all.
-        top_p, min_p: [S] fp64; 1 and 0 keep all.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class SampledRows:
     """Slots and positions of L logits rows; the rows of a window are adjacent and in order.
 
@@ -222,7 +205,7 @@ class SampledRows:
     offsets: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(Packing, Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
     Activations have the model's dtype (bf16 or fp32) and are contiguous; only ``qkv`` and
@@ -237,10 +220,6 @@ class Kernels(Protocol):
         Raises:
             UnsupportedError: with the reason.
         """
-        ...
-
-    def pack(self, weight: Tensor) -> UnquantizedWeight:
-        """Take over a [N, K] weight; the caller drops its own reference."""
         ...
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -320,14 +299,6 @@ class Kernels(Protocol):
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """``relu(x)^2``, rounded once: [T, W] -> [T, W]."""
-        ...
-
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
-        """Take over [gate | up] and down of E experts; the caller drops its own references.
-
-        Experts whose first matrix is as wide as the second is deep are not gated: up and down,
-        with ``relu_squared`` between.
-        """
         ...
 
     def moe_gate(

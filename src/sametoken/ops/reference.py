@@ -22,14 +22,15 @@ from sametoken.ops.backend import (
     RotaryTable,
     Routing,
     SampledRows,
-    Truncation,
 )
 from sametoken.ops.model import activation, moe, norm_rope, partial_sum
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
+from sametoken.ops.model.gemm.int4 import Int4Weight
 from sametoken.ops.model.gemm.reference import MatrixWeight
+from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.latent_attention import reference as latent_attention
 from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
@@ -39,9 +40,9 @@ from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentR
 from sametoken.ops.sampling import logits_rules_reference as logits_rules
 from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
-from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -58,6 +59,9 @@ class ComposedKernels:
         return embedding_reference.embed_beside(
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
+
+    def stack(self, weights: Sequence[Weight]) -> StackedWeight:
+        return StackedWeight(tuple(weights), activation.silu_mul)
 
     def pack_experts(
         self: Kernels, gate_up: Sequence[Weight], down: Sequence[Weight]
@@ -132,6 +136,12 @@ class ReferenceKernels(ComposedKernels):
 
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8Weight:
+        return Fp8Weight(matrix.values, matrix.scale, matrix.rounding)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4Weight:
+        return Int4Weight(matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

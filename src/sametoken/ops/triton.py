@@ -19,18 +19,19 @@ from sametoken.ops.backend import (
     RotaryTable,
     Routing,
     SampledRows,
-    Truncation,
 )
 from sametoken.ops.model import activation_triton as activation
-from sametoken.ops.model import embedding_triton, moe_triton
+from sametoken.ops.model import embedding_triton, moe_gate_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
+from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.gemm.triton import epilogue_of, product
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
@@ -50,8 +51,8 @@ from sametoken.ops.model.recurrent.rule import Folded, RecurrentRule
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
-from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 #: Elements of a latent, and of its rotated key, whose tiles fit in shared memory.
@@ -172,16 +173,27 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
+        _require_float8(matrix.values.device)
+        return Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
+        return Int4DeviceWeight(matrix)
+
+    def stack(self, weights: Sequence[Weight]) -> StackedWeight:
+        return StackedWeight(tuple(weights), activation.silu_mul)
+
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
-        stacks = (
-            torch.stack([_device_weight(one).matrix for one in each]) for each in (gate_up, down)
+        first, first_scales, first_rounding = _stacked(gate_up)
+        second, second_scales, second_rounding = _stacked(down)
+        return StackedExperts(
+            first, second, first_scales, second_scales, first_rounding, second_rounding
         )
-        return StackedExperts(*stacks)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return moe_triton.moe_gate(logits, routing, bias)
+        return moe_gate_triton.moe_gate(logits, routing, bias)
 
     def rope_and_cache(
         self,
@@ -263,5 +275,46 @@ class TritonKernels:
 
 
 def _device_weight(weight: Weight) -> DeviceWeight:
-    assert isinstance(weight, DeviceWeight), f"packed by {type(weight).__name__}"
+    if not isinstance(weight, DeviceWeight):
+        raise UnsupportedError(
+            f"a layer needs a plain matrix and got {type(weight).__name__}",
+            "use a checkpoint that does not quantize it, or quantizes all experts alike",
+        )
     return weight
+
+
+def _stacked(weights: Sequence[Weight]) -> tuple[Tensor, Tensor | None, Rounding | None]:
+    """Matrices of equal form in one tensor, float8 ones with their scales and rounding.
+
+    Raises:
+        UnsupportedError: their forms differ.
+    """
+    first = weights[0]
+    if not isinstance(first, Fp8DeviceWeight):
+        return torch.stack([_device_weight(one).matrix for one in weights]), None, None
+    same = [one for one in weights if isinstance(one, Fp8DeviceWeight) and _alike(one, first)]
+    if len(same) < len(weights):
+        raise UnsupportedError(
+            "the experts of a layer are quantized in different formats",
+            "use a checkpoint that quantizes them alike",
+        )
+    bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
+    scales = torch.stack([one.scale for one in same])
+    return bits.view(torch.float8_e4m3fn), scales, first.rounding
+
+
+def _require_float8(device: torch.device) -> None:
+    """Refuse a GPU without float8 conversions."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise UnsupportedError(
+            f"float8 weights need a GPU of compute capability 8.9, this one has {found}",
+            "use a checkpoint of unquantized weights, or of 4 bits",
+        )
+
+
+def _alike(one: Fp8DeviceWeight, other: Fp8DeviceWeight) -> bool:
+    """Whether two weights have scales of one shape and round activations alike."""
+    if one.scale.shape != other.scale.shape or one.rounding is None or other.rounding is None:
+        return one.scale.shape == other.scale.shape and one.rounding is other.rounding
+    fixed = [None if r.scale is None else float(r.scale) for r in (one.rounding, other.rounding)]
+    return one.rounding.grouped == other.rounding.grouped and fixed[0] == fixed[1]

@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a product rounds its activations to float8 e4m3: each row by itself.
+
+    Attributes:
+        grouped: whether a row has a scale per 128 features, rather than one.
+        scale: [] fp32, one fixed scale for all rows; None: a row's or group's largest element
+            becomes the largest number.
+    """
+
+    grouped: bool = False
+    scale: Tensor | None = None
+
+
+BY_ROW = Rounding()
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A checkpoint's [N, K] matrix in float8.
+
+    Attributes:
+        values: [N, K] float8 e4m3, contiguous.
+        scale: fp32, contiguous, factors on the values: [N] by row, or [N, ceil(K / 128)] by row
+            and 128 features.
+        rounding: how products round activations; None: they do not.
+    """
+
+    values: Tensor
+    scale: Tensor
+    rounding: Rounding | None
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """A checkpoint's [N, K] matrix in 4 bits, by groups of ``width`` features.
+
+    An element is ``(value - zero) * scale``, with the zero and scale of its row and group.
+
+    Attributes:
+        values: [N, K / 2] uint8, contiguous. Byte i of a group has the group's feature i in its
+            low half, and feature i + width / 2 in its high one.
+        scale: [N, K / width], of any floating dtype, contiguous.
+        zero: [N, K / width] uint8, contiguous.
+        order: [K] int64, the activations' feature that each column is multiplied with; None: its
+            own.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of a group: 32, 64 or 128."""
+        return 2 * self.values.shape[1] // self.scale.shape[1]
 
 
 class Weight(Protocol):
@@ -76,5 +137,43 @@ class Experts(Protocol):
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
         products, so that tensor-parallel partial sums can be added first. ``chosen`` and
         ``weights`` come from ``Kernels.moe_gate``.
+        """
+        ...
+
+
+class Packing(Protocol):
+    """How a backend takes over matrices, each in the layout of its products."""
+
+    def pack(self, weight: Tensor) -> UnquantizedWeight:
+        """Take over a [N, K] weight; the caller drops its own reference."""
+        ...
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Weight:
+        """Take over a float8 matrix, for activations of ``dtype``.
+
+        Products add the features of each scale in order, in fp32, then the scaled sums in order
+        (docs/decisions/0029-products-of-quantized-weights.md).
+
+        Raises:
+            UnsupportedError: this device has no such products.
+        """
+        ...
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Weight:
+        """Take over a 4-bit matrix, for activations of ``dtype``; sums and errors as ``pack_fp8``.
+
+        Activations are not rounded.
+        """
+        ...
+
+    def stack(self, weights: Sequence[Weight]) -> Weight:
+        """Weights of equal in_features as one, with their rows in this order."""
+        ...
+
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
+        """Take over [gate | up] and down of E experts; the caller drops its own references.
+
+        Experts whose first matrix is as wide as the second is deep are not gated: up and down,
+        with ``relu_squared`` between.
         """
         ...

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import Truncation
-from sametoken.ops.sampling.logits_rules import Edits, LogitsRules
+from sametoken.ops.sampling.logits_rules import Edits, LogitsRules, Truncation
 from sametoken.state.upload import upload
 from sametoken.types.plan import Admission
 

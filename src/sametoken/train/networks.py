@@ -30,6 +30,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.rotary import LONGROPE, rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
+from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.qwen3_5 import FULL, LINEAR, gated_delta_rule
 from sametoken.train.compute import generator_of
@@ -294,6 +295,7 @@ def load_decoder(path: Path, *, mtp: bool = False) -> DecoderNetwork:
         UnsupportedError: the architecture cannot be trained.
     """
     opened = open_checkpoint(path)
+    require_unquantized(opened.config.extra, str(path), "training")
     network = DecoderNetwork(opened.config, mtp=mtp)
     source = opened.open_tensors()
     names = set(source.names())

@@ -19,6 +19,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD
 from sametoken.models.layer_types import require_supported
+from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.weights import TensorSource
 from sametoken.models.loader import open_checkpoint
 
@@ -70,6 +71,7 @@ class FrozenTarget:
     ) -> None:
         checkpoint = open_checkpoint(path)
         self.config = checkpoint.config
+        require_unquantized(self.config.extra, str(path), "a target in training")
         source = checkpoint.open_tensors()
         if self.config.architecture not in _ARCHITECTURES:
             raise UnsupportedError(

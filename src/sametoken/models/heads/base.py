@@ -20,6 +20,8 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import model_config, open_weights
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -128,6 +130,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
         unused_tensors: endings of tensor names that are not read.
         optional_tensors: optional tensors that a dummy head has.
         prefix: of its tensors in a target's checkpoint; "" in one of its own.
+        quantization: the formats of its linears.
 
     Raises:
         CheckpointError: config.json is missing, malformed, or lacks a key.
@@ -137,6 +140,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
     unused_tensors: ClassVar[tuple[str, ...]] = UNUSED_TENSORS
     optional_tensors: tuple[str, ...] = ()
     prefix: str = ""
+    quantization: Quantization = UNQUANTIZED
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         self._directory = directory
@@ -218,9 +222,18 @@ class HeadCheckpoint(ABC, Generic[Head]):
             DrafterMismatchError: the shared weights do not fit the head.
         """
         if self._is_dummy and self._given is None:
-            reader = dummy_reader(self._directory, kernels, dtype, device, self.optional_tensors)
+            reader = dummy_reader(
+                self._directory,
+                kernels,
+                dtype,
+                device,
+                self.optional_tensors,
+                quantization=self.quantization,
+            )
         else:
-            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+            reader = WeightReader(
+                self._open_tensors(), kernels, dtype, device, quantization=self.quantization
+            )
         reader = replace(reader, quantize_fp8=quantize_fp8)
         head = self._build(reader, shared, max_positions, token_ids)
         reader.require_all_read(allowed=self.unused_tensors)
@@ -238,6 +251,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     if not isinstance(nested, dict):
         raise CheckpointError(f"{location}: transformer_layer_config is not an object")
     layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
+    require_unquantized(layer.extra, str(location), "an EAGLE head")
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
     windowed = "sliding_attention" in settings.names("layer_types") or (
@@ -362,6 +376,14 @@ class NamedSource:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The tensor in order, by rows."""
         return self._source.chunks(self._names[name])
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that exists."""
+        return self._source.stored_dtype(self._names[name])
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype."""
+        return self._source.stored_chunks(self._names[name])
 
 
 def head_source(source: TensorSource) -> NamedSource:

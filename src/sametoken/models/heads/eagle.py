@@ -46,7 +46,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.decoder import load_attention, load_mlp
+from sametoken.models.blocks import load_attention, load_mlp
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,

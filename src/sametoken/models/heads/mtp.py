@@ -39,7 +39,8 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer, attention_cache
+from sametoken.models.blocks import attention_cache
+from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -49,6 +50,7 @@ from sametoken.models.heads.base import (
 )
 from sametoken.models.heads.mtp_form import Module, ModuleForm
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import read_config
@@ -217,6 +219,7 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
         super().__init__(directory, load_format=load_format)
         self.config = read_config(directory, load_format=load_format)
         self._form = _form_of(self.config, directory)
+        self.quantization = read_quantization(self.config.extra, str(directory))
         fusion = f"{self._form.fusion}.weight"
         if not self._is_dummy and fusion not in self._open_tensors().names():
             raise _without_module(directory)

@@ -21,7 +21,8 @@ from sametoken.errors import UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import DecoderLayer, load_attention
+from sametoken.models.blocks import load_attention
+from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.mtp_form import Module
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader

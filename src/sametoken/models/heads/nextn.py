@@ -40,6 +40,7 @@ from sametoken.models.heads.base import (
     load_norm,
     require_sizes,
 )
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
@@ -129,6 +130,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self.config = read_config(directory, load_format=load_format)
+        self.quantization = read_quantization(self.config.extra, str(directory))
         self._family = _family_of(self.config, directory)
         self.prefix = nextn_prefix(self.config)
         if (

@@ -16,14 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
-from sametoken.models.load.weights import Part, Share, WeightReader, rows_per_chunk
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.weights import FLOATING, Part, Share, WeightReader, rows_per_chunk
 from sametoken.ops.backend import Kernels
 
 #: Standard deviation in the embedding and the head, which share their values.
 VOCABULARY_SCALE = 1.0
 #: Elsewhere: hundreds of layers of any usual width add less than the embedding.
 SCALE = 1e-3
+#: Factor on random numbers that become stored bits.
+_SPREAD = {torch.float8_e4m3fn: 1 / SCALE, torch.int32: 2**28 / SCALE}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -70,6 +74,14 @@ class DummySource:
             chunk = torch.empty(min(step, rows - first), *row_shape, device=self._device)
             yield chunk.normal_(centre, scale, generator=generator)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """fp32."""
+        return torch.float32
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``."""
+        return self.chunks(name)
+
 
 @dataclass(frozen=True, slots=True)
 class DummyReader(WeightReader):
@@ -77,8 +89,21 @@ class DummyReader(WeightReader):
 
     source: DummySource
 
+    def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+        """Scales that give float8 weights the size of others."""
+        return torch.full(shapes[0], SCALE)
+
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         self.source.declare(name, wanted)
+
+    def _chunks(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        if dtype == torch.int64:
+            raise UnsupportedError(
+                f"{self.source.location}: the format of {name} has no dummy weights",
+                "use another quantization",
+            )
+        for chunk in self.source.chunks(name):
+            yield chunk if dtype in FLOATING else (chunk * _SPREAD[dtype]).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +121,16 @@ def dummy_reader(
     device: torch.device,
     optional: Collection[str] = (),
     parallel: TensorParallel = SINGLE_RANK,
+    quantization: Quantization = UNQUANTIZED,
 ) -> WeightReader:
     """A reader of random weights, or of shapes only on the device "meta".
 
-    ``optional`` is as in ``DummySource``. Every rank reads its share of the same weights.
+    ``optional`` is as in ``DummySource``. Every rank reads its share of the same weights. Linears
+    that ``quantization`` covers have random bits.
     """
     source = DummySource(f"{directory} (dummy weights)", device, optional)
     reader = ShapeReader if device.type == "meta" else DummyReader
-    return reader(source, kernels, dtype, device, parallel)
+    return reader(source, kernels, dtype, device, parallel, quantization=quantization)
 
 
 def _seed(name: str) -> int:

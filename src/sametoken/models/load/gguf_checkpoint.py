@@ -226,6 +226,14 @@ class GGUFSource:
         for chunk in chunks:
             yield _half_split(chunk, head_dim) if interleaved and head_dim else chunk
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """fp32: blocks of bits are expanded."""
+        return torch.float32
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``."""
+        return self.chunks(name)
+
     def _rows(self, tensor: GGUFTensor, step: int) -> Iterator[Tensor]:
         """[step, row] tensors; read rather than mapped, as mapped pages count as memory."""
         with open_regular(self._path) as file:

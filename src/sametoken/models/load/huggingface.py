@@ -22,6 +22,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, SLIDING
 from sametoken.models.load.files import AGAIN, PICKLED, read_json_object, weight_files
 from sametoken.models.load.pickled import PickledSource
+from sametoken.models.load.quantization import KEYS, read_quantization
 from sametoken.models.load.settings import (
     MAX_COUNT,
     MAX_LAYERS,
@@ -33,7 +34,7 @@ from sametoken.models.load.weights import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 # Top-level keys of a vision-language config that apply to its text decoder too.
-_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", *KEYS)
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -53,8 +54,7 @@ class HuggingFaceCheckpoint:
 
     Raises:
         CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
-        UnsupportedError: the architecture or a setting is not implemented, or the weights are
-            quantized.
+        UnsupportedError: the architecture, its quantization or a setting is not implemented.
     """
 
     def __init__(self, directory: Path, load_format: str = "auto") -> None:
@@ -88,17 +88,14 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
 
     Raises:
         CheckpointError: a key is missing or impossible.
-        UnsupportedError: the weights are quantized, or a setting is not implemented.
+        UnsupportedError: the quantization or another setting is not implemented.
     """
     config, location = given.values, given.location
-    if config.get("quantization_config"):
-        raise UnsupportedError(
-            f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
-        )
     architecture = _architecture(given)
     text = config.get("text_config")
     if isinstance(text, dict):
         config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
+    read_quantization(config, location)
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
     named = {family.aliases.get(key, key): value for key, value in config.items()}
@@ -287,6 +284,10 @@ class SafetensorsSource:
         """Names in the files."""
         return self._files.keys()
 
+    def names_in(self, file: Path) -> list[str]:
+        """Names in one file."""
+        return [name for name, path in self._files.items() if path == file]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file's header."""
         with _opened(self._files[name]) as file:
@@ -310,13 +311,30 @@ class SafetensorsSource:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor; mapped only while read, as mapped pages count as memory."""
         with _opened(self._files[name]) as file:
+            dtype = file.get_slice(name).get_dtype()
+        if dtype not in _FLOATING:
+            raise UnsupportedError(
+                f"tensor {name} of {self._files[name]} has dtype {dtype}",
+                f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)}), or one whose "
+                "quantization_config covers the tensor",
+            )
+        return self.stored_chunks(name)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in the file's header."""
+        with _opened(self._files[name]) as file:
             tensor = file.get_slice(name)
-            shape, dtype = tensor.get_shape(), tensor.get_dtype()
-            if dtype not in _FLOATING:
-                raise UnsupportedError(
-                    f"tensor {name} of {self._files[name]} has dtype {dtype}",
-                    f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)})",
-                )
+            rows: Tensor = tensor[:0] if tensor.get_shape() else file.get_tensor(name)
+            return rows.dtype
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype; a scalar is one row."""
+        with _opened(self._files[name]) as file:
+            tensor = file.get_slice(name)
+            shape = tensor.get_shape()
+            if not shape:
+                yield file.get_tensor(name)[None]
+                return
             step = rows_per_chunk(math.prod(shape[1:]))
             for first in range(0, shape[0], step):
                 yield tensor[first : first + step]

@@ -123,7 +123,17 @@ class PickledSource:
                 f"tensor {name} of {self.location} has dtype {tensor.dtype}",
                 "use a checkpoint of unquantized weights",
             )
-        yield from tensor.split(rows_per_chunk(math.prod(tensor.shape[1:])))
+        yield from self.stored_chunks(name)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._tensors[name].dtype
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype; a scalar is one row."""
+        tensor = self._tensors[name]
+        rows = tensor if tensor.dim() else tensor[None]
+        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

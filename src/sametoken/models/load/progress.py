@@ -32,6 +32,14 @@ class _Watched:
             yield chunk
             self._advance(chunk.numel())
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self._source.stored_dtype(name)
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        for chunk in self._source.stored_chunks(name):
+            yield chunk
+            self._advance(chunk.numel())
+
 
 @contextmanager
 def shown_while_read(

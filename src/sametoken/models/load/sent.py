@@ -54,7 +54,17 @@ class SentTensors:
                 f"tensor {name} of {self.location} is {tensor.layout} of {tensor.dtype}",
                 f"send dense tensors of {', '.join(map(str, _FLOATING))}",
             )
-        yield from tensor.split(rows_per_chunk(math.prod(tensor.shape[1:])))
+        yield from self.stored_chunks(name)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that was sent."""
+        return self._tensors[name].dtype
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype; a scalar is one row."""
+        tensor = self._tensors[name]
+        rows = tensor if tensor.dim() else tensor[None]
+        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
 
 
 def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:

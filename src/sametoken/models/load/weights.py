@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
 CHUNK_ELEMENTS = 1 << 20
+#: Dtypes of unquantized weights.
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class TensorSource(Protocol):
@@ -45,6 +48,14 @@ class TensorSource(Protocol):
             CheckpointError: the data cannot be read.
             UnsupportedError: the data is not of a floating dtype.
         """
+        ...
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of an existing tensor; errors as in ``chunks``."""
+        ...
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype."""
         ...
 
 
@@ -140,6 +151,7 @@ class WeightReader:
         device: device of every weight.
         parallel: the ranks that divide split tensors.
         quantize_fp8: whether projections become fp8; for draft heads, never for a target.
+        quantization: the formats in which the checkpoint stores linears.
     """
 
     source: TensorSource
@@ -148,6 +160,7 @@ class WeightReader:
     device: torch.device
     parallel: TensorParallel = SINGLE_RANK
     quantize_fp8: bool = False
+    quantization: Quantization = UNQUANTIZED
     _read: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
@@ -161,12 +174,12 @@ class WeightReader:
         self, part: Part, row_shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
     ) -> Tensor:
         """An unpacked [part.rows, *row_shape] tensor in ``dtype``, by default the reader's."""
-        return self._filled((part,), row_shape, dtype)
+        return self.filled((part,), row_shape, dtype)
 
     def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
         """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix."""
         self._require_shape(part.name, (count, part.rows, in_features))
-        share = self._share(part, (in_features,))
+        share = self.share(part, (in_features,))
         packed: list[Weight] = []
         for chunk in self.source.chunks(part.name):
             for matrix in chunk:
@@ -184,7 +197,7 @@ class WeightReader:
             CheckpointError: a part is missing, of another shape, unreadable, or not finite.
             UnsupportedError: a part is of a dtype that cannot be converted.
         """
-        return self.kernels.pack(self._filled(parts, (in_features,)))
+        return self.kernels.pack(self.filled(parts, (in_features,)))
 
     def projection(self, weight: UnquantizedWeight) -> Weight:
         """The weight in the reader's format for projections; an fp8 copy if quantized."""
@@ -192,21 +205,61 @@ class WeightReader:
 
     def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
         """A fused projection; names of ``parts`` are without ``.weight`` and ``.bias``."""
-        weights = (replace(part, name=f"{part.name}.weight") for part in parts)
-        weight = self.projection(self.packed(in_features, *weights))
+        weight = self._stored(in_features, parts)
         if not bias:
+            self._pass_zero_biases(parts)
             return Linear(weight)
         biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
-        return Linear(weight, self._filled(biases))
+        return Linear(weight, self.filled(biases))
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
         """A row-parallel projection: ranks divide its input, its output is whole."""
         if self.parallel.size == 1:
             return self.linear(in_features, part, bias=bias)
-        split = replace(part, name=f"{part.name}.weight", split=Split.COLUMNS)
-        weight = self.projection(self.packed(in_features, split))
+        weight = self._stored(in_features, (replace(part, split=Split.COLUMNS),))
         added = self.vector(f"{part.name}.bias", part.rows) if bias else None
         return RowParallelLinear(self.kernels, self.parallel, weight, added)
+
+    def expanded(self, in_features: int, part: Part) -> Tensor:
+        """A linear's matrix in the reader's dtype, whatever its format: what is no product reads.
+
+        The name of ``part`` is without ``.weight``.
+        """
+        linear = self.quantization.format_of(part.name, self.source)
+        if linear is None:
+            return self.tensor(replace(part, name=f"{part.name}.weight"), (in_features,))
+        return linear.expanded(self, in_features, part).to(self.dtype)
+
+    def _stored(self, in_features: int, parts: tuple[Part, ...]) -> Weight:
+        """The parts as one weight, adjacent ones of one format as one."""
+        weights: list[Weight] = []
+        for linear, same in groupby(
+            parts, lambda part: self.quantization.format_of(part.name, self.source)
+        ):
+            run = tuple(same)
+            if linear is None:
+                plain = (replace(part, name=f"{part.name}.weight") for part in run)
+                weights.append(self.projection(self.packed(in_features, *plain)))
+            else:
+                weights.append(linear.read(self, in_features, run))
+        return weights[0] if len(weights) == 1 else self.kernels.stack(weights)
+
+    def _pass_zero_biases(self, parts: tuple[Part, ...]) -> None:
+        """Count biases of zeros as read: old writers of GPTQ give one to every linear."""
+        for part in parts:
+            name = f"{part.name}.bias"
+            quantized = self.quantization.format_of(part.name, self.source) is not None
+            if quantized and name in self and not any(map(torch.any, self.source.chunks(name))):
+                self._read.add(name)
+
+    def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+        """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``."""
+        found = self.source.shape(name) if name in self else None
+        self._require_shape(name, found if found in shapes else shapes[0])
+        tensor = torch.cat([chunk.float().cpu() for chunk in self.source.chunks(name)])
+        self._require_finite(tensor, name)
+        self._read.add(name)
+        return tensor
 
     def require_equal(self, name: str, copy: str) -> None:
         """Refuse a checkpoint whose second copy of a tied tensor differs from the first.
@@ -245,17 +298,20 @@ class WeightReader:
                 "check the architecture and the bias settings in its config",
             )
 
-    def _filled(
+    def filled(
         self,
         parts: tuple[Part, ...],
         row_shape: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """This rank's shares of the parts, one after the other."""
+        """This rank's shares of the parts, one after the other, in ``dtype``, by default its own.
+
+        A dtype that is not floating must be the one that is stored; errors as ``packed``.
+        """
         # Checked before allocating: a config may contradict the file.
         for part in parts:
             self._require_shape(part.name, (part.rows, *row_shape))
-        shares = tuple(self._share(part, row_shape) for part in parts)
+        shares = tuple(self.share(part, row_shape) for part in parts)
         destination = self._empty(shares, row_shape, dtype)
         first = 0
         for part, share in zip(parts, shares, strict=True):
@@ -274,7 +330,7 @@ class WeightReader:
         own_shape = (len(shares[0].columns), *row_shape[1:]) if row_shape else ()
         return torch.empty((rows, *own_shape), dtype=dtype or self.dtype, device=self.device)
 
-    def _share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
+    def share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
         rows = _adjacent(part.output_sizes or (part.rows,))
         columns = range(row_shape[0] if row_shape else 1)
@@ -301,20 +357,50 @@ class WeightReader:
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         """Copy a tensor in chunks, so that no second copy of it exists in memory."""
         first = 0
-        for chunk in self.source.chunks(part.name):
-            share.copy(destination, chunk, first)
+        for chunk in self._chunks(part.name, destination.dtype):
+            share.copy(_bits(destination), _bits(chunk), first)
             first += chunk.shape[0]
         self._require_finite(destination, part.name)
         self._read.add(part.name)
 
+    def _chunks(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Chunks that may be copied to ``dtype``: floats to any floats, others to their own."""
+        if dtype in FLOATING:
+            yield from self.source.chunks(name)
+            return
+        found = self.source.stored_dtype(name)
+        if found != dtype:
+            raise CheckpointError(
+                f"tensor {name} of {self.source.location} has dtype {_named(found)}, "
+                f"its quantization wants {_named(dtype)}",
+                "check that config and weights belong together",
+            )
+        yield from self.source.stored_chunks(name)
+
     def _require_finite(self, tensor: Tensor, name: str) -> None:
-        low, high = torch.aminmax(tensor)
-        if not (math.isfinite(low) and math.isfinite(high)):
+        if not _is_finite(tensor):
             raise CheckpointError(
                 f"tensor {name} of {self.source.location} holds NaN or infinite values"
-                f" in {str(tensor.dtype).removeprefix('torch.')}",
+                f" in {_named(tensor.dtype)}",
                 "download or convert the checkpoint again",
             )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A view that can be copied and indexed: float8 as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:
+        # NaN is the only such number, with either sign.
+        return not (tensor.view(torch.uint8).bitwise_or(0x80) == 0xFF).any()
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:

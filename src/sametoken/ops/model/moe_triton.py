@@ -1,4 +1,4 @@
-"""MoE routing and weighted expert sum in Triton; no shape depends on the routing.
+"""The weighted sum of a row's experts in Triton; no shape depends on the routing.
 
 Rows are grouped by expert on the device; a product then loops over the rows of one expert, tile
 by tile. Sums over features run in order, as in ``gemm``, so a row's bits depend neither on the
@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import Routing
-from sametoken.ops.model import moe as reference
+from sametoken.ops.model.gemm.fp8 import GROUP
+from sametoken.ops.model.gemm.fp8_triton import rounded
+from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.weight import Rounding
 
-TINY = tl.constexpr(reference.TINY)
 _GROUP_BLOCK = 1024
 _COLUMNS = 1024
 
@@ -32,17 +33,26 @@ class StackedExperts:
     """The experts of a layer on the GPU.
 
     Attributes:
-        gate_up: [E, 2 * I, H], gate first; [E, I, H], up alone, for experts without gates.
+        gate_up: [E, 2 * I, H], gate first; [E, I, H], up alone, for experts without gates. float8
+            with scales.
         down: [E, H, I].
+        gate_up_scales, down_scales: fp32 scales of float8 matrices: [E, rows], or
+            [E, rows, groups] by row and 128 features; None: not float8.
+        gate_up_rounding, down_rounding: of activations before a float8 product; None: none.
     """
 
     gate_up: Tensor
     down: Tensor
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    gate_up_rounding: Rounding | None = None
+    down_rounding: Rounding | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices."""
-        return self.gate_up.nbytes + self.down.nbytes
+        """Bytes of all matrices and scales."""
+        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
@@ -52,136 +62,21 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scaled:
+    """All experts' matrices of one product, as in ``StackedExperts``."""
+
+    weight: Tensor
+    scales: Tensor | None
+    rounding: Rounding | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Groups:
     """(row, choice) pairs grouped by expert: counts [E], members [E, pairs], rows per tile."""
 
     counts: Tensor
     members: Tensor
     block_rows: int
-
-
-@triton.jit
-def _best(scores, ids, END: tl.constexpr):
-    """The largest score and the lowest id that has it, or the last id in a row of NaN."""
-    best = tl.max(scores, axis=0)
-    # NaN equals nothing; its row is dropped later, but needs a valid id.
-    return best, tl.minimum(tl.min(tl.where(scores == best, ids, END), axis=0), END - 1)
-
-
-@triton.jit
-def _in_best_groups(
-    ranked,
-    expert,
-    E: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-):
-    """Whether an expert is in one of the row's best groups."""
-    group = expert // (E // NUM_GROUPS)
-    ids = tl.arange(0, GROUP_BLOCK)
-    scores = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    for index in tl.static_range(NUM_GROUPS):
-        members = tl.where(group == index, ranked, float("-inf"))
-        score, first = _best(members, expert, E)
-        for _ in tl.static_range(1, GROUP_BEST):
-            members = tl.where(expert == first, float("-inf"), members)
-            following, first = _best(members, expert, E)
-            score += following
-        scores = tl.where(ids == index, score, scores)
-    inside = expert < 0
-    for _ in tl.static_range(TOP_GROUPS):
-        _, winner = _best(scores, ids, NUM_GROUPS)
-        inside |= group == winner
-        scores = tl.where(ids == winner, float("-inf"), scores)
-    return inside
-
-
-@triton.jit
-def _moe_gate_kernel(
-    logits,  # [T, E]
-    bias,  # [E], None without
-    chosen,  # [T, TOP_K], written
-    weights,  # [T, TOP_K], written
-    scale,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    gdc_launch_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, E_BLOCK)
-    inside = expert < E
-    logit = tl.load(logits + row * E + expert, inside, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logit))
-    else:
-        power = tl.where(inside, tl.exp(logit - tl.max(logit, axis=0)), 0.0)
-        scores = power / tl.sum(power, axis=0)
-    ranked = scores
-    if bias is not None:
-        ranked += tl.load(bias + expert, inside, other=0.0)
-    ranked = tl.where(inside, ranked, float("-inf"))
-    if NUM_GROUPS > 1:
-        eligible = _in_best_groups(
-            ranked, expert, E, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK
-        )
-        ranked = tl.where(eligible, ranked, float("-inf"))
-    place = tl.arange(0, K_BLOCK)
-    ids = tl.zeros((K_BLOCK,), tl.int64)
-    found = tl.zeros((K_BLOCK,), tl.float32)
-    total = TINY
-    for rank in tl.static_range(TOP_K):
-        _, first = _best(ranked, expert, E)
-        score = tl.sum(tl.where(expert == first, scores, 0.0), axis=0)
-        ids = tl.where(place == rank, first.to(tl.int64), ids)
-        found = tl.where(place == rank, score, found)
-        total += score
-        ranked = tl.where(expert == first, float("-inf"), ranked)
-    if NORMALISE:
-        found = found / total
-    at = row * TOP_K + place
-    tl.store(chosen + at, ids, place < TOP_K)
-    rounded = (found * scale).to(logits.dtype.element_ty).to(tl.float32)
-    tl.store(weights + at, rounded, place < TOP_K)
-
-
-def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``Kernels.moe_gate``."""
-    assert logits.is_contiguous()
-    num_rows, num_experts = logits.shape
-    chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=logits.device)
-    if num_rows:
-        _moe_gate_kernel[(num_rows,)](
-            logits,
-            bias,
-            chosen,
-            weights,
-            routing.scale,
-            E=num_experts,
-            TOP_K=routing.top_k,
-            NORMALISE=routing.normalise,
-            SIGMOID=routing.scoring == "sigmoid",
-            NUM_GROUPS=routing.num_groups,
-            TOP_GROUPS=routing.top_groups,
-            GROUP_BEST=routing.group_best,
-            E_BLOCK=triton.next_power_of_2(num_experts),
-            K_BLOCK=triton.next_power_of_2(routing.top_k),
-            GROUP_BLOCK=triton.next_power_of_2(routing.num_groups),
-            num_warps=1,
-            **pdl_options(logits),
-        )
-    return chosen, weights
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -207,10 +102,60 @@ def _group_kernel(
     tl.store(counts + expert, count)
 
 
+@triton.jit
+def _sums(
+    x_at,
+    is_row,
+    w_at,
+    up_at,
+    is_feature,
+    w_scales,
+    up_scales,
+    x_scales,
+    GATED: tl.constexpr,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    W_STEP: tl.constexpr,
+    X_STEP: tl.constexpr,
+):
+    """Sums over K in order, those of a group times its scales, if any: [features, rows] fp32.
+
+    With GATED those of up too, over the same tiles of rows; else the second result is 0.
+    """
+    depth = tl.arange(0, DEPTH)
+    acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    for k in range(0, K, DEPTH):
+        column, group = (k + depth)[None, :], k // DEPTH
+        x_tile = tl.load(x_at + column, is_row[:, None] & (column < K), other=0.0)
+        is_weight = is_feature[:, None] & (column < K)
+        w_tile = tl.load(w_at + column, is_weight, other=0.0)
+        acc = with_products(
+            acc, w_tile, x_tile, w_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
+        )
+        if GATED:
+            up_tile = tl.load(up_at + column, is_weight, other=0.0)
+            up = with_products(
+                up, up_tile, x_tile, up_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
+            )
+    return acc, up
+
+
+@triton.jit
+def _activated(sums, up, dtype: tl.constexpr, GATED: tl.constexpr):
+    """``silu(sums) * up`` or ``relu(sums)^2`` in fp32, of sums rounded to ``dtype``."""
+    rounded = sums.to(dtype).to(tl.float32)
+    if GATED:
+        return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
+    return tl.where(rounded < 0.0, 0.0, rounded * rounded)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
     weight,  # [E, N, K]; [E, 2 * N, K] if the activation is "silu_mul"
+    w_scales,  # [E, N or 2 * N, W_GROUPS], or None
+    x_scales,  # [rows, X_GROUPS], or None
     counts,  # [E]
     members,  # [E, num_pairs]
     out,  # [num_pairs, N], written
@@ -219,43 +164,51 @@ def _expert_kernel(
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "silu_mul", "relu_squared" or "none"
+    W_GROUPS: tl.constexpr,
+    X_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION == "silu_mul"
+    GROUPED: tl.constexpr = W_GROUPS > 1 or X_GROUPS > 1
+    W_STEP: tl.constexpr = 1 if W_GROUPS > 1 else 0
+    X_STEP: tl.constexpr = 1 if X_GROUPS > 1 else 0
     gdc_launch_and_wait(PDL)
     expert = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
-    depth = tl.arange(0, BLOCK_DEPTH)
     is_feature = feature < N
     w_at = weight + expert * (2 * N * K if GATED else N * K) + feature[:, None] * K
+    own_scales, up_scales, w_at_groups, up_at_groups = None, None, None, None
+    if w_scales is not None:
+        own_scales = w_scales + expert * (2 * N * W_GROUPS if GATED else N * W_GROUPS)
+        up_scales = own_scales + N * W_GROUPS
+        if GROUPED:
+            w_at_groups = own_scales + feature * W_GROUPS
+            up_at_groups = up_scales + feature * W_GROUPS
     count = tl.load(counts + expert)
     members += expert * num_pairs
     for first in range(0, count, BLOCK_ROWS):
         member = first + tl.arange(0, BLOCK_ROWS)
         is_pair = member < count
         pair = tl.load(members + member, is_pair, other=0).to(tl.int64)
-        x_at = x + (pair // PAIRS_PER_ROW)[:, None] * K
-        acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
-        up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
-        for k in range(0, K, BLOCK_DEPTH):
-            column = (k + depth)[None, :]
-            x_tile = tl.load(x_at + column, is_pair[:, None] & (column < K), other=0)
-            is_weight = is_feature[:, None] & (column < K)
-            w_tile = tl.load(w_at + column, is_weight, other=0)
-            acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+        x_row = pair // PAIRS_PER_ROW
+        x_at = x + x_row[:, None] * K
+        x_at_groups = None
+        if GROUPED and x_scales is not None:
+            x_at_groups = x_scales + x_row * X_GROUPS
+        acc, up = _sums(
+            x_at, is_pair, w_at, w_at + N * K, is_feature, w_at_groups, up_at_groups, x_at_groups,
+            GATED, K, BLOCK_DEPTH, W_STEP, X_STEP,
+        )  # fmt: skip
+        if not GROUPED:
+            acc = scaled(acc, own_scales, feature, is_feature, x_scales, x_row, is_pair)
             if GATED:
-                up_tile = tl.load(w_at + N * K + column, is_weight, other=0)
-                up = tl.dot(up_tile, x_tile.T, up, input_precision="ieee")
+                up = scaled(up, up_scales, feature, is_feature, x_scales, x_row, is_pair)
         dtype = out.dtype.element_ty
-        if GATED:
-            gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-            acc = gate / (1.0 + tl.exp(-gate)) * up
-        if ACTIVATION == "relu_squared":
-            rounded = acc.to(dtype).to(tl.float32)
-            acc = tl.where(rounded < 0.0, 0.0, rounded * rounded)
+        if ACTIVATION != "none":
+            acc = _activated(acc, up, dtype, GATED)
         at = out + pair[None, :] * N + feature[:, None]
         tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
 
@@ -322,10 +275,12 @@ def moe_forward(
     )
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
     features = x.new_empty(pairs, inner)
+    first = _Scaled(experts.gate_up, experts.gate_up_scales, experts.gate_up_rounding)
     activation = "relu_squared" if experts.gate_up.shape[1] == inner else "silu_mul"
-    _product(x, experts.gate_up, groups, features, top_k, activation)
+    _product(x, first, groups, features, top_k, activation)
     outputs = out.new_empty(pairs, hidden)
-    _product(features, experts.down, groups, outputs, 1, "none")
+    second = _Scaled(experts.down, experts.down_scales, experts.down_rounding)
+    _product(features, second, groups, outputs, 1, "none")
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
         outputs,
         weights,
@@ -341,7 +296,7 @@ def moe_forward(
 
 def _product(
     x: Tensor,
-    weight: Tensor,
+    stack: _Scaled,
     groups: _Groups,
     out: Tensor,
     pairs_per_row: int,
@@ -349,20 +304,29 @@ def _product(
 ) -> None:
     """Multiply each pair's row by its expert's weight into ``out`` [pairs, N]."""
     num_experts, pairs = groups.members.shape
-    out_features = out.shape[1]
+    out_features, in_features = out.shape[1], stack.weight.shape[2]
     features = min(max(triton.next_power_of_2(out_features), 16), 64)
-    depth = min(max(triton.next_power_of_2(weight.shape[2]), 16), 64)
+    depth = min(max(triton.next_power_of_2(in_features), 16), 64)
+    x_scales = None
+    if stack.scales is not None:
+        depth = GROUP
+    if stack.rounding is not None:
+        x, x_scales = rounded(x, stack.rounding)
     _expert_kernel[(num_experts, triton.cdiv(out_features, features))](
         x,
-        weight,
+        stack.weight,
+        stack.scales,
+        x_scales,
         groups.counts,
         groups.members,
         out,
         pairs,
         N=out_features,
-        K=weight.shape[2],
+        K=in_features,
         PAIRS_PER_ROW=pairs_per_row,
         ACTIVATION=activation,
+        W_GROUPS=1 if stack.scales is None else groups_of(stack.scales[0]),
+        X_GROUPS=groups_of(x_scales),
         BLOCK_ROWS=groups.block_rows,
         BLOCK_FEATURES=features,
         BLOCK_DEPTH=depth,

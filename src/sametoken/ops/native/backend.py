@@ -14,8 +14,9 @@ from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
+from sametoken.ops.native.widened import WidenedWeight, widened_fp8, widened_int4
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Weight
 
 MAX_HEAD_DIM = 1024
 
@@ -126,6 +127,12 @@ class NativeKernels(ComposedKernels):
         panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
         self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> WidenedWeight:
+        return widened_fp8(matrix, dtype, self.pack)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> WidenedWeight:
+        return widened_int4(matrix, dtype, self.pack)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)

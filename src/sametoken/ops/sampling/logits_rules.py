@@ -199,3 +199,19 @@ class Parts:
         octets = self.mask_words.view(torch.uint8)
         bits = ((octets[:, None] >> shifts) & 1).flatten()
         return bits[:vocab_size].nonzero().squeeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Top-k, top-p and min-p by slot (docs/lossless.md).
+
+    Attributes:
+        temperature: [S] fp32; 0 for greedy slots, whose logits are not truncated.
+        top_k: [S] int64, 0 keeps all.
+        top_p, min_p: [S] fp64; 1 and 0 keep all.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor

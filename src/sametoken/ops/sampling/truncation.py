@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import Truncation
+from sametoken.ops.sampling.logits_rules import Truncation
 
 MASS_OF_BEST = 2**40
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import Truncation
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.sampling.logits_rules import Truncation
 from sametoken.ops.sampling.truncation import MASS_OF_BEST
 
 _LANES = 4096

@@ -9,7 +9,9 @@ import torch
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.heads import OPTIONS, SharedTarget
-from sametoken.errors import CheckpointError, ConfigError
+from helpers.quantized import STATIC, block_config, compressed_config
+from sametoken.bench.memory import load_shapes
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.dummy import SCALE, VOCABULARY_SCALE, DummySource
@@ -152,3 +154,35 @@ def test_a_packed_weight_has_the_source_s_values(tmp_path):
     expected = tensor("lm_head.weight", VOCAB, HIDDEN)
     found = model.head.matmul(torch.eye(HIDDEN), out_dtype=torch.float32)
     assert torch.equal(found, expected.T.contiguous())
+
+
+QUANTIZED = {
+    "block": block_config(),
+    "channel": compressed_config("channel"),
+    "static": compressed_config("tensor", STATIC),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linears_of_a_quantized_config_have_its_bits(tmp_path, name):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    path = write_config(tmp_path, **sizes, quantization_config=QUANTIZED[name])
+    model, shapes = load(path), load_shapes(read_config(path), path, torch.float32)
+    weight = model._layers[0].attention.qkv.weight
+    assert weight.matmul(torch.ones(2, 64)).isfinite().all()
+    assert weight.nbytes < weight.out_features * weight.in_features * 2
+    assert shapes.weights_bytes == model.weights_bytes
+
+
+def test_dummy_weights_need_no_more_than_a_config(tmp_path):
+    config = compressed_config("channel", None, format="pack-quantized")
+    group = config["config_groups"]["group_0"]
+    group["weights"] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+    with pytest.raises(UnsupportedError, match="multiple of 32"):
+        load(write_config(tmp_path / "a", quantization_config=config))
+    group["weights"]["group_size"] = 32
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    with pytest.raises(UnsupportedError, match="no dummy weights"):
+        load(write_config(tmp_path / "b", **sizes, quantization_config=config))

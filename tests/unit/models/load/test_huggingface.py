@@ -161,7 +161,7 @@ def test_phi_3_as_it_is_published(tmp_path, rope_type):
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3ForCausalLM", {"hidden_activation": "relu"}, "hidden_act='relu'"),
-        ("GraniteForCausalLM", {"mlp_bias": True}, "mlp_bias=True"),
+        ("GraniteForCausalLM", {"mlp_bias": True}, "mlp_bias=true"),
         ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
@@ -267,7 +267,7 @@ def test_dtype_by_either_name(tmp_path, key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

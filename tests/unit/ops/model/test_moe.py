@@ -7,12 +7,19 @@ import math
 import pytest
 import torch
 
+from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
 from sametoken.ops.model import moe as reference
 from sametoken.ops.model import moe_triton as experts
+from sametoken.ops.model.gemm import fp8
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import _stacked as stacked
+from sametoken.ops.weight import Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
@@ -26,11 +33,11 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 4, 2), (5, 7, 3), (3, 1, 1), (2, 6, 6)])
 def test_route(rows, count, top_k, normalise):
     logits = noise(rows, count, seed=count)
-    chosen, weights = experts.moe_gate(logits, Routing(top_k, normalise))
+    chosen, weights = moe_gate(logits, Routing(top_k, normalise))
     expected, expected_weights = reference.moe_gate(logits, Routing(top_k, normalise))
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
-    alone = experts.moe_gate(logits[-1:].clone(), Routing(top_k, normalise))
+    alone = moe_gate(logits[-1:].clone(), Routing(top_k, normalise))
     assert torch.equal(alone[0], chosen[-1:])
     assert torch.equal(alone[1], weights[-1:])
 
@@ -45,7 +52,7 @@ def test_route(rows, count, top_k, normalise):
 )
 def test_the_bias_chooses_and_does_not_weigh(count, routing):
     logits, bias = noise(6, count, seed=1), noise(count, seed=2)
-    chosen, weights = experts.moe_gate(logits, routing, bias)
+    chosen, weights = moe_gate(logits, routing, bias)
     expected, expected_weights = reference.moe_gate(logits, routing, bias)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
@@ -77,14 +84,14 @@ def naive_gate(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_of_equal_probabilities_the_lowest_id_wins_and_nan_names_experts_that_exist():
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [torch.nan] * 5], device=DEVICE)
-    chosen, _ = experts.moe_gate(logits, Routing(4, True))
+    chosen, _ = moe_gate(logits, Routing(4, True))
     assert chosen[:2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
     assert ((chosen[2] >= 0) & (chosen[2] < 5)).all()
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_logits():
     logits = noise(3, 9, seed=1, dtype=torch.float16)
-    _, weights = experts.moe_gate(logits, Routing(4, True))
+    _, weights = moe_gate(logits, Routing(4, True))
     assert torch.equal(weights.half().float(), weights)
 
 
@@ -123,7 +130,7 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     if not gated:
         gate_up = gate_up[:, :inner].contiguous()
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
-    chosen, weights = experts.moe_gate(logits, Routing(top_k, True))
+    chosen, weights = moe_gate(logits, Routing(top_k, True))
     stacked = StackedExperts(gate_up, down)
     actual = experts.moe_forward(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -141,7 +148,7 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
 def test_a_part_of_the_experts_is_not_rounded():
     gate_up, down = matrices(3, 33, 20, torch.float16)
     x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
-    chosen, weights = experts.moe_gate(logits, Routing(2, True))
+    chosen, weights = moe_gate(logits, Routing(2, True))
     stacked = StackedExperts(gate_up, down)
     actual = stacked(x, chosen, weights, torch.float32)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -165,17 +172,62 @@ def test_rows_of_nan_change_no_other_row(dtype):
     x[~live] = torch.nan
     logits[~live] = torch.nan
     logits[0], logits[2] = torch.inf, -torch.inf
-    chosen, weights = experts.moe_gate(logits, Routing(2, True))
+    chosen, weights = moe_gate(logits, Routing(2, True))
     assert ((chosen >= 0) & (chosen < 5)).all()
     got = experts.moe_forward(x, stacked, chosen, weights)
-    alone = experts.moe_gate(logits[live], Routing(2, True))
+    alone = moe_gate(logits[live], Routing(2, True))
     assert torch.equal(chosen[live], alone[0])
     assert torch.equal(got[live], experts.moe_forward(x[live], stacked, *alone))
 
 
 def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
-    chosen, weights = experts.moe_gate(noise(0, 2, seed=1), Routing(1, True))
+    chosen, weights = moe_gate(noise(0, 2, seed=1), Routing(1, True))
     assert experts.moe_forward(
         noise(0, 16, seed=1), StackedExperts(gate_up, down), chosen, weights
     ).shape == (0, 16)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("rounding", [None, Rounding(), Rounding(grouped=True)])
+def test_float8_experts(by_group, rounding, monkeypatch):
+    """With the reference's rounding, as the interpreter does not round to float8 as a GPU does."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(experts, "rounded", lambda x, how: fp8.rounded_by(how, x))
+    count, hidden, inner, rows = 3, 160, 136, 19
+    generator = torch.Generator().manual_seed(7)
+
+    def weights_of(features: int, depth: int) -> list[Fp8DeviceWeight]:
+        shape = (count, features, -(-depth // 128)) if by_group else (count, features)
+        values = torch.randint(-3, 4, (count, features, depth), generator=generator)
+        scales = 2.0 ** torch.randint(-6, -3, shape, generator=generator)
+        return [
+            Fp8DeviceWeight(one.to(DEVICE).to(torch.float8_e4m3fn), scale.to(DEVICE), rounding)
+            for one, scale in zip(values, scales, strict=True)
+        ]
+
+    gate_up, down = weights_of(2 * inner, hidden), weights_of(hidden, inner)
+    x, logits = noise(rows, hidden, seed=3), noise(rows, count, seed=4)
+    chosen, weights = moe_gate(logits, Routing(2, True))
+    pairs = zip(stacked(gate_up), stacked(down), strict=True)
+    packed = StackedExperts(*(part for pair in pairs for part in pair))
+    actual = packed(x, chosen, weights)
+    plain = [
+        [Fp8Weight(w.matrix.cpu(), w.scale.cpu(), rounding) for w in each]
+        for each in (gate_up, down)
+    ]
+    expected = SeparateExperts(*plain)(x.cpu(), chosen.cpu(), weights.cpu())
+    error = (actual.cpu() - expected).norm() / expected.norm()
+    # An inner activation whose last bit differs may round to the other neighbour.
+    assert error < (1e-5 if rounding is None else 5e-3)
+    alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
+    assert torch.equal(alone, actual[-1:])
+
+
+def test_experts_of_unlike_forms_are_refused():
+    matrix, scale = torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.ones(4)
+    one = Fp8DeviceWeight(matrix, scale)
+    for other in (Fp8DeviceWeight(matrix, scale, None), Fp8DeviceWeight(matrix, torch.ones(4, 1))):
+        with pytest.raises(UnsupportedError, match="different formats"):
+            stacked([one, other])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.backend import Truncation
 from sametoken.ops.sampling import truncation as reference
 from sametoken.ops.sampling import truncation_triton as kernel
+from sametoken.ops.sampling.logits_rules import Truncation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The part of a row's mass by which exponentials in fp64, or in fp32, may move a nucleus' edge.
@@ -224,7 +224,7 @@ def test_a_step_without_rows():
 def test_it_compiles_for_a_gpu(tmp_path):
     """Vocabularies whose rows are aligned to 16 bytes, and the one that is a constant 1."""
     code = """
-from sametoken.ops.backend import Truncation
+from sametoken.ops.sampling.logits_rules import Truncation
 from sametoken.ops.sampling.truncation_triton import truncate
 
 integers, doubles = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)

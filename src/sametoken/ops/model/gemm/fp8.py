@@ -1,10 +1,13 @@
-"""fp8 products for draft heads in plain PyTorch: quantization of both operands, and the product.
+"""fp8 products in plain PyTorch: rounding of both operands, and the product.
 
-Weights and activations are float8 e4m3 with a scale per row. Never used for the target's logits.
+Weights are float8 e4m3 with a scale per row, or per row and 128 features. Activations are rounded
+row by row to the same format before the product, as the checkpoint's scheme says, or stay as they
+are (docs/decisions/0029-products-of-quantized-weights.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +15,19 @@ from torch import Tensor
 
 from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.gemm.reference import MatrixWeight, product_fp32
+from sametoken.ops.weight import BY_ROW, Rounding
+
+#: The largest number of e4m3.
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 #: Scale per unit of a row's largest element, which becomes the largest number of e4m3.
-STEP = 1 / torch.finfo(torch.float8_e4m3fn).max
+STEP = 1 / LARGEST
 
 #: Lower bound of a row's largest element, so that no scale is 0.
 TINY = 2.0**-100
+
+#: Features that share a scale, where scales are not those of whole rows.
+GROUP = 128
 
 _SLICE_ELEMENTS = 1 << 24
 
@@ -34,6 +44,21 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (values * scale.reciprocal()[:, None]).to(torch.float8_e4m3fn), scale
 
 
+def rounded_by(rounding: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round [T, K] as a scheme says: float8 e4m3 [T, K], and fp32 scales [T] or [T, groups].
+
+    Under a fixed scale, elements beyond the largest number become it.
+    """
+    if rounding.scale is not None:
+        scaled = x.float() * rounding.scale.reciprocal()
+        values = scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return values, rounding.scale.expand(x.shape[0])
+    if not rounding.grouped:
+        return rounded(x)
+    groups = [rounded(group) for group in x.split(GROUP, dim=1)]
+    return torch.cat([one for one, _ in groups], 1), torch.stack([scale for _, scale in groups], 1)
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``rounded`` for a weight [N, K] on its device, in slices of rows."""
     matrix = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -47,14 +72,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight(MatrixWeight):
-    """``Weight`` [N, K] with the value ``matrix * scale[:, None]``.
+    """``Weight`` [N, K]: each element of ``matrix`` times the scale of its row or group.
 
     Attributes:
         matrix: [N, K] float8 e4m3, contiguous.
-        scale: [N] fp32.
+        scale: fp32, contiguous: [N], or [N, groups] by row and ``GROUP`` features.
+        rounding: how activations become float8; None: they do not.
     """
 
     scale: Tensor
+    rounding: Rounding | None = BY_ROW
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +91,52 @@ class Fp8Weight(MatrixWeight):
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        matrix, scale = rounded(x)
-        out = product_fp32(matrix, self.matrix) * (self.scale * scale[:, None])
+        width = group_width(self.in_features, self.scale, self.rounding)
+
+        def sums(values: Tensor, index: int) -> Tensor:
+            return product_fp32(values, self.matrix[:, index * width : (index + 1) * width])
+
+        values, x_scale = (x, None) if self.rounding is None else rounded_by(self.rounding, x)
+        out = scaled_product(values, x_scale, self.scale, width, sums)
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         return silu_mul(self.matmul(x))
+
+
+def group_width(in_features: int, scale: Tensor, rounding: Rounding | None) -> int:
+    """Features that are summed before they are multiplied by scales."""
+    grouped = scale.dim() == 2 or (rounding is not None and rounding.grouped)
+    return GROUP if grouped else in_features
+
+
+def scaled_product(
+    x: Tensor,
+    x_scale: Tensor | None,
+    scale: Tensor,
+    width: int,
+    sums: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """[T, K] -> [T, N] fp32: sums by group, each multiplied by its scales, added in order.
+
+    Args:
+        x: [T, K].
+        x_scale: fp32, of ``x``: [T] or [T, groups]; None: it has none.
+        scale: of the weight: [N] or [N, groups].
+        width: features of a group.
+        sums: [T, width] and the index of a group to the group's products, [T, N] fp32.
+    """
+    total: Tensor | None = None
+    for index, first in enumerate(range(0, x.shape[1], width)):
+        factor = _of_group(scale, index).float()
+        if x_scale is not None:
+            factor = factor * _of_group(x_scale, index)[:, None]
+        part = sums(x[:, first : first + width], index) * factor
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _of_group(scale: Tensor, group: int) -> Tensor:
+    """The scales of one group: those of [rows, groups], or [rows] for all groups."""
+    return scale if scale.dim() == 1 else scale[:, group]

@@ -1,4 +1,4 @@
-"""fp8 products for draft heads on a GPU: both operands float8 e4m3, sums fp32.
+"""fp8 products on a GPU: a float8 e4m3 matrix, activations rounded to it or not, sums fp32.
 
 The kernel is that of ``gemm.triton``. Tensor cores may keep only 14 bits of the sum of an
 iteration's ``DEPTH`` products, so every configuration has that depth and the same bits
@@ -18,10 +18,11 @@ from torch import Tensor
 from triton.runtime import driver
 
 from sametoken.ops.model.gemm import triton as gemm
-from sametoken.ops.model.gemm.fp8 import STEP, TINY, Fp8Weight
+from sametoken.ops.model.gemm.fp8 import GROUP, LARGEST, STEP, TINY, Fp8Weight
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
 from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.weight import BY_ROW, Rounding
 
 #: Elements of the sum per loop iteration.
 DEPTH = 128
@@ -65,7 +66,7 @@ _GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Ti
 
 
 def default_config(
-    shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY
+    shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY, row_bytes: int = 1
 ) -> TritonConfig:
     """The kernel for a shape.
 
@@ -74,6 +75,7 @@ def default_config(
         rows: number of activation rows.
         pdl: the chip is a Hopper or newer: programmatic dependent launch and TMA loads.
         memory: bytes of shared memory per program.
+        row_bytes: bytes of an element of the activations.
     """
     features, gated = shape.out_features, shape.epilogue == "silu_mul"
     narrow = features < NARROW and not gated
@@ -84,13 +86,14 @@ def default_config(
         # Two programs share a weight tile, so that twice as many programs load.
         block_rows //= 2
     tile = tiles[block_rows]
+    depth_bytes = DEPTH * (row_bytes * block_rows + tile.features)
     many = pdl and block_rows == 128
     return TritonConfig(
         block_rows,
         tile.features // (2 if gated else 1),
         DEPTH,
         num_warps=tile.num_warps,
-        num_stages=min(tile.num_stages, memory // (DEPTH * (block_rows + tile.features))),
+        num_stages=min(tile.num_stages, memory // depth_bytes),
         tma=many,
         tma_rows=many,
         pdl=pdl,
@@ -131,12 +134,16 @@ def product(
     assert in_features == weight.in_features
     assert weight.matrix.is_contiguous()
     shape = GemmShape(weight.out_features, in_features, epilogue)
-    config = config or default_config(shape, rows, pdl_options(x)["PDL"], _memory(x))
-    assert config.block_depth == DEPTH
+    values, x_scale = x, None
+    if weight.rounding is not None:
+        values, x_scale = rounded(x, weight.rounding)
+    config = config or default_config(
+        shape, rows, pdl_options(x)["PDL"], _memory(x), values.element_size()
+    )
+    assert config.block_depth == DEPTH == GROUP
     assert config.block_features % FEATURES == 0
-    matrix, scale = rounded(x)
-    scaling = Scaling(weight.scale, scale, x.dtype)
-    return gemm.tiled_product(config, matrix, weight.matrix, epilogue, bias, scaling)
+    scaling = Scaling(weight.scale, x_scale, x.dtype)
+    return gemm.tiled_product(config, values, weight.matrix, epilogue, bias, scaling)
 
 
 def _memory(x: Tensor) -> int:
@@ -149,23 +156,27 @@ def _memory_of(device: int) -> int:
     return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``fp8.rounded`` of a contiguous [T, K] on a GPU, with the same bits."""
+def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
+    """``fp8.rounded_by`` of a contiguous [T, K] on a GPU, with the same bits."""
     assert x.is_contiguous()
     rows, width = x.shape
+    groups = triton.cdiv(width, GROUP) if rounding.grouped else 1
     matrix = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    shape = (rows, groups) if rounding.grouped else (rows,)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     if rows:
-        block = triton.next_power_of_2(width)
-        _round_kernel[(rows,)](
+        block = GROUP if rounding.grouped else triton.next_power_of_2(width)
+        _round_kernel[(rows, groups)](
             x,
             matrix,
             scale,
+            rounding.scale,
             width,
             STEP=STEP,
             TINY=TINY,
+            LARGEST=LARGEST,
             BLOCK=block,
-            num_warps=min(32, max(4, block // 512)),
+            num_warps=1 if rounding.grouped else min(32, max(4, block // 512)),
             **pdl_options(x),
         )
     return matrix, scale
@@ -175,20 +186,27 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 def _round_kernel(
     x,  # [rows, width]
     matrix,  # [rows, width] float8 e4m3
-    scale,  # [rows] fp32
+    scale,  # [rows], or [rows, groups]: of each program
+    fixed,  # [], the scale of all rows, or None
     width,
     STEP: tl.constexpr,
     TINY: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    element = tl.arange(0, BLOCK)
-    at = row.to(tl.int64) * width + element
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    element = group * BLOCK + tl.arange(0, BLOCK)
+    at = row * width + element
     gdc_launch_and_wait(PDL)
     value = tl.load(x + at, mask=element < width, other=0.0).to(tl.float32)
-    step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
-    # tl.max skips NaN, which stays NaN in the row.
-    value *= tl.div_rn(1.0, step)
+    if fixed is not None:
+        step = tl.load(fixed)
+        value *= tl.div_rn(1.0, step)
+        value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
+        # tl.max skips NaN, which stays NaN in the row.
+        value *= tl.div_rn(1.0, step)
     tl.store(matrix + at, value.to(matrix.dtype.element_ty), mask=element < width)
-    tl.store(scale + row, step)
+    tl.store(scale + row * tl.num_programs(1) + group, step)

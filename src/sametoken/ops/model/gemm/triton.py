@@ -34,13 +34,19 @@ def sums(
     half,
     out_features,
     in_features,
+    w_scales,  # [features] pointers to scales of groups of DEPTH features, or None
+    up_scales,
+    x_scales,  # [rows] likewise, or None
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
+    W_STEP: tl.constexpr,
+    X_STEP: tl.constexpr,
 ):
     """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
+    Sums of a group are multiplied by its scales, if any; scales are W_STEP and X_STEP apart.
     WEIGHTS_FIRST fills the load pipeline with weights before the previous kernel has finished.
     The compiler pipelines only what is loaded and multiplied in the same iteration, so activations
     are loaded one iteration ahead, through registers, and stay out of the pipeline. The wait is in
@@ -63,11 +69,16 @@ def sums(
         else:
             x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
-        acc = _with_products(acc, w_tile, x_tile)
+        group = k // DEPTH
+        acc = with_products(
+            acc, w_tile, x_tile, w_scales, present, x_scales, row_present, group, W_STEP, X_STEP
+        )
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = _with_products(up, w_tile, x_tile)
+            up = with_products(
+                up, w_tile, x_tile, up_scales, present, x_scales, row_present, group, W_STEP, X_STEP
+            )
         if WEIGHTS_FIRST:
             x_tile = x_next
     return acc, up
@@ -84,12 +95,34 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _with_products(acc, w_tile, x_tile):
-    """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
-    if w_tile.dtype == tl.float8e4nv:
+def with_products(
+    acc,
+    w_tile,
+    x_tile,
+    w_scales,
+    present,
+    x_scales,
+    row_present,
+    group,
+    W_STEP: tl.constexpr,
+    X_STEP: tl.constexpr,
+):
+    """``acc + w_tile @ x_tile.T``, times scales of the group, if any: [features, rows] fp32."""
+    if w_tile.dtype == x_tile.dtype and w_tile.dtype != tl.float8e4nv:
+        acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+    else:
+        # Exact: every float8 number is one of the wider formats.
+        products = tl.dot(w_tile.to(x_tile.dtype), x_tile.T, input_precision="ieee")
+        if w_scales is not None:
+            w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)[:, None]
+            if x_scales is not None:
+                x_scale = tl.load(x_scales + group * X_STEP, mask=row_present, other=0)
+                products *= w_scale * x_scale[None, :]
+            else:
+                products *= w_scale
         # Hopper keeps about 14 bits in a sum of fp8 products, so each tile is summed separately.
-        return acc + tl.dot(w_tile, x_tile.T)
-    return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+        acc += products
+    return acc
 
 
 @triton.jit
@@ -124,17 +157,22 @@ def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Scales of fp8 operands.
+    """Scales of operands of which at least the matrix is float8.
 
     Attributes:
-        features: [N] fp32, scales of the matrix's rows.
-        rows: [T] fp32, scales of the activations' rows.
+        features: fp32, scales of the matrix: [N], or [N, groups] by row and 128 features.
+        rows: fp32, those of the activations likewise; None: they are not rounded.
         dtype: of the result, except logits.
     """
 
     features: Tensor
-    rows: Tensor
+    rows: Tensor | None
     dtype: torch.dtype
+
+    @property
+    def grouped(self) -> bool:
+        """Whether sums are multiplied by scales group by group."""
+        return self.features.dim() == 2 or (self.rows is not None and self.rows.dim() == 2)
 
 
 def epilogue_of(bias: Tensor | None, out_dtype: torch.dtype | None) -> Epilogue:
@@ -233,12 +271,20 @@ def tiled_product(
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
+        W_GROUPS=groups_of(None if scaling is None else scaling.features),
+        X_GROUPS=groups_of(None if scaling is None else scaling.rows),
+        GROUPED=scaling is not None and scaling.grouped,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
         BLOCK_DEPTH=config.block_depth,
         **launch,
     )
     return out
+
+
+def groups_of(scale: Tensor | None) -> int:
+    """The scales of each row."""
+    return 1 if scale is None or scale.dim() == 1 else scale.shape[1]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -248,8 +294,8 @@ def _product_kernel(
     x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     w_tiles,
     bias,  # [out_features], or None
-    feature_scales,  # those of weight's rows, or None
-    row_scales,  # [rows], or None
+    feature_scales,  # [weight's rows, W_GROUPS], or None
+    row_scales,  # [rows, X_GROUPS], or None
     out,  # [rows, out_features]
     rows,
     out_features,
@@ -261,6 +307,9 @@ def _product_kernel(
     PREFETCH_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
+    W_GROUPS: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -284,32 +333,47 @@ def _product_kernel(
 
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
+    w_scales = None
+    up_scales = None
+    x_scales = None
+    if GROUPED:
+        w_scales = feature_scales + feature * W_GROUPS
+        up_scales = w_scales + out_features * W_GROUPS
+        if row_scales is not None:
+            x_scales = row_scales + row * X_GROUPS
     acc, up = sums(
         x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
-        half, out_features, in_features, EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
+        half, out_features, in_features, w_scales, up_scales, x_scales,
+        EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
+        1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0,
     )  # fmt: skip
     gdc_launch_dependents(RELEASE == "late")
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
-    acc = _scaled(acc, feature_scales, feature, feature < out_features, row_scales, row, rows)
+    if not GROUPED:
+        is_feature, is_row = feature < out_features, row < rows
+        acc = scaled(acc, feature_scales, feature, is_feature, row_scales, row, is_row)
+        if EPILOGUE == "silu_mul":
+            up_feature = feature + out_features
+            up = scaled(up, feature_scales, up_feature, is_feature, row_scales, row, is_row)
     if EPILOGUE == "bias":
         acc += tl.load(bias + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "silu_mul":
-        up_feature = feature + out_features
-        up = _scaled(up, feature_scales, up_feature, feature < out_features, row_scales, row, rows)
         acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
     tl.store(out + at, acc.to(dtype), mask=stored)
 
 
 @triton.jit
-def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
-    """Multiply sums of fp8 products by the scales of both operands, if any."""
+def scaled(acc, feature_scales, feature, present, row_scales, row, row_present):
+    """Multiply sums of fp8 products by the scales of the operands that have them."""
     if feature_scales is not None:
-        w_scale = tl.load(feature_scales + feature, mask=present, other=0)
-        x_scale = tl.load(row_scales + row, mask=row < rows, other=0)
-        acc *= w_scale[:, None] * x_scale[None, :]
+        w_scale = tl.load(feature_scales + feature, mask=present, other=0)[:, None]
+        if row_scales is not None:
+            acc *= w_scale * tl.load(row_scales + row, mask=row_present, other=0)[None, :]
+        else:
+            acc *= w_scale
     return acc
 
 

@@ -1,1 +1,1 @@
-"""Latent attention (MLA): its types, its operations in plain PyTorch, and its Triton kernels."""
+"""Attention over latent vectors (MLA), and products per head."""

@@ -1,1 +1,1 @@
-"""Mamba-2 without its projections: sizes, row function and kernels."""
+"""Mamba-2 as a recurrent rule."""

@@ -27,6 +27,7 @@ from sametoken.ops.model.gemm.fp8_triton import (
     rounded,
 )
 from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig
+from sametoken.ops.weight import Rounding
 
 CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
@@ -151,7 +152,7 @@ def test_rows_that_do_not_exist_are_not_written():
 
     with pytest.MonkeyPatch.context() as patch:
         operands = rounded(x)
-        patch.setattr(fp8_triton, "rounded", lambda _: operands)
+        patch.setattr(fp8_triton, "rounded", lambda *_: operands)
         patch.setattr(fp8_triton.torch, "empty", carved)
         results = {dtype: product(x, weight, name) for dtype, name in FORMS.items()}
     for dtype, got in results.items():
@@ -291,6 +292,25 @@ for features, depth, epilogue in SHAPES:
         assert len(re.findall(r"div\.rn\.f32", kernel)) == 1
 
 
+def test_scales_of_groups_and_plain_activations_compile(tmp_path):
+    code = """
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.fp8_triton import product
+from sametoken.ops.weight import Rounding
+matrix = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
+for rows in (1, 512):
+    x = torch.empty(rows, 4096, dtype=torch.bfloat16)
+    for epilogue in ("none", "silu_mul"):
+        product(x, Fp8Weight(matrix, torch.empty(6144, 32), Rounding(grouped=True)), epilogue)
+    product(x, Fp8Weight(matrix, torch.empty(6144), Rounding(scale=torch.empty(()))))
+    product(x, Fp8Weight(matrix, torch.empty(6144), None))
+"""
+    compile_launches(code, tmp_path)
+    products = [file.read_text() for file in tmp_path.rglob("_product_kernel.ptx")]
+    assert sum("e4m3.e4m3" in kernel for kernel in products) >= 5
+    assert sum("bf16.bf16" in kernel for kernel in products) == 2
+
+
 SHAPES = [
     GemmShape(features, 4096, epilogue)
     for features, epilogue in ((4096, "none"), (NARROW, "none"), (WIDE, "logits"))
@@ -329,3 +349,53 @@ def test_narrow_weights_give_many_programs_that_read_far_ahead():
 def test_narrow_weights_alone_are_asked_for_early():
     early = [default_config(shape, 1, True).prefetch_bytes for shape in SHAPES]
     assert early == [1024, 0, 0, 0, 0, 0]
+
+
+ROUNDINGS = {
+    "row": Rounding(),
+    "groups": Rounding(grouped=True),
+    "fixed": Rounding(scale=torch.tensor(2.0**-4)),
+    "none": None,
+}
+
+
+def grouped_weight(features: int, depth: int, by_group: bool, rounding: str) -> Fp8DeviceWeight:
+    """As ``weight_of``, with scales by group, in poisoned memory."""
+    plain, groups = weight_of(features, depth), -(-depth // DEPTH)
+    scale = plain.scale
+    if by_group:
+        scale = poisoned_view(2.0 ** (integers(features, groups, seed=4) - 8))
+    return Fp8DeviceWeight(plain.matrix, scale, ROUNDINGS[rounding])
+
+
+def grouped_activations(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
+    """As ``activations``, with the largest element in each group."""
+    x = integers(rows, depth)
+    x[:, ::DEPTH] = 7
+    return (x * 2.0 ** (torch.arange(rows) % 3 - 1)[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("epilogue", ["bias", "silu_mul"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 128), (33, 50, 300)])
+def test_scales_of_groups_give_the_result_of_the_reference(
+    rows, features, depth, by_group, rounding, epilogue
+):
+    x = poisoned_view(grouped_activations(rows, depth, torch.float32))
+    weight = grouped_weight(features, depth, by_group, rounding)
+    operand = operand_of(epilogue, features, x.dtype)
+    plain = Fp8Weight(weight.matrix, weight.scale, weight.rounding)
+    gated = epilogue == "silu_mul"
+    expected = plain.gated_matmul(x) if gated else plain.matmul(x, operand)
+    assert same(product(x, weight, epilogue, operand), expected, epilogue)
+
+
+@pytest.mark.parametrize("rounding", ["row", "groups", "fixed"])
+def test_activations_round_as_the_reference_does(rounding):
+    x = poisoned_view(grouped_activations(7, 300, torch.float16))
+    x[3, 5] = 500.0
+    values, scale = rounded(x, ROUNDINGS[rounding])
+    wanted, wanted_scale = fp8.rounded_by(ROUNDINGS[rounding], x)
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(values.float(), wanted.float())

@@ -1,0 +1,57 @@
+"""What ``WeightReader`` asks of a quantization format: what it covers, and how to read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from sametoken.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from sametoken.models.load.weights import Part, TensorSource, WeightReader
+
+
+class LinearFormat(Protocol):
+    """How a checkpoint stores a quantized linear. Equal formats may be fused."""
+
+    def covers(self, source: TensorSource, module: str) -> bool:
+        """Whether the module is stored so, rather than unquantized."""
+        ...
+
+    def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
+        """This rank's shares of the parts, one after the other, as one weight.
+
+        Args:
+            reader: of the tensors.
+            in_features: columns of each whole part.
+            parts: named by module: without the name of a tensor in it.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape, dtype or range.
+            ConfigError: the ranks cannot divide a part.
+            UnsupportedError: the backend has no products for the format.
+        """
+        ...
+
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """This rank's share of a part as a matrix in fp32; arguments and errors as for ``read``."""
+        ...
+
+
+class Quantization(Protocol):
+    """The formats of a checkpoint's linears."""
+
+    def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
+        """The format of a linear, by its name without ``.weight``; None: unquantized."""
+        ...
+
+
+class _Unquantized:
+    """``Quantization`` of a checkpoint without one."""
+
+    def format_of(self, module: str, source: TensorSource) -> None:
+        return None
+
+
+UNQUANTIZED = _Unquantized()

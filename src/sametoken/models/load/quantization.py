@@ -1,0 +1,385 @@
+"""Which linears of a checkpoint are quantized, and in which format: config.json's quantization.
+
+Formats, as their writers define them:
+
+- ``compressed-tensors`` (github.com/vllm-project/compressed-tensors): ``config_groups`` name
+  targets by module, by ``re:`` and a regular expression, or by class; ``ignore`` takes out.
+- ``fp8`` (DeepSeek's and Qwen's; transformers' FineGrainedFP8Config): all linears except
+  ``modules_to_not_convert``.
+- ``gptq`` (AutoGPTQ, GPTQModel) and ``awq`` (AutoAWQ): all linears that are stored so.
+
+Every key is either understood or refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
+from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
+from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import TensorSource
+
+KEYS = ("quantization_config", "compression_config")
+#: The class of every projection that a format may cover.
+_LINEAR = "Linear"
+_EXPRESSION = "re:"
+#: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
+_MAX_EXPRESSION, _MAX_REPEATS = 400, 5
+_ANOTHER = "use another checkpoint"
+#: How a checkpoint was made, and by which kernels its writers run it.
+_OF_QUANTIZING = (
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_percent",
+    "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "exllama_config",
+    "fuse_max_seq_len", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
+    "pad_token_id", "quantizer", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Targeted:
+    """Targets, and the format of the linears that they name.
+
+    Attributes:
+        names: whole names of modules.
+        expressions: of which one matches the beginning of a name.
+        everything: whether all linears are meant.
+    """
+
+    names: frozenset[str]
+    expressions: tuple[re.Pattern[str], ...]
+    everything: bool
+    format: LinearFormat | None
+
+    def rank(self, module: str) -> int:
+        """How closely a module is named: 0 by name, 1 by expression, 2 by class, 3 not."""
+        if module in self.names:
+            return 0
+        if any(expression.match(module) for expression in self.expressions):
+            return 1
+        return 2 if self.everything else 3
+
+
+@dataclass(frozen=True, slots=True)
+class ByTarget:
+    """``Quantization`` by the names of modules: the closest target decides, then the first.
+
+    Attributes:
+        groups: targets with their formats.
+        ignored: modules that stay unquantized.
+    """
+
+    groups: tuple[Targeted, ...]
+    ignored: Targeted
+
+    def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
+        """See ``Quantization``.
+
+        A group may name modules by a class, which tensors do not show: a router is no Linear in
+        some families. So a weight that is stored in a floating dtype, without anything of the
+        format beside it, is what it is.
+        """
+        if self.ignored.rank(module) < 3:
+            return None
+        group = min(self.groups, key=lambda one: one.rank(module))
+        if group.rank(module) == 3 or group.format is None:
+            return None
+        return group.format if group.format.covers(source, module) else None
+
+
+def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
+    """The quantization of a config.json; ``UNQUANTIZED`` without one.
+
+    Raises:
+        CheckpointError: a key is missing or impossible.
+        UnsupportedError: a method, format or setting is not implemented; named by its key.
+    """
+    key = next((key for key in KEYS if config.get(key)), None)
+    if key is None:
+        return UNQUANTIZED
+    given = Settings(config, location).nested(key)
+    settings = Settings(given, f"{location}: {key}")
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise UnsupportedError(
+            f"{settings.location}: quant_method={short(method)} is not supported",
+            f"supported: {', '.join(_METHODS)}; or use the checkpoint's unquantized weights",
+        )
+    return _METHODS[method](settings)
+
+
+def require_unquantized(config: Mapping[str, Any], location: str, use: str) -> None:
+    """Refuse a quantized checkpoint for a use that needs its weights in a floating dtype.
+
+    Raises:
+        UnsupportedError: names the use.
+    """
+    if read_quantization(config, location) is not UNQUANTIZED:
+        raise UnsupportedError(
+            f"{location} has quantized weights, which {use} does not support",
+            "use the checkpoint's unquantized weights",
+        )
+
+
+def _read_fp8(settings: Settings) -> Quantization:
+    """``quant_method: fp8``."""
+    require_known(
+        settings,
+        used=("weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
+        only={"fmt": ("e4m3",), "scale_fmt": ("float",), "expert_dtype": ("fp8",)},
+        unused=("quant_method", "dequantize"),
+    )
+    block = settings.get("weight_block_size")
+    if block not in (None, [BLOCK, BLOCK]):
+        raise _unsupported(settings, "weight_block_size", f"use [{BLOCK}, {BLOCK}] or none")
+    scheme = settings.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _unsupported(settings, "activation_scheme", "use dynamic or static")
+    dynamic = "token" if block is None else "group"
+    linear = Fp8Linear(
+        scales="tensor" if block is None else "block",
+        activations="tensor" if scheme == "static" else dynamic,
+        scale_names=("weight_scale_inv", "weight_scale"),
+    )
+    names = settings.names("modules_to_not_convert") or settings.names("ignored_layers")
+    # As transformers matches them: from the start of a name to the end of a part, or at its end.
+    literal = [re.escape(name) for name in names]
+    patterns = (rf"(?:{name}(?:\.|$)|.*{name}$)" for name in literal)
+    ignored = Targeted(frozenset(), tuple(re.compile(one) for one in patterns), False, None)
+    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
+
+
+def _read_gptq(settings: Settings) -> Quantization:
+    """``quant_method: gptq``."""
+    require_known(
+        settings,
+        used=("bits", "group_size", "checkpoint_format"),
+        only={
+            "sym": (True, False),
+            "desc_act": (True, False),
+            "static_groups": (True, False),
+            "lm_head": (False,),
+            "is_marlin_format": (False,),
+            "pack_dtype": ("int32",),
+            "format": (GPTQ,),
+            "method": (GPTQ,),
+        },
+        unused=("quant_method", *_OF_QUANTIZING),
+    )
+    layout = settings.get("checkpoint_format", GPTQ)
+    if layout not in (GPTQ, GPTQ_V2):
+        raise _unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
+    return _all_stored(Int4Linear(layout, _group_size(settings)))
+
+
+def _read_awq(settings: Settings) -> Quantization:
+    """``quant_method: awq``."""
+    require_known(
+        settings,
+        used=("bits", "group_size", "version", "format"),
+        only={"zero_point": (True,)},
+        unused=("quant_method", "modules_to_not_convert", *_OF_QUANTIZING),
+    )
+    version = settings.get("version", settings.get("format", "gemm"))
+    if str(version).lower() != "gemm":
+        raise _unsupported(settings, "version", "use gemm")
+    return _all_stored(Int4Linear(AWQ, _group_size(settings)))
+
+
+def _group_size(settings: Settings) -> int:
+    if settings.get("bits") != 4:
+        raise _unsupported(settings, "bits", "use 4")
+    size = settings.get("group_size", 128)
+    return size if size == -1 else settings.integer("group_size", 128)
+
+
+def _all_stored(linear: LinearFormat) -> Quantization:
+    """One format for every linear that is stored in it."""
+    nothing = Targeted(frozenset(), (), False, None)
+    return ByTarget((Targeted(frozenset(), (), True, linear),), nothing)
+
+
+def _read_compressed_tensors(settings: Settings) -> Quantization:
+    """``quant_method: compressed-tensors``."""
+    require_known(
+        settings,
+        used=("config_groups", "format", "ignore"),
+        only={"quantization_status": ("compressed", "frozen")},
+        unused=("quant_method", "version", "global_compression_ratio"),
+    )
+    groups = settings.nested("config_groups")
+    if not groups:
+        raise CheckpointError(
+            f"{settings.location} has no config_groups", "compare with the original checkpoint's"
+        )
+    whole = settings.get("format")
+    read = []
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise CheckpointError(
+                f"{settings.location}: {short(name)} in config_groups is not an object"
+            )
+        own = Settings(group, f"{settings.location}.{name}")
+        require_known(own, used=("targets", "weights", "input_activations", "format"))
+        kind = own.get("format", whole)
+        if not isinstance(kind, str) or kind not in _COMPRESSED:
+            raise UnsupportedError(
+                f"{own.location}: format={short(kind)} is not supported",
+                f"supported: {', '.join(_COMPRESSED)}",
+            )
+        read.append(_targeted(own, own.names("targets"), _COMPRESSED[kind](own)))
+    return ByTarget(tuple(read), _targeted(settings, settings.names("ignore"), None))
+
+
+def _targeted(
+    settings: Settings, targets: tuple[str, ...], linear: LinearFormat | None
+) -> Targeted:
+    """Targets as compressed-tensors writes them."""
+    given = [one.removeprefix(_EXPRESSION) for one in targets if one.startswith(_EXPRESSION)]
+    expressions = tuple(_compiled(settings, one) for one in given)
+    names = frozenset(one for one in targets if not one.startswith(_EXPRESSION))
+    return Targeted(names - {_LINEAR}, expressions, _LINEAR in names, linear)
+
+
+def _compiled(settings: Settings, expression: str) -> re.Pattern[str]:
+    """A checkpoint's regular expression; refused where matching could take very long."""
+    repeats = len(re.findall(r"(?<!\\)[*+{]", expression))
+    nested = re.search(r"\)[*+{]", expression)
+    if len(expression) > _MAX_EXPRESSION or repeats > _MAX_REPEATS or nested:
+        raise UnsupportedError(
+            f"{settings.location}: the expression {short(expression)} repeats too much",
+            "name the modules",
+        )
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(
+            f"{settings.location}: {short(expression)} is no regular expression ({error})",
+            "compare with the original checkpoint's",
+        ) from error
+
+
+def _float_linear(group: Settings) -> Fp8Linear:
+    """A group of the format ``float-quantized``."""
+    weights = _arguments(group, "weights")
+    _require_e4m3(weights)
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "block"):
+        raise _unsupported(weights, "strategy", "use tensor, channel or block")
+    if strategy == "block" and weights.get("block_structure") not in ([BLOCK, BLOCK], "128x128"):
+        raise _unsupported(weights, "block_structure", f"use [{BLOCK}, {BLOCK}]")
+    if weights.get("dynamic"):
+        raise _unsupported(weights, "dynamic", _ANOTHER)
+    return Fp8Linear(strategy, _float_activations(group), ("weight_scale",))
+
+
+def _packed_linear(group: Settings) -> Int4Linear:
+    """A group of the format ``pack-quantized``."""
+    weights = _arguments(group, "weights")
+    found = (weights.get("num_bits"), weights.get("type", "int"), weights.get("dynamic", False))
+    if found != (4, "int", False):
+        raise UnsupportedError(
+            f"{weights.location}: num_bits={short(found[0])}, type={short(found[1])}, "
+            f"dynamic={short(found[2])} is not supported",
+            "use 4 bits, int, not dynamic",
+        )
+    if group.get("input_activations") is not None:
+        raise _unsupported(group, "input_activations", "use a checkpoint of weights alone")
+    strategy = weights.get("strategy", "group")
+    if strategy not in ("group", "channel"):
+        raise _unsupported(weights, "strategy", "use group or channel")
+    size = -1 if strategy == "channel" else weights.integer("group_size")
+    return Int4Linear(PACKED, size, bool(weights.get("symmetric", True)))
+
+
+def _float_activations(group: Settings) -> str:
+    """How a group rounds activations: "none", or by "token", "group" or "tensor"."""
+    if group.get("input_activations") is None:
+        return "none"
+    given = _arguments(group, "input_activations")
+    _require_e4m3(given)
+    strategy, dynamic = given.get("strategy"), given.get("dynamic", False)
+    if (strategy, dynamic) in (("token", True), ("tensor", False)):
+        return str(strategy)
+    if (strategy, dynamic, given.get("group_size")) == ("group", True, BLOCK):
+        return "group"
+    raise UnsupportedError(
+        f"{given.location}: strategy={short(strategy)} with dynamic={short(dynamic)} and "
+        f"group_size={short(given.get('group_size'))} is not supported",
+        f"use token (dynamic), group of {BLOCK} (dynamic) or tensor (static); one dynamic scale "
+        "for a batch would make rows depend on each other",
+    )
+
+
+def _arguments(group: Settings, key: str) -> Settings:
+    """The settings of a group's weights or activations."""
+    arguments = Settings(group.nested(key), f"{group.location}.{key}")
+    require_known(
+        arguments,
+        used=("strategy", "block_structure", "dynamic", "group_size", "num_bits", "type"),
+        only={"symmetric": (True, False)},
+        unused=("observer", "observer_kwargs", "zp_dtype", "scale_dtype", "actorder"),
+    )
+    return arguments
+
+
+def _require_e4m3(settings: Settings) -> None:
+    found = (settings.get("num_bits"), settings.get("type"), settings.get("symmetric", True))
+    if found != (8, "float", True):
+        raise UnsupportedError(
+            f"{settings.location}: num_bits={short(found[0])}, type={short(found[1])}, "
+            f"symmetric={short(found[2])} is not supported",
+            "use 8 bits, float, symmetric",
+        )
+
+
+def require_known(
+    settings: Settings,
+    *,
+    used: tuple[str, ...],
+    only: Mapping[str, tuple[object, ...]] | None = None,
+    unused: tuple[str, ...] = (),
+) -> None:
+    """Refuse a key that nobody reads, unless it is empty, and a value that nobody implements.
+
+    Args:
+        settings: the settings.
+        used: keys that the caller reads.
+        only: values of keys that mean nothing else.
+        unused: keys without a meaning for reading.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
+    only = only or {}
+    for key, value in settings.values.items():
+        if key in used or key in unused or value in (None, [], {}, ""):
+            continue
+        if value not in only.get(key, ()):
+            raise _unsupported(settings, key, _ANOTHER)
+
+
+def _unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{settings.location}: {key}={short(settings.get(key))} is not supported", remedy
+    )
+
+
+_COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {
+    "float-quantized": _float_linear,
+    PACKED: _packed_linear,
+}
+_METHODS: dict[str, Callable[[Settings], Quantization]] = {
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+}

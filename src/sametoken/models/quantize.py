@@ -1,0 +1,191 @@
+"""Write a quantized copy of a checkpoint, in the published format of compressed-tensors.
+
+Weights are rounded to nearest, without data. Schemes, by the names that vLLM's users know:
+
+- ``fp8-dynamic`` (``float-quantized``): float8 e4m3, a scale per row; activations are rounded by
+  token when the model runs.
+- ``w4a16`` (``pack-quantized``): 4 bits, symmetric, a scale per row and group of features.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.models.load.files import INDEX, read_json_object, weight_files
+from sametoken.models.load.huggingface import SafetensorsSource, open_weights
+from sametoken.models.load.quantization import require_unquantized
+from sametoken.models.load.weights import FLOATING
+from sametoken.ops.model.gemm.fp8 import LARGEST, rounded
+
+FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
+SCHEMES = (FP8_DYNAMIC, W4A16)
+#: Projections; embeddings, heads, routers and gates stay as they are.
+_PROJECTION = re.compile(r"(?P<module>.*(?:_proj|\.in_proj_(?:qkv|z|qkvz)))\.weight")
+_GROUPS = (128, 64, 32)
+_COPIED = (".json", ".jinja", ".model", ".txt")
+_LEFT_OUT = (INDEX, "config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What was written: linears, and bytes of weights before and after."""
+
+    num_linears: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
+    """Write ``output``, a directory with all files of ``source`` and quantized linears.
+
+    Memory holds one file of the checkpoint, as it is and quantized.
+
+    Args:
+        source: a Hugging Face directory of unquantized weights.
+        output: a directory that does not exist, or is empty.
+        scheme: one of ``SCHEMES``.
+
+    Raises:
+        ConfigError: the scheme is unknown, or ``output`` holds files.
+        CheckpointError: ``source`` is no checkpoint, or damaged.
+        UnsupportedError: it is quantized already, or has no linears that the scheme can hold.
+    """
+    if scheme not in SCHEMES:
+        raise ConfigError(f"scheme={scheme!r} is not known", f"use one of {', '.join(SCHEMES)}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists", "name a new directory")
+    config = read_json_object(source / "config.json")
+    require_unquantized(config, str(source), "quantizing")
+    tensors = open_weights(source)
+    if not isinstance(tensors, SafetensorsSource):
+        raise UnsupportedError(
+            f"{source} holds pickled weights only", "convert them to safetensors"
+        )
+    linears = _linears(tensors)
+    group_size = _group_size(tensors, linears, source) if scheme == W4A16 else None
+    output.mkdir(parents=True, exist_ok=True)
+    before = after = 0
+    weight_map: dict[str, str] = {}
+    files = weight_files(source)
+    for file in files:
+        given = {name: _whole(tensors, name) for name in tensors.names_in(file)}
+        stored: dict[str, Tensor] = {}
+        for name, tensor in given.items():
+            before += tensor.nbytes
+            module = linears.get(name)
+            stored |= {name: tensor} if module is None else _stored(module, tensor, group_size)
+        after += sum(tensor.nbytes for tensor in stored.values())
+        save_file(stored, output / file.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file.name)
+    _write_rest(source, output, {file.name for file in files})
+    if len(files) > 1:
+        index = {"metadata": {"total_size": after}, "weight_map": weight_map}
+        (output / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    kept = [name.removesuffix(".weight") for name in _matrices(tensors) if name not in linears]
+    config["quantization_config"] = _config(group_size, kept)
+    (output / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return Quantized(len(linears), before, after)
+
+
+def _matrices(tensors: SafetensorsSource) -> list[str]:
+    """Names of the matrices that modules have as their weight."""
+    names = sorted(name for name in tensors.names() if name.endswith(".weight"))
+    return [name for name in names if len(tensors.shape(name)) == 2]
+
+
+def _linears(tensors: SafetensorsSource) -> dict[str, str]:
+    """The module of each weight to quantize."""
+    found = {name: _PROJECTION.fullmatch(name) for name in _matrices(tensors)}
+    linears = {name: match["module"] for name, match in found.items() if match}
+    if not linears:
+        raise UnsupportedError(
+            f"{tensors.location} holds no projections (*_proj.weight) to quantize",
+            "use a checkpoint of a decoder, with its experts one by one",
+        )
+    return linears
+
+
+def _group_size(tensors: SafetensorsSource, linears: Mapping[str, str], source: Path) -> int:
+    """The largest group that divides the features of every linear."""
+    features = [tensors.shape(name)[1] for name in linears]
+    size = next((one for one in _GROUPS if all(count % one == 0 for count in features)), None)
+    if size is None:
+        raise UnsupportedError(
+            f"{source} has linears whose features no group of {_GROUPS} divides",
+            f"use {FP8_DYNAMIC}",
+        )
+    return size
+
+
+def _whole(tensors: SafetensorsSource, name: str) -> Tensor:
+    shape = tensors.shape(name)
+    return torch.cat(list(tensors.stored_chunks(name))).reshape(shape)
+
+
+def _stored(module: str, weight: Tensor, group_size: int | None) -> dict[str, Tensor]:
+    """A linear's tensors; scales are in the weight's dtype, and values rounded by those."""
+    dtype = weight.dtype if weight.dtype in FLOATING[1:] else torch.float32
+    if group_size is None:
+        _, scale = rounded(weight)
+        scale = scale.to(dtype)[:, None]
+        values = (weight.float() / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return {f"{module}.weight": values, f"{module}.weight_scale": scale}
+    groups = weight.float().unflatten(1, (-1, group_size))
+    # 15 steps from -8 to 7 for a range twice the largest element.
+    largest = groups.abs().amax(2).clamp(min=torch.finfo(torch.float16).tiny)
+    scale = (largest * (2 / 15)).to(dtype)
+    signed = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).flatten(1)
+    return {
+        f"{module}.weight_packed": _packed(signed.to(torch.int32) + 8),
+        f"{module}.weight_scale": scale,
+        f"{module}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _packed(values: Tensor) -> Tensor:
+    """[N, K] int32 below 16 to [N, K / 8] int32, eight to a word, the first lowest."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    # No two share a bit; the sum may pass 2**31, where it wraps as the bits should.
+    words: Tensor = (values.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int32)
+    return words
+
+
+def _write_rest(source: Path, output: Path, weights: set[str]) -> None:
+    """Copy what is beside the weights: tokenizer, template, settings of generation."""
+    for file in source.iterdir():
+        beside = file.name not in weights and file.name not in _LEFT_OUT
+        if beside and file.is_file() and file.suffix in _COPIED:
+            shutil.copyfile(file, output / file.name)
+
+
+def _config(group_size: int | None, ignored: list[str]) -> dict[str, Any]:
+    """``quantization_config`` as compressed-tensors writes it."""
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
+    activations, kind = None, "pack-quantized"
+    if group_size is None:
+        weights = {**float8, "strategy": "channel", "dynamic": False}
+        activations = {**float8, "strategy": "token", "dynamic": True}
+        kind = "float-quantized"
+    else:
+        weights |= {"strategy": "group", "group_size": group_size}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": ignored,
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": kind}},
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,149 @@
+"""The law for quantized targets: the same tokens and bits with and without speculation."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.harness import request, run
+from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
+from helpers.latents import write_nextn
+from helpers.nemotron import write_nemotron
+from helpers.quantized import (
+    STATIC,
+    TOKEN,
+    block_config,
+    compressed_config,
+    gptq_llama,
+    quantize_tensors,
+)
+from helpers.recorded import RecordedLogits
+from helpers.static_steps import in_steps
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+
+PROMPTS = [[1, 2, 3, 4] * 5, [0, 7, 7], list(range(17))]
+MAX_TOKENS = 14
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+def dense(folder, strategy: str, activations: dict | None):
+    config = LLAMA | {"hidden_size": 160, "intermediate_size": 136, "num_hidden_layers": 2}
+    shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], 160),
+        "model.norm.weight": (160,),
+        "lm_head.weight": (config["vocab_size"], 160),
+    }
+    for index in range(2):
+        shapes |= layer_shapes(config, f"model.layers.{index}", 160)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    fixed = [0.02, 0.03] * 7 if activations is STATIC else ()
+    stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale", input_scales=fixed)
+    config |= {"quantization_config": compressed_config(strategy, activations)}
+    return write_checkpoint(folder, config, stored)
+
+
+def hybrid(folder):
+    """Target and MTP module in blocks, except the gates, as Qwen publishes them."""
+    config = hybrid_config("qwen3_5", hidden_size=136, **EXPERTS)
+    chosen = ("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "mtp.fc.weight")
+    stored, _ = quantize_tensors(
+        hybrid_tensors(config, seed=3), chosen=lambda name: name.endswith(chosen)
+    )
+    ignored = [f"model.language_model.layers.{i}.linear_attn.in_proj_a" for i in range(4)]
+    config |= {"quantization_config": block_config(modules_to_not_convert=["lm_head", *ignored])}
+    return write_checkpoint(folder, config, stored)
+
+
+def ran(path, spec: dict | None, steps: str = "compact", prompts=PROMPTS, **options):
+    """Tokens by prompt, the logits of emitted tokens by prompt and position, drafts offered."""
+    options = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "prefill_chunk_size": 8,
+        "block_size": 8,
+        "max_model_len": 48,
+        "kv_cache_memory_bytes": 2**20,
+        "enable_prefix_caching": False,
+    } | options
+    core = build_engine(
+        EngineConfig.from_options(model=str(path), speculative_config=spec, **options)
+    )
+    recorded = RecordedLogits()
+    core._runner = in_steps(recorded.runner(core._runner), steps)
+    items = [
+        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.7 * (i % 2))
+        for i, prompt in enumerate(prompts)
+    ]
+    drafted = run(core, items)
+    return drafted, recorded.rows
+
+
+def require_same(path, spec: dict, dtype: str) -> None:
+    plain, truth = ran(path, None, dtype=dtype, max_num_seqs=1)
+    for steps, chunk in (("compact", 16), ("static", 8)):
+        drafted, rows = ran(
+            path, spec, steps, dtype=dtype, prefill_chunk_size=chunk, steps_in_flight=2
+        )
+        assert drafted.tokens == plain.tokens
+        assert drafted.offered > 0
+        same = [torch.equal(row, truth[key]) for key, row in rows.items() if key in truth]
+        assert all(same)
+        assert len(same) >= len(PROMPTS) * MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "activations", "dtype"),
+    [
+        ("channel", TOKEN, "bfloat16"),
+        ("block", TOKEN, "float32"),
+        ("tensor", STATIC, "bfloat16"),
+        ("channel", None, "float32"),
+    ],
+)
+def test_speculation_changes_no_bit_of_a_float8_target(tmp_path, strategy, activations, dtype):
+    require_same(dense(tmp_path, strategy, activations), NGRAM, dtype)
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path, method):
+    spec = NGRAM if method == "ngram" else {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(hybrid(tmp_path), spec, "float32")
+
+
+def quantized_in_place(folder, chosen) -> None:
+    """A checkpoint's chosen matrices in blocks, as DeepSeek publishes them."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]
+    stored, _ = quantize_tensors(
+        tensors, chosen=lambda name: name in names and bool(chosen.search(name))
+    )
+    plain = [name.removesuffix(".weight") for name in names if not chosen.search(name)]
+    config |= {"quantization_config": block_config(modules_to_not_convert=plain)}
+    write_checkpoint(folder, config, stored)
+
+
+def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path):
+    write_nextn(tmp_path, "deepseek_v3")
+    quantized_in_place(tmp_path, re.compile(r"proj|mqa"))
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(tmp_path, spec, "float32")
+
+
+def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
+    write_nemotron(tmp_path)
+    quantized_in_place(tmp_path, re.compile(r"^(backbone|mtp).*(in|out|up|down|eh|[qkvo])_proj"))
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(tmp_path, spec, "float32")
+
+
+def test_nor_of_a_target_in_four_bits(tmp_path):
+    config, stored = gptq_llama()
+    require_same(write_checkpoint(tmp_path, config, stored), NGRAM, "bfloat16")

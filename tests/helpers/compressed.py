@@ -1,0 +1,96 @@
+"""Tiny checkpoints that compressed-tensors itself quantizes and writes, and its own logits."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def tiny_llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | changes, dtype="float32")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+                if "embed" not in name:
+                    # Rows of unlike sizes, so that a scale at the wrong row is seen.
+                    parameter.mul_(torch.linspace(0.2, 3, parameter.shape[0])[:, None])
+    return model
+
+
+def scales_of(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The library's scales and zero points of a weight, by its strategy."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    if args.strategy == "tensor":
+        low, high = weight.amin().reshape(1), weight.amax().reshape(1)
+    elif args.strategy == "channel":
+        low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    elif args.strategy == "group":
+        grouped = weight.unflatten(1, (-1, args.group_size))
+        low, high = grouped.amin(2), grouped.amax(2)
+    else:
+        padded = torch.nn.functional.pad(
+            weight, (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128)
+        )
+        blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    return calculate_qparams(low, high, args)
+
+
+def written(folder, groups: dict, ignore=("lm_head",), token_ids=(), **changes):
+    """Quantize ``tiny_llama`` and save it to ``folder``; the library's logits of the tokens."""
+    pytest.importorskip("compressed_tensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _written(folder, copy.deepcopy(groups), list(ignore), list(token_ids), changes)
+
+
+@torch.no_grad()
+def _written(folder, groups, ignore, token_ids, changes):
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    model = tiny_llama(**changes)
+    config = QuantizationConfig(config_groups=groups, ignore=ignore)
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None or scheme.weights is None:
+            continue
+        scale, zero = scales_of(module.weight, scheme.weights)
+        module.weight_scale.copy_(scale)
+        if hasattr(module, "weight_zero_point"):
+            module.weight_zero_point.copy_(zero)
+        if hasattr(module, "input_scale"):
+            # Unlike for each module, so that fused ones must not share one.
+            module.input_scale.fill_(0.01 + 0.002 * (len(name) % 5))
+        module.quantization_status = QuantizationStatus.FROZEN
+    logits = model(torch.tensor([token_ids])).logits[0] if token_ids else None
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    return logits

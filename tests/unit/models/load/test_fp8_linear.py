@@ -1,0 +1,305 @@
+"""Float8 checkpoints: the logits that their writers mean, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
+from helpers.compressed import written
+from helpers.forward import CPU, Bench
+from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
+from helpers.latents import write_latent
+from helpers.quantized import (
+    STATIC,
+    block_config,
+    compressed_config,
+    quantize_tensors,
+)
+from helpers.thread_ranks import run_ranks
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.loader import load_model
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.stacked import StackedWeight
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
+
+TOKENS = [3, 40, 17, 5, 5, 21, 0]
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def load(path, kernels=None, dtype=torch.float32, parallel=SINGLE_RANK):
+    return load_model(
+        path,
+        kernels=kernels or ReferenceKernels(),
+        dtype=dtype,
+        device=CPU,
+        max_positions=32,
+        parallel=parallel,
+    )
+
+
+def logits_of(model, *chunks: int) -> torch.Tensor:
+    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
+
+
+def llama_tensors(**changes) -> tuple[dict, dict[str, torch.Tensor]]:
+    config = LLAMA | SIZES | changes
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+        **layer_shapes(config, "model.layers.0", hidden),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return config, {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+
+
+def write_block(folder, edit=None, **changes):
+    config, tensors = llama_tensors()
+    stored, _ = quantize_tensors(tensors)
+    config |= {"quantization_config": block_config(**changes)}
+    if edit is not None:
+        edit(stored)
+    return write_checkpoint(folder, config, stored)
+
+
+SCHEMES = {
+    "channel-token": ("channel", {"strategy": "token", "dynamic": True}),
+    "tensor-token": ("tensor", {"strategy": "token", "dynamic": True}),
+    "tensor-static": ("tensor", {"strategy": "tensor", "dynamic": False}),
+    "block-group": ("block", {"strategy": "group", "group_size": 128, "dynamic": True}),
+    "channel-none": ("channel", None),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_library_that_wrote_the_file(tmp_path, scheme):
+    strategy, activations = SCHEMES[scheme]
+    weights = FLOAT_ARGUMENTS | {"strategy": strategy}
+    if strategy == "block":
+        weights["block_structure"] = [128, 128]
+    group = {"targets": ["Linear"], "weights": weights, "format": "float-quantized"}
+    if activations is not None:
+        group["input_activations"] = FLOAT_ARGUMENTS | activations
+    expected = written(tmp_path, {"group_0": group}, token_ids=TOKENS)
+    for kernels in (ReferenceKernels(), NativeKernels()):
+        difference = (logits_of(load(tmp_path, kernels)) - expected).abs().amax(1)
+        # A row in which one activation rounds to the other neighbour may differ more.
+        assert (difference < 1e-3).sum() >= len(TOKENS) - 2
+        assert difference.max() < 0.02 * expected.abs().max()
+
+
+def test_groups_of_the_library_each_have_their_own_scheme(tmp_path):
+    token = FLOAT_ARGUMENTS | {"strategy": "token", "dynamic": True}
+    groups = {
+        "group_0": {
+            "targets": ["re:.*self_attn.*", "model.layers.0.mlp.down_proj"],
+            "weights": FLOAT_ARGUMENTS | {"strategy": "channel"},
+            "input_activations": token,
+            "format": "float-quantized",
+        },
+        "group_1": {
+            "targets": ["Linear"],
+            "weights": FLOAT_ARGUMENTS | {"strategy": "tensor"},
+            "input_activations": token,
+            "format": "float-quantized",
+        },
+    }
+    ignored = ("lm_head", "model.layers.1.self_attn.k_proj", "re:.*1.mlp.up")
+    expected = written(tmp_path, groups, ignored, TOKENS)
+    model = load(tmp_path)
+    assert isinstance(model._layers[1].attention.qkv.weight, StackedWeight)
+    assert torch.allclose(logits_of(model), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_a_hybrid_stands_for_its_expanded_twin(tmp_path, kind):
+    """Blocks over rows that are permuted and fused, experts one by one, plain parts between.
+
+    Activations are not rounded here: another choice of experts would hide anything.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "linear_value_head_dim": 80}
+    experts = EXPERTS | {"moe_intermediate_size": 144, "shared_expert_intermediate_size": 130}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = hybrid_config(kind, **sizes, **experts, **layers, vocab_size=48)
+    tensors = hybrid_tensors(config)
+    chosen = ("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+    stored, meant = quantize_tensors(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")},
+        scale_name="weight_scale",
+        chosen=lambda name: name.endswith(chosen),
+    )
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    config |= {"quantization_config": compressed_config("block", None)}
+    got = logits_of(load(write_checkpoint(tmp_path / "fp8", config, stored)))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
+    """DeepSeek's checkpoints hold ``kv_b_proj`` in blocks, as its other projections."""
+    plain = write_latent(tmp_path / "plain", "deepseek_v3")
+    config = json.loads((plain / "config.json").read_text())
+    stored, meant = quantize_tensors(
+        load_file(plain / "model.safetensors"),
+        strategy,
+        scale_name="weight_scale",
+        chosen=lambda name: name.endswith(("proj.weight", "mqa.weight")) and ".mlp." not in name,
+    )
+    expected = logits_of(load(write_checkpoint(tmp_path / "meant", config, meant)))
+    ignored = {"ignore": ["lm_head", "re:.*mlp.*"]}
+    config |= {"quantization_config": compressed_config(strategy, None, **ignored)}
+    got = logits_of(load(write_checkpoint(tmp_path / "fp8", config, stored)))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
+def test_chunks_of_a_prompt_change_no_bit(tmp_path, kernels, dtype):
+    model = load(write_block(tmp_path), kernels(), dtype)
+    whole = logits_of(model)
+    for chunks in ([1] * len(TOKENS), [2, 3], [5]):
+        assert torch.equal(logits_of(model, *chunks), whole)
+
+
+def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
+    model = load(write_block(tmp_path))
+    assert isinstance(model._layers[0].attention.qkv.weight, Fp8Weight)
+    assert model.head.matrix.dtype == model.embedding.matrix.dtype == torch.float32
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_ranks_divide_scales_with_rows_and_columns(tmp_path, strategy):
+    config, tensors = llama_tensors(intermediate_size=512)
+    stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale")
+    config |= {"quantization_config": compressed_config(strategy, None)}
+    path = write_checkpoint(tmp_path, config, stored)
+    expected = logits_of(load(path))
+    for got in run_ranks(2, lambda rank: logits_of(load(path, parallel=rank))):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_cut_a_block_are_refused(tmp_path):
+    path = write_block(tmp_path)
+    with pytest.raises(ConfigError, match=r"cuts the 320 features of .*down_proj"):
+        run_ranks(2, lambda rank: load(path, parallel=rank))
+
+
+def test_a_scale_of_activations_per_part_is_its_own(tmp_path):
+    """q, k and v with unlike static scales are not fused; equal ones are."""
+    config, tensors = llama_tensors()
+    config |= {"quantization_config": compressed_config("tensor", STATIC)}
+    for scales, kind in ((cycle((0.02, 0.03)), StackedWeight), (cycle((0.02,)), Fp8Weight)):
+        stored, _ = quantize_tensors(
+            tensors, "tensor", scale_name="weight_scale", input_scales=scales
+        )
+        model = load(write_checkpoint(tmp_path, config, stored))
+        assert isinstance(model._layers[0].attention.qkv.weight, kind)
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def with_changed(name, change):
+    def edit(tensors):
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+def with_first(value):
+    def change(scale):
+        scale[0, 0] = value
+        return scale
+
+    return change
+
+
+SCALE = f"{Q_PROJ}.weight_scale_inv"
+BROKEN = {
+    "missing scale": (without(SCALE), "lacks the tensor .*q_proj.weight_scale_inv"),
+    "missing weight": (without(f"{Q_PROJ}.weight"), "lacks the tensor .*q_proj.weight"),
+    "shape": (with_changed(SCALE, lambda s: s[:1]), r"q_proj.weight_scale_inv .*\[1, 2\]"),
+    "NaN scale": (with_changed(SCALE, with_first(torch.nan)), "weight_scale_inv .* NaN"),
+    "infinite scale": (with_changed(SCALE, with_first(torch.inf)), "weight_scale_inv .* infinite"),
+    "zero scale": (with_changed(SCALE, with_first(0.0)), "weight_scale_inv .* not positive"),
+    "negative scale": (with_changed(SCALE, with_first(-1.0)), "weight_scale_inv .* not positive"),
+    "integers": (
+        with_changed(SCALE, lambda s: s.to(torch.int32)),
+        "weight_scale_inv .* has dtype I32",
+    ),
+    "weight in floats": (
+        with_changed(f"{Q_PROJ}.weight", lambda w: w.float()),
+        "q_proj.weight .* has dtype float32, .* wants float8_e4m3fn",
+    ),
+    "other float8": (
+        with_changed(f"{Q_PROJ}.weight", lambda w: w.float().to(torch.float8_e5m2)),
+        "q_proj.weight .* has dtype float8_e5m2",
+    ),
+    "NaN weight": (
+        with_changed(f"{Q_PROJ}.weight", lambda w: (w.float() * torch.nan).to(w.dtype)),
+        "q_proj.weight .* NaN",
+    ),
+    "head": (
+        with_changed("lm_head.weight", lambda w: w.to(torch.float8_e4m3fn)),
+        "lm_head.weight .* has dtype F8_E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused_by_the_name_of_the_tensor(tmp_path, name):
+    edit, message = BROKEN[name]
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        load(write_block(tmp_path, edit))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
+def test_a_scale_of_activations_that_cannot_be_is_refused(tmp_path, scale):
+    config, tensors = llama_tensors()
+    config |= {"quantization_config": compressed_config("tensor", STATIC)}
+    stored, _ = quantize_tensors(
+        tensors, "tensor", scale_name="weight_scale", input_scales=cycle((scale,))
+    )
+    with pytest.raises(CheckpointError, match=r"q_proj.input_scale"):
+        load(write_checkpoint(tmp_path, config, stored))
+
+
+def test_a_linear_in_floats_without_a_scale_is_what_it_is(tmp_path):
+    """DeepSeek's routers: of the class that the config names, and never quantized."""
+    _, tensors = llama_tensors()
+
+    def plain(stored):
+        stored[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"]
+        del stored[SCALE]
+
+    assert isinstance(
+        load(write_block(tmp_path, plain))._layers[0].attention.qkv.weight, StackedWeight
+    )
+
+
+def test_scales_that_nobody_reads_are_refused(tmp_path):
+    path = write_block(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="dtype F8_E4M3"):
+        load(path)

@@ -1,0 +1,275 @@
+"""4-bit checkpoints in the published layouts: what they stand for, and files that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.compressed import written
+from helpers.forward import CPU, Bench
+from helpers.thread_ranks import run_ranks
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.loader import load_model
+from sametoken.ops.model.gemm.int4 import Int4Weight
+from sametoken.ops.model.gemm.stacked import StackedWeight
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
+
+TOKENS = [3, 40, 17, 5, 5, 21, 0]
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def load(path, kernels=None, parallel=SINGLE_RANK):
+    return load_model(
+        path,
+        kernels=kernels or ReferenceKernels(),
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=32,
+        parallel=parallel,
+    )
+
+
+def logits_of(model, *chunks: int) -> torch.Tensor:
+    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
+
+
+def words(values: torch.Tensor, order=range(8)) -> torch.Tensor:
+    """[..., 8 n] below 16 to [..., n] int32: of eight, number ``order[i]`` at bits 4 i."""
+    eights = values.long().unflatten(-1, (-1, 8))
+    packed = sum(eights[..., place] << 4 * i for i, place in enumerate(order))
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator):
+    """Values [N, K], scales and zeros [N, G] fp16 and uint8, and what they stand for."""
+    rows, columns = weight.shape
+    groups = columns // size
+    zero = torch.randint(1, 16, (rows, groups), generator=generator)
+    scale = (weight.abs().amax() / 8 * (1 + torch.rand(rows, groups, generator=generator))).half()
+    by_feature, zero_of = scale.float()[:, index], zero[:, index]
+    values = (weight / by_feature + zero_of).round().clamp(0, 15)
+    return values.long(), scale, zero, (values - zero_of) * by_feature
+
+
+def made(layout: str, size: int, *, permuted: bool = False, seed: int = 0, **sizes):
+    """A config, the tensors as stored, and those that they stand for."""
+    config = LLAMA | SIZES | sizes
+    shapes = layer_shapes(config, "model.layers.0", 128)
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (48, 128))
+    shapes["model.norm.weight"] = (128,)
+    generator = torch.Generator().manual_seed(seed)
+    stored, meant = {}, {}
+    for name, shape in shapes.items():
+        weight = random_weight(generator, *shape)
+        if not name.endswith("proj.weight"):
+            stored[name] = meant[name] = weight
+            continue
+        group = shape[1] if size == -1 else size
+        index = torch.arange(shape[1]) // group
+        if permuted:
+            index = index[torch.randperm(shape[1], generator=generator)]
+        values, scale, zero, meant[name] = quantized(weight, group, index, generator)
+        module = name.removesuffix(".weight")
+        if layout == "awq":
+            stored[f"{module}.qweight"] = words(values.t(), AWQ_ORDER)
+            stored[f"{module}.qzeros"] = words(zero.t(), AWQ_ORDER)
+        else:
+            stored[f"{module}.qweight"] = words(values).t()
+            shift = 1 if layout == "gptq" else 0
+            stored[f"{module}.qzeros"] = words(zero.t() - shift)
+            stored[f"{module}.g_idx"] = index.to(torch.int32)
+        stored[f"{module}.scales"] = scale.t()
+    return config, stored, meant
+
+
+def quantization(layout: str, size: int, **changes) -> dict:
+    if layout == "awq":
+        own = {"quant_method": "awq", "version": "gemm", "zero_point": True}
+        own["modules_to_not_convert"] = None
+    else:
+        own = {"quant_method": "gptq", "checkpoint_format": layout, "desc_act": True}
+        own |= {"sym": False, "damp_percent": 0.1, "true_sequential": True}
+    return own | {"bits": 4, "group_size": size} | changes
+
+
+def write(folder, layout: str, size: int, edit=None, **options):
+    config, stored, _ = made(layout, size, **options)
+    if edit is not None:
+        edit(stored)
+    return write_checkpoint(
+        folder, config | {"quantization_config": quantization(layout, size)}, stored
+    )
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
+@pytest.mark.parametrize(
+    ("layout", "size", "permuted"),
+    [
+        ("gptq", 32, False),
+        ("gptq", 64, True),
+        ("gptq_v2", 32, True),
+        ("gptq", -1, False),
+        ("awq", 64, False),
+        ("awq", -1, False),
+    ],
+)
+def test_a_checkpoint_stands_for_its_expanded_twin(tmp_path, layout, size, permuted, kernels):
+    config, _, meant = made(layout, size, permuted=permuted)
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    model = load(write(tmp_path / "int4", layout, size, permuted=permuted), kernels())
+    got = logits_of(model)
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits_of(model, 1, 2), got)
+
+
+@pytest.mark.parametrize(("layout", "size", "permuted"), [("gptq", 64, True), ("awq", 32, False)])
+def test_a_matrix_is_expanded_for_what_is_no_product(tmp_path, layout, size, permuted):
+    _, _, meant = made(layout, size, permuted=permuted)
+    path = write(tmp_path, layout, size, permuted=permuted)
+    formats = read_quantization({"quantization_config": quantization(layout, size)}, "")
+    reader = WeightReader(
+        open_weights(path), ReferenceKernels(), torch.float32, CPU, quantization=formats
+    )
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        module = f"model.layers.0.{name}"
+        matrix = meant[f"{module}.weight"]
+        got = reader.expanded(matrix.shape[1], Part(module, matrix.shape[0]))
+        assert torch.allclose(got, matrix, rtol=1e-6, atol=1e-6)
+
+
+def test_awq_is_read_as_compressed_tensors_converts_it():
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+
+    _, stored, meant = made("awq", 64)
+    converted = AutoAWQConverter(group_size=64).process(
+        {name: tensor.contiguous() for name, tensor in stored.items() if Q_PROJ in name}
+    )
+    values = unpack_from_int32(converted[f"{Q_PROJ}.weight_packed"], 4, (64, 128))
+    zeros = unpack_from_int32(converted[f"{Q_PROJ}.weight_zero_point"], 4, (64, 2), packed_dim=0)
+    scales = converted[f"{Q_PROJ}.weight_scale"].float().repeat_interleave(64, 1)
+    expanded = (values - zeros.repeat_interleave(64, 1)) * scales
+    assert torch.allclose(expanded, meant[f"{Q_PROJ}.weight"])
+
+
+@pytest.mark.parametrize("size", [32, 128, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_logits_are_those_of_the_library_that_packed_the_file(tmp_path, symmetric, size):
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "channel"}
+    if size is not None:
+        weights |= {"strategy": "group", "group_size": size}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    expected = written(tmp_path, groups, token_ids=TOKENS)
+    for kernels in (ReferenceKernels(), NativeKernels()):
+        assert torch.allclose(logits_of(load(tmp_path, kernels)), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_parts_in_one_order_are_one_matrix_and_others_are_not(tmp_path):
+    model = load(write(tmp_path / "a", "gptq", 32))
+    assert isinstance(model._layers[0].attention.qkv.weight, Int4Weight)
+    model = load(write(tmp_path / "b", "gptq", 32, permuted=True))
+    assert isinstance(model._layers[0].attention.qkv.weight, StackedWeight)
+
+
+@pytest.mark.parametrize(("layout", "size"), [("gptq", 32), ("gptq", 64), ("awq", -1)])
+def test_ranks_divide_groups(tmp_path, layout, size):
+    path = write(tmp_path, layout, size)
+    expected = logits_of(load(path))
+    for got in run_ranks(2, lambda rank: logits_of(load(path, parallel=rank))):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_cannot_divide_features_in_another_order(tmp_path):
+    path = write(tmp_path, "gptq", 32, permuted=True)
+    with pytest.raises(ConfigError, match=r"o_proj, which act-order permutes"):
+        run_ranks(2, lambda rank: load(path, parallel=rank))
+
+
+def test_ranks_that_cut_a_group_are_refused(tmp_path):
+    path = write(tmp_path, "gptq", 32, head_dim=48)
+    with pytest.raises(ConfigError, match=r"cuts the 96 features of .*o_proj within a group"):
+        run_ranks(2, lambda rank: load(path, parallel=rank))
+
+
+def changed(name: str, change):
+    def edit(tensors):
+        tensors[f"{Q_PROJ}.{name}"] = change(tensors[f"{Q_PROJ}.{name}"])
+
+    return edit
+
+
+def without(name: str):
+    return lambda tensors: tensors.pop(f"{Q_PROJ}.{name}")
+
+
+BROKEN = {
+    "no scales": (without("scales"), "lacks the tensor .*q_proj.scales"),
+    "no zeros": (without("qzeros"), "lacks the tensor .*q_proj.qzeros"),
+    "no values": (without("qweight"), "lacks the tensor .*q_proj.qweight"),
+    "shape": (changed("qweight", lambda w: w[:-1]), r"q_proj.qweight .*\[16, 64\]"),
+    "zeros' shape": (changed("qzeros", lambda w: w[:, :-1]), r"q_proj.qzeros .*\[4, 8\]"),
+    "dtype": (changed("qweight", lambda w: w.long()), "q_proj.qweight .* dtype int64"),
+    "scales' dtype": (changed("scales", lambda s: s.int()), "q_proj.scales .* dtype I32"),
+    "NaN": (changed("scales", lambda s: s * torch.nan), "q_proj.scales .* NaN"),
+    "groups": (changed("g_idx", torch.zeros_like), "q_proj.g_idx .* does not give each of 4"),
+    "negative group": (changed("g_idx", lambda g: -g), "q_proj.g_idx"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused_by_the_name_of_the_tensor(tmp_path, name):
+    edit, message = BROKEN[name]
+    with pytest.raises((CheckpointError, UnsupportedError), match=message):
+        load(write(tmp_path, "gptq", 32, edit))
+
+
+def test_a_shape_that_belies_the_config_is_refused(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    written(tmp_path, groups)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{Q_PROJ}.weight_shape"] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj.weight_shape .* says \[129, 129\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("size", [48, 100])
+def test_groups_that_products_do_not_have_are_refused(tmp_path, size):
+    config, stored, _ = made("gptq", 32)
+    config |= {"quantization_config": quantization("gptq", size)}
+    with pytest.raises(UnsupportedError, match="group"):
+        load(write_checkpoint(tmp_path, config, stored))
+
+
+def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path):
+    """AutoGPTQ once wrote a bias for every linear."""
+
+    def with_bias(value: float):
+        def edit(tensors):
+            tensors[f"{Q_PROJ}.bias"] = torch.full((64,), value).half()
+
+        return edit
+
+    assert load(write(tmp_path / "zero", "gptq", 32, with_bias(0.0)))
+    with pytest.raises(UnsupportedError, match=r"q_proj.bias"):
+        load(write(tmp_path / "one", "gptq", 32, with_bias(1.0)))

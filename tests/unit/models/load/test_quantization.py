@@ -1,0 +1,238 @@
+"""Which linears a config quantizes, and configs that are refused by the name of their key."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from helpers.quantized import FLOAT, GROUP, STATIC, TOKEN, block_config, compressed_config
+from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
+from sametoken.models.load.fp8_linear import Fp8Linear
+from sametoken.models.load.int4_linear import Int4Linear
+from sametoken.models.load.linear_format import UNQUANTIZED
+from sametoken.models.load.quantization import read_quantization
+
+LAYER = "model.layers.11"
+
+
+class Everything:
+    """A source in which every linear is stored in float8."""
+
+    location = "here"
+
+    def names(self):
+        return self
+
+    def __contains__(self, name):
+        return True
+
+    def stored_dtype(self, name):
+        return torch.float8_e4m3fn
+
+
+def read(config: dict):
+    return read_quantization({"quantization_config": config}, "config.json")
+
+
+def covered(config: dict, *modules: str) -> list[bool]:
+    quantization = read(config)
+    return [quantization.format_of(module, Everything()) is not None for module in modules]
+
+
+def test_no_config_is_unquantized():
+    assert read_quantization({}, "here") is UNQUANTIZED
+    assert read_quantization({"quantization_config": None}, "here") is UNQUANTIZED
+
+
+def test_either_key_holds_it():
+    assert read_quantization({"compression_config": compressed_config("channel")}, "here")
+
+
+@pytest.mark.parametrize(
+    ("ignored", "left"),
+    [
+        (["lm_head"], ["lm_head"]),
+        ([f"{LAYER}.mlp"], [f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj"]),
+        ([f"{LAYER}.mlp.gate"], [f"{LAYER}.mlp.gate"]),
+        (["gate"], [f"{LAYER}.mlp.gate"]),
+        (["model.layers.1"], []),
+        ([], []),
+    ],
+)
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+def test_fp8_leaves_out_modules_by_prefix_or_ending(ignored, left, key):
+    modules = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.self_attn.q"]
+    config = block_config(modules_to_not_convert=None) | {key: ignored}
+    assert covered(config, *modules) == [module not in left for module in modules]
+
+
+def test_fp8_agrees_with_transformers_on_what_it_leaves_out():
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    modules = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", "model.layers.1.mlp.up"]
+    for ignored in (["lm_head"], ["mlp.gate"], ["model.layers.1"], [f"{LAYER}.mlp"], ["up"]):
+        expected = [should_convert_module(module, ignored) for module in modules]
+        assert covered(block_config(modules_to_not_convert=ignored), *modules) == expected
+
+
+def groups(*targets: list[str]) -> dict:
+    """One group each; they differ in how they round activations."""
+    config = compressed_config("channel")
+    template = config["config_groups"]["group_0"]
+    kinds = (TOKEN, STATIC, GROUP)
+    config["config_groups"] = {
+        f"group_{i}": template | {"targets": names, "input_activations": kinds[i]}
+        for i, names in enumerate(targets)
+    }
+    return config
+
+
+def test_the_closest_target_decides_then_the_first():
+    config = groups(["Linear"], ["re:.*mlp.*", f"{LAYER}.q"], [f"{LAYER}.mlp.up", f"{LAYER}.q"])
+    quantization = read(config)
+
+    def kind(module):
+        return quantization.format_of(module, Everything()).activations
+
+    assert kind(f"{LAYER}.k") == "token"
+    assert kind(f"{LAYER}.mlp.down") == "tensor"
+    assert kind(f"{LAYER}.mlp.up") == "group"
+    assert kind(f"{LAYER}.q") == "tensor"
+
+
+def test_without_a_class_only_named_modules_are_quantized():
+    config = groups([f"{LAYER}.q", r"re:.*\.layers\.\d+\.mlp"])
+    found = covered(config, f"{LAYER}.q", f"{LAYER}.q2", f"{LAYER}.mlp.up", "mtp.fc")
+    assert found == [True, False, True, False]
+
+
+def test_what_is_ignored_stays_whoever_names_it():
+    config = groups(["Linear"], [f"{LAYER}.q"]) | {"ignore": [f"{LAYER}.q", "re:.*gate$"]}
+    assert covered(config, f"{LAYER}.q", f"{LAYER}.mlp.gate", f"{LAYER}.k") == [False, False, True]
+
+
+def test_a_group_may_name_its_own_format():
+    config = compressed_config("channel", format="mixed-precision")
+    config["config_groups"]["group_0"]["format"] = "float-quantized"
+    assert covered(config, f"{LAYER}.q") == [True]
+
+
+def test_fp8_without_blocks_has_one_scale_a_tensor():
+    quantization = read(block_config(weight_block_size=None, activation_scheme="static"))
+    assert quantization.format_of("x", Everything()) == Fp8Linear(
+        "tensor", "tensor", ("weight_scale_inv", "weight_scale")
+    )
+
+
+def changed(config: dict, path: str, value: object) -> dict:
+    """A config with one value changed; ``path`` goes through the first group."""
+    config = copy.deepcopy(config)
+    inner, names = config, path.split(".")
+    if len(names) > 1 or path in ("targets", "input_activations", "output_activations"):
+        inner = config["config_groups"]["group_0"]
+    for name in names[:-1]:
+        inner = inner[name]
+    inner[names[-1]] = value
+    return config
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True}
+PACKED = compressed_config("channel", None, format="pack-quantized")
+PACKED["config_groups"]["group_0"]["weights"] = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "actorder": "weight",
+}
+CHANNEL, BLOCK = compressed_config("channel"), compressed_config("block", GROUP)
+REFUSED = [
+    (block_config(), "quant_method", "bitsandbytes"),
+    (block_config(), "quant_method", None),
+    (block_config(), "fmt", "e5m2"),
+    (block_config(), "weight_block_size", [64, 64]),
+    (block_config(), "weight_block_size", "128"),
+    (block_config(), "activation_scheme", "later"),
+    (block_config(), "scale_fmt", "ue8m0"),
+    (block_config(), "expert_dtype", "fp4"),
+    (block_config(), "modules_to_convert", ["embed"]),
+    (block_config(), "modules_to_not_convert", "lm_head"),
+    (block_config(), "surprise", 1),
+    (GPTQ, "bits", 8),
+    (GPTQ, "group_size", 0),
+    (GPTQ, "group_size", "128"),
+    (GPTQ, "checkpoint_format", "marlin"),
+    (GPTQ, "lm_head", True),
+    (GPTQ, "dynamic", {"-:.*": {}}),
+    (GPTQ, "sym", "yes"),
+    (AWQ, "bits", 3),
+    (AWQ, "version", "gemv"),
+    (AWQ, "zero_point", False),
+    (PACKED, "weights.num_bits", 8),
+    (PACKED, "weights.type", "float"),
+    (PACKED, "weights.strategy", "tensor"),
+    (PACKED, "weights.group_size", None),
+    (PACKED, "input_activations", TOKEN),
+    (CHANNEL, "config_groups", {}),
+    (CHANNEL, "config_groups", [1]),
+    (CHANNEL, "config_groups", {"group_0": "W4A16"}),
+    (CHANNEL, "format", "marlin-24"),
+    (CHANNEL, "format", None),
+    (CHANNEL, "ignore", "lm_head"),
+    (CHANNEL, "quantization_status", "initialized"),
+    (CHANNEL, "kv_cache_scheme", {"num_bits": 8}),
+    (CHANNEL, "sparsity_config", {"format": "sparse-24-bitmask"}),
+    (CHANNEL, "transform_config", {"config_groups": {"a": 1}}),
+    (CHANNEL, "output_activations", FLOAT),
+    (CHANNEL, "weights.strategy", "row"),
+    (CHANNEL, "weights.strategy", "group"),
+    (CHANNEL, "weights.dynamic", True),
+    (CHANNEL, "weights.num_bits", 4),
+    (CHANNEL, "weights.type", "int"),
+    (CHANNEL, "weights.symmetric", False),
+    (BLOCK, "weights.block_structure", [64, 128]),
+    (CHANNEL, "input_activations.strategy", "channel"),
+    (CHANNEL, "input_activations.dynamic", False),
+    (CHANNEL, "input_activations.dynamic", "local"),
+    (BLOCK, "input_activations.group_size", 64),
+    (CHANNEL, "input_activations.num_bits", 4),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "value"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_its_key(config, path, value):
+    key = path.split(".")[-1]
+    with pytest.raises(SametokenError, match=key):
+        read(changed(config, path, value))
+
+
+def test_four_bits_are_read_from_the_three_methods():
+    kinds = [read(one).format_of("x", Everything()) for one in (GPTQ, AWQ, PACKED)]
+    assert kinds == [
+        Int4Linear("gptq", 128),
+        Int4Linear("awq", 128),
+        Int4Linear("pack-quantized", 128, True),
+    ]
+
+
+def test_a_dynamic_scale_of_a_whole_batch_would_break_the_law():
+    activations = STATIC | {"dynamic": True}
+    with pytest.raises(UnsupportedError, match="rows depend on each other"):
+        read(compressed_config("channel", activations))
+
+
+@pytest.mark.parametrize(
+    "expression", ["re:(a+)+$", "re:(.*)*x", "re:" + "a" * 500, "re:.*.*.*.*.*.*x"]
+)
+def test_expressions_that_could_take_long_are_refused(expression):
+    with pytest.raises(UnsupportedError, match="repeats too much"):
+        read(changed(CHANNEL, "targets", [expression]))
+
+
+def test_what_is_no_expression_is_refused():
+    with pytest.raises(CheckpointError, match="no regular expression"):
+        read(compressed_config("channel", ignore=["re:[a"]))

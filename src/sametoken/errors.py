@@ -82,6 +82,10 @@ class CheckpointError(SametokenError):
     """A checkpoint is missing, truncated, corrupt, or holds the wrong tensors."""
 
 
+class WeightUpdateError(SametokenError, ValueError):
+    """New weights do not fit the running model; it keeps the old ones, to the bit."""
+
+
 class UnsupportedError(SametokenError):
     """A valid model, option or request that this engine does not implement."""
 

@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_engine
@@ -27,6 +30,7 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import RequestError
+from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import (
     Messages,
@@ -201,6 +205,42 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request = self._inputs.process(next(self._request_ids), tokens, params)
         return self._stream(request)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights: 0 as loaded, larger after every update."""
+        return self._engine.scheduler.weight_version
+
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | str | Path,
+        version: int | None = None,
+        *,
+        target: str = "model",
+    ) -> int:
+        """Replace all weights in place, between two steps (docs/rollouts.md).
+
+        If a tensor does not fit, the old weights stay, to the bit. Requests of other threads go on;
+        later ones read no KV of older weights.
+
+        Args:
+            weights: every tensor of the checkpoint by its Hugging Face name, on any device, or a
+                directory with them, of which the config is not read.
+            version: of the new weights, above ``weight_version``; default the next.
+            target: "model", with its own module (MTP, NextN) if that is sent, or "drafter".
+
+        Returns:
+            ``weight_version`` from now on; a drafter's weights do not change it.
+
+        Raises:
+            WeightUpdateError: a tensor or the version does not fit, or memory does not suffice.
+            CheckpointError: the directory cannot be read.
+            UnsupportedError: this engine's weights cannot change.
+            EngineDeadError: the engine failed.
+        """
+        new = self._engine.weights.load(source_of(weights), target)
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            return self._engine.use_weights(new, version)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.

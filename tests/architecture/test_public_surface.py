@@ -169,6 +169,7 @@ def test_outputs_have_the_field_s_names():
         "finished",
         "metrics",
         "prompt_logprobs",
+        "weight_versions",
     ]
     assert names(CompletionOutput) == [
         "index",

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import InvariantError
+from sametoken.models.base import CausalLM
+from sametoken.models.load.weights import TensorSource
+from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.step.types import Chains
@@ -89,6 +92,10 @@ def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Dr
     return Drafts(draft_ids, context.samples * len(tokens))
 
 
+#: Loads a drafter's model again: these tensors, over this target, packed by these kernels.
+Reload = Callable[[TensorSource, CausalLM, Kernels], object]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
     """A drafter with its weights loaded and its KV not allocated yet.
@@ -98,6 +105,9 @@ class LoadedDrafter:
         lookahead_slots: see ``Drafter``; known before it is attached.
         history: texts of earlier requests that it reads; written at admission.
         weights_bytes: bytes of its matrices, without those shared with the target.
+        model: the model or head that drafts; None without any.
+        reload: loads another one like ``model``; None without any.
+        in_target: prefix of its tensors where they are a part of the target's checkpoint.
     """
 
     caches: tuple[LayerCache, ...]
@@ -105,6 +115,9 @@ class LoadedDrafter:
     _attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
     weights_bytes: int = 0
+    model: object = None
+    reload: Reload | None = None
+    in_target: str | None = None
 
     def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         """The drafter over the memory of ``caches``, which is None if there are none."""

@@ -19,7 +19,11 @@ from sametoken.drafters.base import (
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.models.decoder import Decoder
+from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import load_model
+from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 
@@ -113,4 +117,18 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return DraftModelDrafter(model, require_memory(kv_cache), k, coupling)
 
-    return LoadedDrafter(model.caches, k - 1, attach, weights_bytes=model.weights_bytes)
+    def reload(source: TensorSource, target: CausalLM, kernels: Kernels) -> Decoder:
+        formats = read_quantization(model.config.extra, source.location)
+        reader = WeightReader(
+            source, kernels, placement.dtype, placement.device, quantization=formats
+        )
+        return model.reloaded(reader)
+
+    return LoadedDrafter(
+        model.caches,
+        k - 1,
+        attach,
+        weights_bytes=model.weights_bytes,
+        model=model,
+        reload=reload,
+    )

@@ -29,15 +29,18 @@ from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import EagleHead
-from sametoken.models.heads.eagle import Eagle1Checkpoint
-from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.models.heads.nextn import NextNCheckpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
+from sametoken.models.heads.mtp import MTPCheckpoint, MTPHead
+from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
+from sametoken.models.load.weights import TensorSource
+from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import TABLE
 
 Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint | NextNCheckpoint
+Head = Eagle1Head | Eagle3Head | MTPHead | NextNHead
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 
@@ -143,22 +146,38 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     if spec.token_map is not None:
         token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
         token_ids = token_ids.to(placement.device)
-    head = checkpoint.load(
-        target,
-        kernels=placement.backend.model,
-        dtype=placement.dtype,
-        device=placement.device,
-        max_positions=placement.max_positions,
-        token_ids=token_ids,
-        quantize_fp8=spec.quantization is not None,
-    )
+
+    def load_head(checkpoint: Checkpoint, target: Decoder, kernels: Kernels) -> Head:
+        return checkpoint.load(
+            target,
+            kernels=kernels,
+            dtype=placement.dtype,
+            device=placement.device,
+            max_positions=placement.max_positions,
+            token_ids=token_ids,
+            quantize_fp8=spec.quantization is not None,
+        )
+
+    head = load_head(checkpoint, target, placement.backend.model)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, require_memory(kv_cache), k, coupling)
 
+    def reload(source: TensorSource, over: CausalLM, kernels: Kernels) -> EagleHead:
+        assert isinstance(over, Decoder)
+        return load_head(checkpoint.reading(source), over, kernels)
+
     shared = {id(target.embedding), id(target.head)}
     own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
-    return LoadedDrafter(head.caches, max(k - 2, 0), attach, weights_bytes=head.nbytes + sum(own))
+    return LoadedDrafter(
+        head.caches,
+        max(k - 2, 0),
+        attach,
+        weights_bytes=head.nbytes + sum(own),
+        model=head,
+        reload=reload,
+        in_target=checkpoint.prefix if spec.model is None else None,
+    )
 
 
 def fitting_head(

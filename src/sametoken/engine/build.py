@@ -36,6 +36,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.engine.step_memory import StepMemory
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
+from sametoken.engine.weights import FixedWeights, LiveWeights, Weights
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -141,10 +142,20 @@ def build_engine(
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
-            return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
+            weights = _weights(loaded, ranks)
+            return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks, weights)
     except BaseException:
         extraction.close()
         raise
+
+
+def _weights(loaded: _Loaded, ranks: Ranks) -> Weights:
+    if ranks.parallel.size > 1:
+        return FixedWeights("tensor parallelism")
+    if not isinstance(loaded.extraction, NoExtraction):
+        return FixedWeights("extraction of hidden states")
+    resolved = loaded.resolved
+    return LiveWeights(loaded.target, loaded.drafter, resolved.dtype, resolved.device)
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:

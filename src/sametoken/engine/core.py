@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.engine.weights import FixedWeights, NewWeights, Weights
 from sametoken.errors import EngineDeadError
 from sametoken.extraction.recording import Extraction, NoExtraction
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.request import EngineRequest, RequestUpdate
+
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -20,6 +25,7 @@ class EngineCore:
     Attributes:
         resolved: every setting.
         scheduler: the scheduler of the requests.
+        weights: loads new weights; any thread may do so while steps run.
         peers: processes that share the model; once one has ended, the next step fails.
     """
 
@@ -30,19 +36,37 @@ class EngineCore:
         runner: Runner,
         extraction: Extraction | None = None,
         peers: Peers | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
         self._runner = runner
         self._extraction = extraction or NoExtraction()
         self.peers = peers or NoPeers()
+        self.weights = weights or FixedWeights("models that were built by hand")
         self._in_flight: deque[PendingOutput] = deque()
+        # Of steps that were processed before new weights came, for the next call of ``step``.
+        self._ready: tuple[RequestUpdate, ...] = ()
         self._failure: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has work to do."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._ready)
+
+    def use_weights(self, new: NewWeights, version: int | None = None) -> int:
+        """Write new weights from ``weights.load`` over the old ones, between steps.
+
+        Returns:
+            The version from now on: ``version``, or the next one. Running requests keep their KV.
+
+        Raises:
+            WeightUpdateError: the version does not fit; nothing is changed.
+            EngineDeadError: the engine has failed, or a step fails now.
+        """
+        version = new.version_after(self.scheduler.weight_version, version)
+        self._guarded(lambda: self._write(new, version))
+        return version
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -83,9 +107,13 @@ class EngineCore:
         Raises:
             EngineDeadError: the step failed; every unfinished request is lost.
         """
+        return self._guarded(self._step)
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Do work that advances the device state; no request survives its failure."""
         self._require_alive()
         try:
-            return self._step()
+            return work()
         except BaseException as error:
             # An interrupted step, by Ctrl-C too, leaves the device state inconsistent.
             self.stop(error)
@@ -94,7 +122,18 @@ class EngineCore:
                 raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
+    def _write(self, new: NewWeights, version: int) -> None:
+        while self._in_flight:
+            self._ready += self._process_oldest()
+        new.replacement.write()
+        if new.of_target:
+            self.scheduler.begin_weights(version)
+
     def _step(self) -> tuple[RequestUpdate, ...]:
+        ready, self._ready = self._ready, ()
+        return ready + self._advance()
+
+    def _advance(self) -> tuple[RequestUpdate, ...]:
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
@@ -102,11 +141,14 @@ class EngineCore:
         may_plan_on = plan is not None and len(self._in_flight) < self.resolved.steps_in_flight
         if may_plan_on or not self._in_flight:
             return ()
-        result = self._in_flight.popleft().wait()
-        self._extraction.process_output(result)
-        updates = self.scheduler.process_output(result)
+        updates = self._process_oldest()
         self._flush_at_rest()
         return updates
+
+    def _process_oldest(self) -> tuple[RequestUpdate, ...]:
+        result = self._in_flight.popleft().wait()
+        self._extraction.process_output(result)
+        return self.scheduler.process_output(result)
 
     def _flush_at_rest(self) -> None:
         if not self.has_unfinished:

@@ -112,6 +112,7 @@ class _Request:
         self._processed = processed
         self._metrics = RequestMetrics(arrival_time=now)
         self._prompt_logprobs: list[PositionLogprobs | None] = [None]
+        self._weight_versions: tuple[int, int] | None = None
 
     @property
     def finished(self) -> bool:
@@ -124,6 +125,9 @@ class _Request:
         if update.samples and not update.failed:
             counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
             self._metrics = replace(self._metrics, speculation=counters)
+        first, last = update.weight_versions
+        oldest, newest = self._weight_versions or (first, last)
+        self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
         if completion.token_ids and self._metrics.first_token_time is None:
             self._metrics = replace(self._metrics, first_token_time=now)
@@ -145,6 +149,7 @@ class _Request:
             finished=self.finished,
             metrics=self._metrics,
             prompt_logprobs=tuple(self._prompt_logprobs) if wanted else None,
+            weight_versions=self._weight_versions,
         )
 
 

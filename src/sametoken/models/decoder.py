@@ -174,6 +174,12 @@ class Decoder:
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
+    def reloaded(self, weights: WeightReader) -> Decoder:
+        """The same model with other weights; errors as in the class."""
+        return type(self)(
+            self.config, weights, max_positions=self._max_positions, aux_layers=self._aux_layers
+        )
+
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """A config's own keys by the names that all architectures share; changed ones only.

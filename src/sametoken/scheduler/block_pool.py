@@ -79,6 +79,13 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def forget_prefixes(self) -> None:
+        """Remove every prefix from the cache; blocks that slots hold stay theirs."""
+        for block in self._prefix_cache.blocks():
+            self._prefix_cache.forget(block)
+        self._free.extend(self._unused)
+        self._unused.clear()
+
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
         """Check the pool against every block table in use.
 
@@ -113,9 +120,9 @@ class BlockPool:
 
 
 def block_keys(
-    token_ids: Sequence[int], block_size: int, lookahead_tokens: int
+    token_ids: Sequence[int], block_size: int, lookahead_tokens: int, root: bytes = b""
 ) -> tuple[bytes, ...]:
-    """Keys of a text's full blocks, in order; each key covers all tokens before it.
+    """Keys of a text's full blocks, in order; each key covers ``root`` and all tokens before it.
 
     A block's key also covers the ``lookahead_tokens`` tokens after it, because the drafter's
     KV in the block may depend on them. A block without that many tokens after it has no key.
@@ -123,7 +130,7 @@ def block_keys(
     num_keys = max(0, len(token_ids) - lookahead_tokens) // block_size
     packed = array("q", token_ids)
     keys: list[bytes] = []
-    parent = b""
+    parent = root
     for index in range(num_keys):
         start, end = index * block_size, (index + 1) * block_size + lookahead_tokens
         digest = hashlib.blake2b(parent, digest_size=32)

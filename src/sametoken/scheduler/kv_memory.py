@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sametoken.errors import InvariantError
@@ -37,7 +38,11 @@ class CachedPrefix:
 
 
 class KVMemory:
-    """The block pool, the prefix cache, kept states and the swap space, by request and turn."""
+    """The block pool, the prefix cache, kept states and the swap space, by request and turn.
+
+    Attributes:
+        weight_version: of the weights that compute KV now; prefix cache keys cover it.
+    """
 
     def __init__(self, limits: SchedulerLimits, file: BlockFile) -> None:
         self._limits = limits
@@ -45,14 +50,21 @@ class KVMemory:
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
         self.swap = SwapSpace(limits.num_host_blocks, limits.num_idle_host_blocks, file)
         self.states = KeptStates(limits)
+        self.weight_version = 0
+
+    def begin_weights(self, version: int) -> None:
+        """From now on KV is computed with weights of a version that no earlier block had.
+
+        Prefixes in swap space and kept states stay under keys that no request has any more.
+        """
+        self.weight_version = version
+        self.pool.forget_prefixes()
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
         if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
-        return block_keys(
-            request.prompt_token_ids, self._limits.block_size, self._limits.lookahead_tokens
-        )
+        return self._keys_of(request.prompt_token_ids)
 
     def looks_up(self, request: RequestState) -> bool:
         """Whether a request may start from cached blocks.
@@ -216,8 +228,11 @@ class KVMemory:
         may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks
         if not (may_cache and request.request.use_prefix_cache):
             return
+        if request.weight_versions[0] != self.weight_version:
+            # Some of its KV is of older weights.
+            return
         tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
-        keys = block_keys(tokens, limits.block_size, limits.lookahead_tokens)
+        keys = self._keys_of(tokens)
         num_blocks = request.num_final // limits.block_size
         indexed = keys[request.num_dropped : num_blocks]
         for key, block in zip(indexed, request.blocks, strict=False):
@@ -230,6 +245,11 @@ class KVMemory:
             self.prefix_cache.forget(block)
         self.swap.drop(request.block_keys)
         self.states.forget(request)
+
+    def _keys_of(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        limits, version = self._limits, self.weight_version
+        root = version.to_bytes(8, "little") if version else b""
+        return block_keys(token_ids, limits.block_size, limits.lookahead_tokens, root)
 
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
         """Cut a cached prefix to where the request can start; sets where it starts and stops."""

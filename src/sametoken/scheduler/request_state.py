@@ -46,6 +46,7 @@ class RequestState:
         saved: keys of its blocks in swap space while it is swapped; none if they are lost.
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
+        weight_versions: of the weights of its first step, and of its newest.
         prompt_len: tokens of the prompt.
     """
 
@@ -67,6 +68,7 @@ class RequestState:
     num_replayed: int = 0
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
+    weight_versions: tuple[int, int] = (0, 0)
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -183,6 +185,7 @@ def update_of(
         num_cached=request.num_cached,
         logprobs=result.logprobs,
         prompt_logprobs=result.prompt_logprobs,
+        weight_versions=request.weight_versions,
     )
 
 
@@ -199,6 +202,7 @@ def failed_update(
         num_cached=request.num_cached,
         failed=True,
         mask_fault=result.mask_fault,
+        weight_versions=request.weight_versions,
     )
 
 

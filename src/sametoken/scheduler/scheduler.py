@@ -43,6 +43,7 @@ class Scheduler:
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
         prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
         swapped_prefix_hits: those of them that came from swap space.
+        admits: whether waiting requests may begin.
     """
 
     def __init__(self, limits: SchedulerLimits, file: BlockFile | None = None) -> None:
@@ -51,6 +52,7 @@ class Scheduler:
         self.swapped_prefix_hits = 0
         self.num_preemptions = 0
         self.num_replayed_tokens = 0
+        self.admits = True
         self._limits = limits
         self._memory = KVMemory(limits, file or NoFile())
         self._pool = self._memory.pool
@@ -70,6 +72,11 @@ class Scheduler:
     def limits(self) -> SchedulerLimits:
         """The limits of every plan."""
         return self._limits
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that later steps run with."""
+        return self._memory.weight_version
 
     @property
     def has_unfinished(self) -> bool:
@@ -127,7 +134,25 @@ class Scheduler:
             request=request,
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
+            weight_versions=(self.weight_version, self.weight_version),
         )
+
+    def begin_weights(self, version: int) -> None:
+        """All later steps run with other weights, of a larger version.
+
+        No later request reads KV of older weights; those that have begun keep theirs.
+
+        Raises:
+            InvariantError: steps are in flight, or the version is not larger.
+        """
+        if self._in_flight or version <= self.weight_version:
+            raise InvariantError(f"weights of version {version} after {self.weight_version}")
+        self._memory.begin_weights(version)
+        for request in self._waiting.values():
+            request.weight_versions = (version, version)
+            request.block_keys = self._memory.keys(request.request)
+        for request in (*self._running.values(), *self._swapped.values()):
+            request.weight_versions = (request.weight_versions[0], version)
 
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Remove a request that is finished or aborted; unknown ids are ignored.
@@ -253,7 +278,7 @@ class Scheduler:
 
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
-        for request in islice(self._waiting.values(), len(self._free_slots)):
+        for request in islice(self._waiting.values(), len(self._free_slots) if self.admits else 0):
             if not self._memory.fits_prompt(request, self._memory.look_up(request)):
                 return
             if self._memory.fetched_prefix(request) is None:

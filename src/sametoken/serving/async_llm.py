@@ -21,7 +21,7 @@ from sametoken.engine.input_processor import (
     default_sampling_params,
 )
 from sametoken.engine.summary import EngineSummary
-from sametoken.errors import ConfigError, RequestError, SametokenError
+from sametoken.errors import ConfigError, RequestError, SametokenError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
@@ -36,6 +36,9 @@ from sametoken.text.tokenizer import (
     require_own_end,
 )
 from sametoken.types.sampling_params import SamplingParams
+
+#: What a pause does with unfinished requests.
+PAUSES = ("abort", "wait", "keep")
 
 
 class AsyncLLM:
@@ -234,6 +237,50 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """A snapshot of the statistics; cheap."""
         return self._client.stats
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights; 0 as loaded, and again after a restart."""
+        return self._client.stats.load.weight_version
+
+    async def update_weights(
+        self, path: str | Path, version: int | None = None, *, target: str = "model"
+    ) -> int:
+        """Replace all weights by those of a directory; otherwise as ``LLM.update_weights``.
+
+        The engine process reads the files while requests run, and writes between two steps.
+
+        Args:
+            path: the directory, as that process finds it.
+            version: of the new weights; default the next.
+            target: "model" or "drafter".
+
+        Raises:
+            WeightUpdateError, CheckpointError, UnsupportedError: as ``LLM.update_weights``.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        return await self._client.change_weights(str(path), version, target)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop all steps, and return once they have stopped; requests that come wait.
+
+        Args:
+            mode: "abort" ends the unfinished requests, with finish reason "abort"; "wait" lets
+                those that run end; "keep" keeps them as they are, to go on after ``resume``.
+
+        Raises:
+            RequestError: there is no such mode.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        if mode not in PAUSES:
+            raise RequestError(f"there is no pause {shown(mode)}", f"use one of {PAUSES}")
+        if mode == "abort":
+            self._client.abort_all()
+        await self._client.pause(wait=mode == "wait")
+
+    async def resume(self) -> None:
+        """Step again; errors as in ``pause``."""
+        await self._client.resume()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those in flight have ended.

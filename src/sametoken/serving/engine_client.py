@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,17 @@ from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.errors import DrainingError, OverloadedError, RequestError, SametokenError
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import QueueBound, ServingLimits
-from sametoken.serving.messages import Build, Refused, Release, StepReport, Submit
+from sametoken.serving.messages import (
+    Answer,
+    Build,
+    ChangeWeights,
+    Pause,
+    Refused,
+    Release,
+    Resume,
+    StepReport,
+    Submit,
+)
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
@@ -62,6 +73,9 @@ class EngineClient:
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
+        self._paused = False
+        self._tickets = itertools.count()
+        self._answers: dict[int, asyncio.Future[int]] = {}
         self.supervisor = Supervisor(process, config, build, limits, self)
 
     @property
@@ -92,7 +106,7 @@ class EngineClient:
     @property
     def awaits_report(self) -> bool:
         """Whether completions are in the engine or in transit to it."""
-        return self._queue.has_unfinished
+        return self._queue.has_unfinished and not self._paused
 
     def require_ready(self) -> EngineProcess:
         """The engine process, if requests are accepted.
@@ -134,10 +148,59 @@ class EngineClient:
         """End a request with the output so far; unknown ids are ignored."""
         self._deliver(self._outputs.abort(request_id, time.monotonic()), aborted=True)
 
+    # Commands
+
+    async def pause(self, *, wait: bool) -> None:
+        """Let the engine stop, and return once it has; errors as in ``require_ready``."""
+        self.require_ready()
+        # A paused engine reports nothing, and is not hung.
+        self._paused = True
+        await self._command(lambda ticket: Pause(ticket, wait))
+
+    async def resume(self) -> None:
+        """Let the engine step again; errors as in ``require_ready``."""
+        self.require_ready()
+        self._paused = False
+        await self._command(Resume)
+
+    async def change_weights(self, path: str, version: int | None, target: str) -> int:
+        """Replace the weights; returns their version. Errors as in ``LLM.update_weights``."""
+        self.require_ready()
+        return await self._command(lambda ticket: ChangeWeights(ticket, path, version, target))
+
+    def abort_all(self) -> None:
+        """End every request with the output so far."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    async def _command(self, message: Callable[[int], Pause | Resume | ChangeWeights]) -> int:
+        ticket = next(self._tickets)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._answers[ticket] = answer
+        self.supervisor.send(message(ticket))
+        try:
+            return await answer
+        finally:
+            del self._answers[ticket]
+
+    def _take_answer(self, message: Answer) -> None:
+        if message.error is None and message.version > self._queue.load.weight_version:
+            self._release_replay(self._audit.begin_weights())
+        answer = self._answers.get(message.ticket)
+        if answer is None or answer.done():
+            return
+        if message.error is None:
+            answer.set_result(message.version)
+        else:
+            answer.set_exception(message.error)
+
     # Listener
 
     def engine_died(self, cause: SametokenError) -> None:
         """See ``Listener``: every unfinished request fails."""
+        self._paused = False
+        for ticket in list(self._answers):
+            self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()
         self._queue.reset()
         for request_id in list(self._requests):
@@ -148,8 +211,11 @@ class EngineClient:
         """See ``Listener``."""
         self._use_idle_time()
 
-    def take(self, message: StepReport | Refused) -> None:
+    def take(self, message: StepReport | Refused | Answer) -> None:
         """See ``Listener``."""
+        if isinstance(message, Answer):
+            self._take_answer(message)
+            return
         if isinstance(message, Refused):
             self._take_refusal(message)
             return
@@ -204,7 +270,8 @@ class EngineClient:
                 self._remove(output.request_id)
                 self._collector.count_finished(output)
                 self._queue.note_finished(time.monotonic())
-                self._audit.note_finished(unfinished.request, output)
+                if output.weight_versions == (self._queue.load.weight_version,) * 2:
+                    self._audit.note_finished(unfinished.request, output)
         self._use_idle_time()
 
     def _fail(self, request_id: str, error: SametokenError) -> None:

@@ -19,6 +19,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.engine.summary import summarise
 from sametoken.errors import EngineDeadError, SametokenError, StructuredOutputError
 from sametoken.io.child_process import Failure, Inbox, Outbox, take_socket
+from sametoken.serving.control import Command, Control
 from sametoken.serving.messages import (
     Announcement,
     Launch,
@@ -142,17 +143,20 @@ class StopChecker:
 class EngineLoop:
     """Steps one engine for the serving process."""
 
-    def __init__(self, engine: EngineCore, outbox: Outbox, preparation: Preparation) -> None:
+    def __init__(
+        self, engine: EngineCore, outbox: Outbox, preparation: Preparation, control: Control
+    ) -> None:
         self._engine = engine
         self._outbox = outbox
         self._preparation = preparation
+        self._control = control
         self._stop_checker = StopChecker()
         self._num_received = 0
 
     @property
     def has_unfinished(self) -> bool:
         """Whether ``run_iteration`` would step."""
-        return self._engine.has_unfinished
+        return self._control.may_step
 
     def run_iteration(self, messages: list[Any]) -> None:
         """Handle messages in order, run one step if there is work, and report.
@@ -164,7 +168,7 @@ class EngineLoop:
             self._handle(message)
         updates: tuple[RequestUpdate, ...] = ()
         step_seconds = None
-        if self._engine.has_unfinished:
+        if self._control.may_step:
             began = time.perf_counter()
             updates = self._engine.step()
             step_seconds = time.perf_counter() - began
@@ -172,17 +176,20 @@ class EngineLoop:
             num_kept = self._stop_checker.check(update)
             if num_kept is not None:
                 self._engine.release(update.request_id, num_kept)
+        self._control.note_step()
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _handle(self, message: Submit | Prepared | Release | Failure) -> None:
+    def _handle(self, message: Submit | Prepared | Release | Failure | Command) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Prepared):
             self._handle_prepared(message)
-        else:
+        elif isinstance(message, Release):
             self._release(message)
+        else:
+            self._control.handle(message)
 
     def _release(self, message: Release) -> None:
         for request_id, num_kept in message.num_kept.items():
@@ -238,6 +245,7 @@ class EngineLoop:
             swap_usage=scheduler.swap_usage,
             swapped_prefix_hits=scheduler.swapped_prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            weight_version=scheduler.weight_version,
         )
 
 
@@ -252,7 +260,8 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
     # As a message, so that it also wakes an idle loop.
     engine.peers.when_lost(lambda cause: inbox.put(Failure(cause)))
     outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
-    loop = EngineLoop(engine, outbox, Preparation(inbox.put))
+    control = Control(engine, inbox.put, outbox.put)
+    loop = EngineLoop(engine, outbox, Preparation(inbox.put), control)
     while True:
         loop.run_iteration(inbox.take(wait=not loop.has_unfinished))
 

@@ -44,6 +44,31 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop stepping; with ``wait`` once the running requests have ended, else now."""
+
+    ticket: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Step again."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeWeights:
+    """Replace the weights by those of a directory; as ``LLM.update_weights``."""
+
+    ticket: int
+    path: str
+    version: int | None
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Within the engine process: a ``Submit`` whose grammar was compiled, or cannot be."""
 
@@ -75,6 +100,20 @@ class Refused:
 
     request_ids: tuple[str, ...]
     error: SametokenError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A command is done, or was refused.
+
+    Attributes:
+        ticket: the command's.
+        version: of the weights after a ``ChangeWeights``.
+    """
+
+    ticket: int
+    version: int = 0
+    error: SametokenError | None = None
 
 
 @dataclass(frozen=True, slots=True)

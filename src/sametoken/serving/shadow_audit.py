@@ -87,6 +87,14 @@ class ShadowAudit:
         self._pending.appendleft(case)
         return case.replay.request_id
 
+    def begin_weights(self) -> str | None:
+        """Drop what other weights served; returns the id of a running replay, to release."""
+        interrupted = self.interrupt()
+        dropped = self._stats.num_dropped + len(self._pending)
+        self._stats = replace(self._stats, num_dropped=dropped)
+        self._pending.clear()
+        return interrupted
+
     def abandon(self) -> None:
         """Drop the running replay, which may have ended the engine process."""
         if self._running is not None:

@@ -52,6 +52,7 @@ class EngineLoad:
             started.
         swapped_prefix_hits: those of them that came from swap space.
         num_preemptions: completions preempted since it started, each time.
+        weight_version: of the target's weights.
     """
 
     num_received: int = 0
@@ -65,6 +66,7 @@ class EngineLoad:
     prefix_cache_hits: int = 0
     swapped_prefix_hits: int = 0
     num_preemptions: int = 0
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

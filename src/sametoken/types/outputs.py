@@ -163,6 +163,9 @@ class RequestOutput:
 
     ``prompt_logprobs`` covers the whole prompt. It is None if the request failed or was aborted
     during prefill, so that the output does not depend on chunk borders.
+
+    ``weight_versions`` are those of the weights that computed its oldest KV and its newest token;
+    they differ if the weights changed meanwhile. None before its first result.
     """
 
     request_id: str
@@ -172,3 +175,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    weight_versions: tuple[int, int] | None = None

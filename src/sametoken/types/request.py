@@ -59,6 +59,7 @@ class RequestUpdate:
         logprobs: one entry per token of ``token_ids``, if requested.
         prompt_logprobs: entries of prompt positions in order, if requested; the first
             prompt token has none.
+        weight_versions: of the weights of the request's first step, and of this one.
     """
 
     request_id: str
@@ -71,3 +72,4 @@ class RequestUpdate:
     mask_fault: MaskFault = MaskFault.NONE
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
+    weight_versions: tuple[int, int] = (0, 0)

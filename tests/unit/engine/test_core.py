@@ -9,7 +9,8 @@ import pytest
 from helpers.harness import Shape, build, request, run
 from helpers.toy import ToyModel
 from sametoken.engine.core import EngineCore
-from sametoken.errors import EngineDeadError, InvariantError, RequestError
+from sametoken.engine.weights import NewWeights
+from sametoken.errors import EngineDeadError, InvariantError, RequestError, WeightUpdateError
 from sametoken.types.plan import StepPlan
 
 
@@ -157,3 +158,67 @@ def test_a_request_released_in_mid_flight_brings_nothing_more(steps_in_flight):
             core.release("stays")
     assert {update.request_id for update in after} == {"stays"}
     core.scheduler.check_integrity()
+
+
+class ScriptedWeights:
+    """Weights that write down when they are written."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.replacement = SimpleNamespace(write=lambda: log.append("write"))
+
+    def load(self, source, target: str) -> NewWeights:
+        return NewWeights(self.replacement, target == "model")
+
+
+class Versioned(Scripted):
+    weight_version = 0
+
+    def begin_weights(self, version: int) -> None:
+        self._note(f"weights {version}")
+        self.weight_version = version
+
+
+def updatable(num_plans: int, steps_in_flight: int) -> tuple[EngineCore, Versioned]:
+    scripted = Versioned(num_plans)
+    resolved = SimpleNamespace(steps_in_flight=steps_in_flight)
+    weights = ScriptedWeights(scripted.log)
+    return EngineCore(resolved, scripted, scripted, weights=weights), scripted
+
+
+def test_new_weights_are_written_between_steps_and_no_result_is_lost():
+    core, scripted = updatable(3, steps_in_flight=3)
+    assert [core.step(), core.step()] == [(), ()]
+    assert core.use_weights(core.weights.load(None, "model")) == 1
+    assert scripted.log[2:] == ["settle 0", "settle 1", "write", "weights 1"]
+    assert core.has_unfinished
+    assert drive(core) == [(0, 1), (2,)]
+
+
+def test_a_result_that_new_weights_waited_for_is_work_left():
+    core, scripted = updatable(1, steps_in_flight=2)
+    core.step()
+    core.use_weights(core.weights.load(None, "model"), 5)
+    assert scripted.plans == []
+    assert core.has_unfinished
+    assert drive(core) == [(0,)]
+    assert core.scheduler.weight_version == 5
+
+
+def test_versions_grow_and_are_the_target_s():
+    core, scripted = updatable(0, steps_in_flight=1)
+    new, drafter = (core.weights.load(None, target) for target in ("model", "drafter"))
+    core.use_weights(new, 3)
+    for weights, version in ((new, 3), (new, 2), (new, 4.0), (new, 2**63), (drafter, 4)):
+        with pytest.raises(WeightUpdateError):
+            core.use_weights(weights, version)
+    assert core.use_weights(drafter) == 3
+    assert scripted.log == ["write", "weights 3", "write"]
+
+
+def test_a_step_that_fails_before_new_weights_ends_the_engine():
+    core, scripted = updatable(2, steps_in_flight=2)
+    core.step()
+    scripted.fail_at = "settle 0"
+    with pytest.raises(EngineDeadError):
+        core.use_weights(core.weights.load(None, "model"))
+    assert "write" not in scripted.log

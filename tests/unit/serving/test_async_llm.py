@@ -7,10 +7,12 @@ import itertools
 import os
 import signal
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from helpers.checkpoints import write_llama
 from helpers.serving import FATAL_TOKEN, HANGING_TOKEN, SIZES, build_faulty, build_once, write_model
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
@@ -22,6 +24,7 @@ from sametoken.errors import (
     EngineRestartingError,
     OverloadedError,
     RequestError,
+    WeightUpdateError,
 )
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
@@ -367,3 +370,65 @@ def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
     limits = ServingLimits(shadow_audit_rate=0.1)
     with pytest.raises(ConfigError, match="compares made-up tokens"):
         asyncio.run(start(limits, model=model, speculative_config=synthetic))
+
+
+def test_weights_change_while_requests_run(served, offline, model, tmp_path):
+    """The engine reads a directory; what fits not is refused, and requests go on."""
+    vocab_size = offline.resolved.model.vocab_size
+    other = write_llama(
+        tmp_path / "other", 5, vocab_size=vocab_size, max_position_embeddings=256, eos_token_id=0
+    )
+    prompt, params = WORDS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (before,) = offline.generate(prompt, params)
+    (after,) = LLM(str(other), tokenizer=model, **SIZES).generate(prompt, params)
+
+    async def scenario():
+        llm, first = served.llm, served.llm.weight_version
+        long = llm.generate(prompt, replace(params, max_tokens=200), "long")
+        await anext(long)
+        assert await llm.update_weights(other) == first + 1
+        changed = await last_of(llm.generate(prompt, params, "changed"))
+        mixed = await last_of(long)
+        with pytest.raises(CheckpointError):
+            await llm.update_weights(tmp_path / "nowhere")
+        with pytest.raises(WeightUpdateError, match="version"):
+            await llm.update_weights(model, version=first)
+        assert await llm.update_weights(model, version=first + 9) == first + 9
+        back = await last_of(llm.generate(prompt, params, "back"))
+        assert llm.weight_version == first + 9
+        assert essence(changed) == essence(after) != essence(before) == essence(back)
+        assert changed.weight_versions == (first + 1, first + 1)
+        assert mixed.weight_versions[0] == first < mixed.weight_versions[1]
+
+    served.run(scenario())
+
+
+def test_a_pause_keeps_waits_or_aborts(served, offline):
+    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    (expected,) = offline.generate(WORDS[0], params)
+
+    async def scenario():
+        kept = llm.generate(WORDS[0], params, "kept")
+        await anext(kept)
+        await llm.pause("keep")
+        later = asyncio.create_task(last_of(llm.generate(WORDS[0], params, "later")))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(later), 0.2)
+        rest = asyncio.create_task(last_of(kept))
+        waited = asyncio.create_task(llm.pause("wait"))
+        assert essence(await rest) == essence(expected)
+        await waited
+        # It had not begun, or it ran and ended too.
+        assert llm.stats().load.num_running == 0
+        await llm.resume()
+        assert essence(await later) == essence(expected)
+        cut = llm.generate(WORDS[0], params, "cut")
+        await anext(cut)
+        await llm.pause()
+        assert (await last_of(cut)).outputs[0].finish_reason == "abort"
+        await llm.resume()
+        assert essence(await last_of(llm.generate(WORDS[0], params, "again"))) == essence(expected)
+        with pytest.raises(RequestError, match="pause"):
+            await llm.pause("soon")
+
+    served.run(scenario())

@@ -11,6 +11,7 @@ import pytest
 
 from sametoken.errors import EngineDeadError, RequestError
 from sametoken.io.child_process import Failure
+from sametoken.serving.control import Control
 from sametoken.serving.engine_main import EngineLoop, Preparation, StopChecker
 from sametoken.serving.messages import Refused, Release, StepReport, Submit
 from sametoken.types.request import EngineRequest, RequestUpdate
@@ -29,7 +30,7 @@ class Engine:
         self.scheduler = SimpleNamespace(
             num_running=1, num_waiting=2, num_swapped=3, num_waiting_tokens=4, kv_usage=0.5,
             prefix_cache_queries=6, prefix_cache_hits=7, swap_usage=0.25, swapped_prefix_hits=8,
-            num_preemptions=9,
+            num_preemptions=9, weight_version=10,
         )  # fmt: skip
 
     @property
@@ -69,7 +70,9 @@ def inbox():
 def start(inbox):
     def build(*news):
         engine, sent = Engine(*news), []
-        loop = EngineLoop(engine, SimpleNamespace(put=sent.append), Preparation(inbox.put))
+        control = Control(engine, inbox.put, sent.append)
+        outbox = SimpleNamespace(put=sent.append)
+        loop = EngineLoop(engine, outbox, Preparation(inbox.put), control)
         return engine, loop, sent
 
     return build
@@ -82,7 +85,7 @@ def test_an_iteration_takes_messages_steps_once_and_reports(start):
     (report,) = sent
     assert report.updates == (update("a", 5),)
     assert report.step_seconds >= 0
-    assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 0.25, 6, 7, 8, 9)
+    assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 0.25, 6, 7, 8, 9, 10)
     assert loop.has_unfinished
 
 

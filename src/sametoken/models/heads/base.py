@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ LAYER = "layers.0"
 # Tensors of the target that some heads contain and none uses.
 UNUSED_TENSORS = (*DERIVED_TENSORS, "verifier_lm_head.weight", "verifier_norm.weight")
 _ANOTHER_HEAD = "use a head that was trained for this target"
+#: Tensors of integers in the files of heads over fewer tokens.
+_TOKEN_MAPS = ("d2t", "t2d")
 _RENAMED = (
     ("model.", ""),
     ("midlayer.", f"{LAYER}."),
@@ -126,6 +129,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
     Attributes:
         unused_tensors: endings of tensor names that are not read.
         optional_tensors: optional tensors that a dummy head has.
+        prefix: of its tensors in a target's checkpoint; "" in one of its own.
         quantization: the formats of its linears.
 
     Raises:
@@ -135,11 +139,13 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     unused_tensors: ClassVar[tuple[str, ...]] = UNUSED_TENSORS
     optional_tensors: tuple[str, ...] = ()
+    prefix: str = ""
     quantization: Quantization = UNQUANTIZED
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         self._directory = directory
         self._is_dummy = load_format == DUMMY
+        self._given: TensorSource | None = None
 
     @abstractmethod
     def require_fit(self, target: ModelConfig) -> None:
@@ -170,8 +176,22 @@ class HeadCheckpoint(ABC, Generic[Head]):
         """Read all tensors of the head; arguments as in ``load``."""
         ...
 
+    def reading(self, source: TensorSource) -> Self:
+        """This checkpoint with other tensors, for a head of the same form."""
+        other = copy.copy(self)
+        other._given = source
+        return other
+
+    def _open(self, prefix: str = "") -> TensorSource:
+        """The tensors with a prefix, of all that the checkpoint holds."""
+        if self._given is None:
+            return open_weights(self._directory, prefix)
+        names = (name for name in self._given.names() if name.startswith(prefix))
+        return NamedSource(self._given, {name: name for name in names})
+
     def _open_tensors(self) -> TensorSource:
-        return HeadSource(self._directory)
+        """The head's tensors by the names that ``_build`` reads."""
+        return self._open(self.prefix) if self.prefix else head_source(self._open())
 
     def load(
         self,
@@ -201,7 +221,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
             UnsupportedError: only pickled weights, or tensors that the head does not use.
             DrafterMismatchError: the shared weights do not fit the head.
         """
-        if self._is_dummy:
+        if self._is_dummy and self._given is None:
             reader = dummy_reader(
                 self._directory,
                 kernels,
@@ -332,18 +352,22 @@ def load_lm_head(
     return reader.projection(whole)
 
 
-class HeadSource:
-    """A head's floating-point tensors under the same names in either checkpoint layout."""
+class NamedSource:
+    """Some tensors of a source.
 
-    def __init__(self, directory: Path) -> None:
-        self._source = open_weights(directory)
-        self.location = self._source.location
-        names = {_renamed(name): name for name in self._source.names()}
-        self._names = {new: old for new, old in names.items() if new not in ("d2t", "t2d")}
+    Args:
+        source: all tensors.
+        names: the name in ``source`` of each tensor that is there.
+    """
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        self.location = source.location
+        self._source = source
+        self._names = names
 
     def names(self) -> Collection[str]:
-        """Every tensor's name, e.g. ``layers.0.*`` and ``fc.*``."""
-        return self._names
+        """Every tensor's name."""
+        return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that exists."""
@@ -360,6 +384,12 @@ class HeadSource:
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype."""
         return self._source.stored_chunks(self._names[name])
+
+
+def head_source(source: TensorSource) -> NamedSource:
+    """A head's floating-point tensors under the same names in either checkpoint layout."""
+    names = {_renamed(name): name for name in source.names()}
+    return NamedSource(source, {new: old for new, old in names.items() if new not in _TOKEN_MAPS})
 
 
 def _renamed(name: str) -> str:

@@ -50,10 +50,9 @@ from sametoken.models.heads.base import (
 )
 from sametoken.models.heads.mtp_form import Module, ModuleForm
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
-from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import read_config
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
@@ -214,6 +213,7 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
     """
 
     unused_tensors = DERIVED_TENSORS
+    prefix = f"{PREFIX}."
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -252,6 +252,3 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
             caches=(attention_cache(self.config, reader.dtype),),
             token_ids=token_ids,
         )
-
-    def _open_tensors(self) -> TensorSource:
-        return open_weights(self._directory, prefix=f"{PREFIX}.")

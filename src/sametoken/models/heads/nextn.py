@@ -40,7 +40,6 @@ from sametoken.models.heads.base import (
     load_norm,
     require_sizes,
 )
-from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
@@ -133,12 +132,12 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         self.config = read_config(directory, load_format=load_format)
         self.quantization = read_quantization(self.config.extra, str(directory))
         self._family = _family_of(self.config, directory)
-        self._prefix = nextn_prefix(self.config)
+        self.prefix = nextn_prefix(self.config)
         if (
             not self._is_dummy
-            and f"{self._prefix}eh_proj.weight" not in self._open_tensors().names()
+            and f"{self.prefix}eh_proj.weight" not in self._open_tensors().names()
         ):
-            raise _without_module(directory, self._prefix)
+            raise _without_module(directory, self.prefix)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
@@ -155,7 +154,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         max_positions: int,
         token_ids: Tensor | None,
     ) -> NextNHead:
-        config, prefix = self.config, self._prefix
+        config, prefix = self.config, self.prefix
         hidden = config.hidden_size
         whole = self._own(reader, _HEAD) or shared.whole_head()
         caches = self._family.caches_of(config, reader.dtype, reader.source.location)
@@ -173,7 +172,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         )
 
     def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
-        config, prefix = self.config, self._prefix
+        config, prefix = self.config, self.prefix
         attention = f"{prefix}self_attn"
         return DecoderLayer(
             load_norm(reader, f"{prefix}input_layernorm", config),
@@ -184,18 +183,15 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
 
     def _own(self, reader: WeightReader, name: str) -> UnquantizedWeight | None:
         """A weight [V, hidden] of the module; None if it has none, or a copy of the target's."""
-        own, config = f"{self._prefix}{name}", self.config
+        own, config = f"{self.prefix}{name}", self.config
         if own not in reader:
             return None
         shared = "model.embed_tokens.weight"
         if name == _HEAD and not config.tie_word_embeddings:
             shared = HEAD
-        if _are_equal(open_weights(self._directory), own, shared):
+        if _are_equal(self._open(), own, shared):
             return None
         return reader.packed(config.hidden_size, Part(own, config.vocab_size))
-
-    def _open_tensors(self) -> TensorSource:
-        return open_weights(self._directory, prefix=self._prefix)
 
 
 def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:

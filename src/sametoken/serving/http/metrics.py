@@ -63,6 +63,7 @@ class EngineCollector(Collector):
             "cpu_cache_usage_perc", "Share of host blocks for swapped KV, 0..1.", load.swap_usage
         )
         yield self._counter("num_preemptions", "Preemptions.", load.num_preemptions)
+        yield self._gauge("weight_version", "Version of the weights.", load.weight_version)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up.", load.prefix_cache_queries
         )

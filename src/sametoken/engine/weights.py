@@ -1,0 +1,157 @@
+"""Weights of a running engine: loaded beside the old ones, then written over them.
+
+An update costs a second copy of what it replaces, packed, until it ends: the ``weights_bytes`` of
+the target or drafter, and its rotary tables (docs/rollouts.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sametoken.drafters.base import LoadedDrafter
+from sametoken.errors import (
+    CheckpointError,
+    DrafterMismatchError,
+    UnsupportedError,
+    WeightUpdateError,
+    shown,
+)
+from sametoken.models.decoder import Decoder
+from sametoken.models.in_place import Replacement
+from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.weights import TensorSource, WeightReader
+from sametoken.models.loader import low_mmap_threshold
+from sametoken.ops.backend import Kernels
+
+MODEL, DRAFTER = "model", "drafter"
+#: Versions are 64-bit numbers in prefix cache keys.
+_MAX_VERSION = 2**63 - 1
+_ALL = "send every tensor of the checkpoint, under its Hugging Face name"
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Weights that fit, loaded and not in use yet.
+
+    Attributes:
+        replacement: of the tensors in use.
+        of_target: whether the target's weights are among them.
+    """
+
+    replacement: Replacement
+    of_target: bool
+
+    def version_after(self, current: int, wanted: int | None) -> int:
+        """The version once they are in use: the wanted one, or the next; a drafter's keep it.
+
+        Raises:
+            WeightUpdateError: it is no integer above ``current``, as a version means one set of
+                weights, or a drafter's weights are to have one.
+        """
+        if not self.of_target and wanted is None:
+            return current
+        if not self.of_target:
+            raise WeightUpdateError("a drafter's weights have no version", "leave version out")
+        if wanted is None:
+            return current + 1
+        if type(wanted) is not int or not current < wanted <= _MAX_VERSION:
+            raise WeightUpdateError(
+                f"version={shown(wanted)} does not follow version {current}",
+                "give a larger integer, or none for the next",
+            )
+        return wanted
+
+
+class Weights(Protocol):
+    """The weights of an engine, which may be replaced."""
+
+    def load(self, source: TensorSource, target: str) -> NewWeights:
+        """Load and check a full set of weights; nothing that runs is changed.
+
+        Args:
+            source: the tensors, by their Hugging Face names.
+            target: "model", or "drafter".
+
+        Raises:
+            WeightUpdateError: a tensor is missing, unknown, of a wrong shape or dtype, or not
+                finite, or memory does not suffice.
+            UnsupportedError: this engine's weights cannot change.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWeights:
+    """Weights that cannot change.
+
+    Attributes:
+        why: what they are part of.
+    """
+
+    why: str
+
+    def load(self, source: TensorSource, target: str) -> NewWeights:
+        """Refuse; see ``Weights``."""
+        raise UnsupportedError(
+            f"weights do not change under {self.why}", "build another engine with the new weights"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWeights:
+    """Weights of one process; see ``Weights``.
+
+    Attributes:
+        model: the target.
+        drafter: the drafter, with the model that it runs, if any.
+        dtype, device: of the weights.
+    """
+
+    model: Decoder
+    drafter: LoadedDrafter
+    dtype: torch.dtype
+    device: torch.device
+
+    @low_mmap_threshold()
+    def load(self, source: TensorSource, target: str) -> NewWeights:
+        """See ``Weights``; a module in the target's checkpoint comes with the target.
+
+        If none of the module's tensors are there, it stays as it is.
+        """
+        if target not in (MODEL, DRAFTER):
+            raise WeightUpdateError(
+                f"target={shown(target)} is no part of an engine", f"use {MODEL!r} or {DRAFTER!r}"
+            )
+        try:
+            return self._load(source, target)
+        except (CheckpointError, UnsupportedError, DrafterMismatchError) as error:
+            raise WeightUpdateError(error.cause, _ALL) from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise WeightUpdateError(
+                f"no memory for a second copy of the weights ({error})",
+                "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
+            ) from error
+
+    def _load(self, source: TensorSource, target: str) -> NewWeights:
+        # Its memory for packed weights ends with the copy.
+        kernels: Kernels = type(self.model.kernels)()
+        model, drafter = self.model, self.drafter
+        if target == MODEL:
+            formats = read_quantization(model.config.extra, source.location)
+            model = model.reloaded(
+                WeightReader(source, kernels, self.dtype, self.device, quantization=formats)
+            )
+            if not self._brings_module(source):
+                return NewWeights(Replacement.of(self.model, model), of_target=True)
+        if drafter.reload is None:
+            raise WeightUpdateError("this engine's drafter has no weights", "leave it out")
+        head = drafter.reload(source, model, kernels)
+        replacement = Replacement.of((self.model, drafter.model), (model, head))
+        return NewWeights(replacement, target == MODEL)
+
+    def _brings_module(self, source: TensorSource) -> bool:
+        prefix = self.drafter.in_target
+        return prefix is not None and any(name.startswith(prefix) for name in source.names())

@@ -1,0 +1,44 @@
+"""Tensors in memory are read like a checkpoint's: in views of whole rows, each name once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError
+from sametoken.models.load import weights
+from sametoken.models.load.sent import SentTensors, source_of
+
+
+def test_chunks_are_views_of_whole_rows(monkeypatch):
+    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 6)
+    parameter = torch.nn.Parameter(torch.arange(14.0).view(7, 2))
+    source = SentTensors(iter([("w", parameter), ("s", torch.zeros(2, dtype=torch.int64))]))
+    chunks = list(source.chunks("w"))
+    assert [len(chunk) for chunk in chunks] == [3, 3, 1]
+    assert torch.equal(torch.cat(chunks), parameter.detach())
+    assert chunks[0].data_ptr() == parameter.data_ptr()
+    assert not chunks[0].requires_grad
+    assert (set(source.names()), source.shape("w")) == ({"w", "s"}, (7, 2))
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.int8), torch.zeros(2).to_sparse()])
+def test_only_dense_floating_tensors_are_read(bad):
+    source = SentTensors([("model.w", bad)])
+    with pytest.raises(UnsupportedError, match=r"model\.w"):
+        list(source.chunks("model.w"))
+
+
+def test_what_is_no_pair_and_what_comes_twice_is_refused():
+    one = ("model.w", torch.zeros(2))
+    for pairs in ([one, one], [("model.w", [0.0])], [("model.w",)], ["model.w"]):
+        with pytest.raises(WeightUpdateError, match=r"model\.w"):
+            SentTensors(pairs)
+
+
+def test_a_directory_is_read_in_their_place(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert set(source_of(str(tmp_path)).names()) == {"w"}
+    with pytest.raises(CheckpointError, match="no directory"):
+        source_of(tmp_path / "nowhere")

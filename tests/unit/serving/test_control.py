@@ -1,0 +1,93 @@
+"""Commands of the engine process: pauses, and weights that a thread reads."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+
+from sametoken.engine.weights import NewWeights
+from sametoken.errors import UnsupportedError, WeightUpdateError
+from sametoken.serving.control import Control, Loaded
+from sametoken.serving.messages import Answer, ChangeWeights, Pause, Resume
+
+
+class Engine:
+    """Has work, and weights that are loaded from anywhere but from "bad"."""
+
+    has_unfinished = True
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
+        self.weights = SimpleNamespace(load=self.load)
+
+    def load(self, source, target: str) -> NewWeights:
+        if target == "broken":
+            raise ZeroDivisionError("a defect")
+        if target == "bad":
+            raise UnsupportedError("weights do not change")
+        return NewWeights(None, target == "model")
+
+    def use_weights(self, new: NewWeights, version: int | None) -> int:
+        if version == 0:
+            raise WeightUpdateError("version=0 does not follow")
+        return version or 1
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    monkeypatch.setattr("sametoken.serving.control.source_of", lambda path: path)
+    engine, inbox, answers = Engine(), queue.SimpleQueue(), []
+    return engine, Control(engine, inbox.put, answers.append), inbox, answers
+
+
+def test_a_pause_stops_at_once_or_after_the_running_requests(scene):
+    engine, control, _, answers = scene
+    control.handle(Pause(1, wait=False))
+    assert (control.may_step, answers) == (False, [Answer(1)])
+    control.handle(Pause(2, wait=True))
+    assert control.may_step
+    assert not engine.scheduler.admits
+    control.note_step()
+    assert answers == [Answer(1)]
+    engine.scheduler.num_running, engine.scheduler.num_swapped = 0, 1
+    control.note_step()
+    assert control.may_step
+    engine.scheduler.num_swapped = 0
+    control.note_step()
+    assert (control.may_step, answers) == (False, [Answer(1), Answer(2)])
+    control.handle(Resume(3))
+    assert control.may_step
+    assert engine.scheduler.admits
+    assert answers[2:] == [Answer(3)]
+
+
+def test_no_pause_is_left_without_an_answer(scene):
+    _, control, _, answers = scene
+    control.handle(Pause(1, wait=True))
+    control.handle(Pause(2, wait=True))
+    control.handle(Resume(3))
+    assert answers == [Answer(1), Answer(2), Answer(3)]
+    assert control.may_step
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "expected"),
+    [
+        ("model", None, Answer(7, 1)),
+        ("model", 5, Answer(7, 5)),
+        ("model", 0, WeightUpdateError),
+        ("bad", None, UnsupportedError),
+        ("broken", None, WeightUpdateError),
+    ],
+)
+def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, version, expected):
+    _, control, inbox, answers = scene
+    control.handle(ChangeWeights(7, "anywhere", version, target))
+    loaded = inbox.get(timeout=10)
+    assert isinstance(loaded, Loaded)
+    assert answers == []
+    control.handle(loaded)
+    (answer,) = answers
+    assert answer == expected if isinstance(expected, Answer) else type(answer.error) is expected

@@ -691,8 +691,8 @@ def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
     "prefix-key-without-lookahead", "docs/decisions/0003", f"{PREFIXES}[lookahead-4]", "acceptance"
 )
 def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
-    def mutant(prompt_token_ids, block_size, lookahead_tokens):
-        return block_keys(prompt_token_ids, block_size, 0)
+    def mutant(token_ids, block_size, lookahead_tokens, root=b""):
+        return block_keys(token_ids, block_size, 0, root)
 
     substitute(patch, block_keys, mutant)
 
@@ -790,6 +790,9 @@ def a_kept_state_is_not_written(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self, copy, num_computed):
         keep(replace(self, kept=tuple(memory.clone() for memory in self.kept)), copy, num_computed)
+        # Freed memory of an earlier engine may hold the very states that are missing.
+        for memory in self.kept:
+            memory.zero_()
 
     patch.setattr(CacheStates, "keep", mutant)
 

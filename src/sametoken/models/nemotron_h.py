@@ -159,7 +159,7 @@ def _routing(settings: Settings, num_experts: int) -> Routing:
         scoring="sigmoid",
         num_groups=groups,
         top_groups=min(settings.integer("topk_group", 1), groups),
-        group_best=2,
+        group_best=min(2, num_experts // groups),
         scale=settings.number("routed_scaling_factor", 1.0),
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,84 +12,18 @@ from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
-from sametoken.ops.native.widened import WidenedWeight, widened_fp8, widened_int4
+from sametoken.ops.native.weights import (
+    PanelWeight,
+    QuantizedWeight,
+    is_bf16,
+    pack_fp8,
+    pack_int4,
+    require,
+)
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix
 
 MAX_HEAD_DIM = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PanelWeight:
-    """``UnquantizedWeight`` packed in contiguous groups of columns (tile.h).
-
-    Attributes:
-        library: of the products.
-        panels: uint8, the only copy, zero padded to whole groups.
-        address: of ``panels``, cached.
-        dtype: bfloat16 or float32.
-    """
-
-    library: NativeLibrary
-    panels: Tensor
-    address: int
-    out_features: int
-    in_features: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the one copy."""
-        return self.panels.numel()
-
-    def matmul(
-        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        t, k = x.shape
-        n, dtype = self.out_features, out_dtype or x.dtype
-        _require(x, self.dtype)
-        if k != self.in_features:
-            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
-        out = torch.empty((t, n), dtype=dtype)
-        self.library.gemm(
-            x.data_ptr(),
-            self.address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            t,
-            n,
-            k,
-            self.dtype is torch.bfloat16,
-            dtype is torch.bfloat16,
-        )
-        return out
-
-    def gated_matmul(self, x: Tensor) -> Tensor:
-        return silu_mul(self.library, self.matmul(x))
-
-    def rows(self, token_ids: Tensor) -> Tensor:
-        t, n, k = token_ids.shape[0], self.out_features, self.in_features
-        _require(token_ids, torch.int64)
-        out = torch.empty((t, k), dtype=self.dtype)
-        is_bf16 = self.dtype is torch.bfloat16
-        ids = token_ids.data_ptr()
-        if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, is_bf16):
-            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
-        return out
-
-    def quantize_fp8(self) -> Weight:
-        raise UnsupportedError(
-            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
-        )
-
-
-def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
-    """See ``activation.silu_mul``."""
-    t, width = gate_up.shape
-    _require(gate_up, gate_up.dtype)
-    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
-    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
-    return out
 
 
 class NativeKernels(ComposedKernels):
@@ -122,17 +54,17 @@ class NativeKernels(ComposedKernels):
 
     def pack(self, weight: Tensor) -> PanelWeight:
         n, k = weight.shape
-        is_bf16 = _is_bf16(weight)
+        bf16 = is_bf16(weight)
         weight = weight.contiguous()
-        panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
-        self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
+        panels = self._memory.take(self._library.packed_bytes(n, k, bf16))
+        self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, bf16)
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 
-    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> WidenedWeight:
-        return widened_fp8(matrix, dtype, self.pack)
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> QuantizedWeight:
+        return pack_fp8(self._library, self._memory, matrix)
 
-    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> WidenedWeight:
-        return widened_int4(matrix, dtype, self.pack)
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
+        return pack_int4(self._library, self._memory, matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
@@ -140,15 +72,15 @@ class NativeKernels(ComposedKernels):
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         by_head = (-1, weight.shape[0])
         gate = gate.reshape(by_head).contiguous()
-        _require(gate, x.dtype)
+        require(gate, x.dtype)
         return self._normed(x.view(by_head), gate, weight, eps).view(x.shape)
 
     def gated_group_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
     ) -> Tensor:
         gate = gate.contiguous()
-        _require(x, x.dtype)
-        _require(gate, x.dtype)
+        require(x, x.dtype)
+        require(gate, x.dtype)
         out = torch.empty_like(x)
         self._library.gated_group_norm(
             x.data_ptr(),
@@ -159,23 +91,23 @@ class NativeKernels(ComposedKernels):
             num_groups,
             x.shape[1] // num_groups,
             eps,
-            _is_bf16(x),
+            is_bf16(x),
             _norm_is_bf16(weight, x),
         )
         return out
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        _require(x, x.dtype)
+        require(x, x.dtype)
         out = torch.empty_like(x)
-        self._library.relu_squared(x.data_ptr(), out.data_ptr(), x.numel(), _is_bf16(x))
+        self._library.relu_squared(x.data_ptr(), out.data_ptr(), x.numel(), is_bf16(x))
         return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         t, h = x.shape
-        _require(x, x.dtype)
-        _require(residual, x.dtype)
+        require(x, x.dtype)
+        require(residual, x.dtype)
         self._add_rms_norm(
             x.data_ptr(),
             residual.data_ptr(),
@@ -183,29 +115,29 @@ class NativeKernels(ComposedKernels):
             t,
             h,
             eps,
-            _is_bf16(x),
+            is_bf16(x),
             _norm_is_bf16(weight, x),
         )
         return x, residual
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         gate = gate.contiguous()
-        _require(x, x.dtype)
-        _require(gate, x.dtype)
+        require(x, x.dtype)
+        require(gate, x.dtype)
         out = torch.empty_like(x)
-        self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
+        self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, is_bf16(x))
         return out
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        _require(gate_up, gate_up.dtype)
+        require(gate_up, gate_up.dtype)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        is_bf16 = _is_bf16(gate_up)
-        self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, is_bf16)
+        bf16 = is_bf16(gate_up)
+        self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, bf16)
         return out
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        _require(logits, torch.float32)
+        require(logits, torch.float32)
         out = torch.empty_like(logits)
         self._library.soft_cap(logits.data_ptr(), out.data_ptr(), *logits.shape, cap)
         return out
@@ -222,9 +154,9 @@ class NativeKernels(ComposedKernels):
         t, dim = qkv.shape[0], shape.head_dim
         qkv = qkv.contiguous()
         self.require(shape)
-        _require(qkv, kv.keys.dtype)
-        _require(rotary.cos, torch.float32)
-        _require(rotary.sin, torch.float32)
+        require(qkv, kv.keys.dtype)
+        require(rotary.cos, torch.float32)
+        require(rotary.sin, torch.float32)
         q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
         self._rope(
             qkv.data_ptr(),
@@ -244,7 +176,7 @@ class NativeKernels(ComposedKernels):
             dim,
             rotary.cos.shape[1],
             kv.keys.shape[2],
-            _is_bf16(qkv),
+            is_bf16(qkv),
             qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
         )
         return q
@@ -253,8 +185,8 @@ class NativeKernels(ComposedKernels):
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         t, table = q.shape[0], rows.block_table
-        _require(q, kv.keys.dtype)
-        _require(table, torch.int64)
+        require(q, kv.keys.dtype)
+        require(table, torch.int64)
         out = torch.empty((t, shape.q_size), dtype=q.dtype)
         done = self._attention(
             q.data_ptr(),
@@ -273,7 +205,7 @@ class NativeKernels(ComposedKernels):
             table.shape[1],
             shape.sliding_window or 0,
             shape.scale,
-            _is_bf16(q),
+            is_bf16(q),
         )
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
@@ -313,12 +245,12 @@ class NativeKernels(ComposedKernels):
         if slots is not None:
             temperature, seeds = temperature[slots], seeds[slots]
         count, num_columns = logits.shape
-        _require(logits, torch.float32)
-        _require(temperature, torch.float32)
-        _require(seeds, torch.int64)
-        _require(positions, torch.int64)
+        require(logits, torch.float32)
+        require(temperature, torch.float32)
+        require(seeds, torch.int64)
+        require(positions, torch.int64)
         if token_ids is not None:
-            _require(token_ids, torch.int64)
+            require(token_ids, torch.int64)
             if token_ids.shape != (num_columns,):
                 raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
         out = torch.empty(count, dtype=torch.int64)
@@ -341,7 +273,7 @@ class NativeKernels(ComposedKernels):
 
     def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         t, h = x.shape
-        _require(x, x.dtype)
+        require(x, x.dtype)
         out = torch.empty_like(x)
         self._rms_norm(
             x.data_ptr(),
@@ -351,28 +283,13 @@ class NativeKernels(ComposedKernels):
             t,
             h,
             eps,
-            _is_bf16(x),
+            is_bf16(x),
             _norm_is_bf16(weight, x),
         )
         return out
 
 
-def _is_bf16(x: Tensor) -> bool:
-    dtype = x.dtype
-    if dtype is torch.bfloat16:
-        return True
-    if dtype is torch.float32:
-        return False
-    raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")
-
-
 def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
     """Whether a norm's weight, of the dtype of ``x`` or fp32, is bf16."""
-    _require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
-    return _is_bf16(weight)
-
-
-def _require(x: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a wrong dtype and strided rows: C code reads raw memory."""
-    if x.dtype is not dtype or not x.is_contiguous():
-        raise InvariantError(f"a kernel needs contiguous {dtype}, got {x.dtype} {x.stride()}")
+    require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
+    return is_bf16(weight)

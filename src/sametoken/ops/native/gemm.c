@@ -66,22 +66,6 @@ EXPORT int64_t embedding(const int64_t *token_ids, const void *packed, void *out
     return 1;
 }
 
-/* Columns from `column` on of adjacent rows of [.., n], `stride` elements apart, from `first` on. */
-INLINE void store_tile(const float *sums, int64_t rows, int64_t first, int64_t stride,
-                       int64_t column, int64_t n, const void *bias, void *out, int bf16,
-                       int out_bf16) {
-    for (int p = 0; p < PANELS; p++) {
-        int64_t start = column + p * LANES, count = n - start;
-        if (count <= 0) return;
-        f32v shift = bias ? load_some(bias, start, count, bf16) : splat(0.0f);
-        for (int64_t r = 0; r < rows; r++) {
-            f32v sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
-            if (bias) sum += shift;
-            store_some(out, first + r * stride + start, count, out_bf16, sum);
-        }
-    }
-}
-
 /* One thread's groups of columns; each is multiplied with all rows while it is in cache. */
 INLINE void gemm_part(const char *x, const char *packed, const void *bias, void *out,
                       int64_t t, int64_t n, int64_t k, const int bf16, const int out_bf16) {

@@ -28,6 +28,10 @@ _SIGNATURES = {
     "pack": ("ppiii", False),
     "gemm": ("ppppiiiii", False),
     "embedding": ("pppiiii", True),
+    "quantized_bytes": ("pi", True),
+    "pack_quantized": ("pppppi", False),
+    "quantized_gemm": ("pppppiiiiif", True),
+    "quantized_rows": ("ppppiii", True),
     "rms_norm": ("ppppiifii", False),
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
@@ -56,6 +60,10 @@ class NativeLibrary:
     pack: Callable[..., None]
     gemm: Callable[..., None]
     embedding: Callable[..., int]
+    quantized_bytes: Callable[[int, int], int]
+    pack_quantized: Callable[..., None]
+    quantized_gemm: Callable[..., int]
+    quantized_rows: Callable[..., int]
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]

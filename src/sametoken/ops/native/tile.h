@@ -118,4 +118,20 @@ INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *c
 #undef CASE
 }
 
+/* Columns from `column` on of adjacent rows of [.., n], `stride` elements apart, from `first` on. */
+INLINE void store_tile(const float *sums, int64_t rows, int64_t first, int64_t stride,
+                       int64_t column, int64_t n, const void *bias, void *out, int bf16,
+                       int out_bf16) {
+    for (int p = 0; p < PANELS; p++) {
+        int64_t start = column + p * LANES, count = n - start;
+        if (count <= 0) return;
+        f32v shift = bias ? load_some(bias, start, count, bf16) : splat(0.0f);
+        for (int64_t r = 0; r < rows; r++) {
+            f32v sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
+            if (bias) sum += shift;
+            store_some(out, first + r * stride + start, count, out_bf16, sum);
+        }
+    }
+}
+
 #endif

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model import activation
-from sametoken.ops.native.backend import NativeKernels, silu_mul
+from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.library import load_library
+from sametoken.ops.native.weights import silu_mul
 from sametoken.ops.reference import ReferenceKernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")

@@ -24,11 +24,16 @@ def packed_int4(values: Tensor, width: int) -> Tensor:
     return packed.flatten(1)
 
 
+def unpacked_int4(packed: Tensor, width: int) -> Tensor:
+    """The inverse of ``packed_int4``."""
+    bytes_by_group = packed.unflatten(1, (-1, width // 2))
+    return torch.cat((bytes_by_group & 15, bytes_by_group >> 4), dim=2).flatten(1)
+
+
 def integers(matrix: Int4Matrix, group: int) -> Tensor:
     """A group's values less their zeros: [N, width] int8."""
     half = matrix.width // 2
-    packed = matrix.values[:, group * half : (group + 1) * half]
-    values = torch.cat((packed & 15, packed >> 4), dim=1)
+    values = unpacked_int4(matrix.values[:, group * half : (group + 1) * half], matrix.width)
     return values.to(torch.int8) - matrix.zero[:, group, None].to(torch.int8)
 
 

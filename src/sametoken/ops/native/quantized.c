@@ -1,0 +1,323 @@
+/* Products of quantized weights, which stay in their bits: codes become fp32 in registers.
+ *
+ * An element is code * scale + offset, with the scale and offset of its row of the weight and
+ * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
+ * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
+ * from a multiple of 64 bytes on. A word has neighbouring codes of a column, lowest bits first. */
+#include "threads.h"
+#include "tile.h"
+
+/* Codes: unsigned integers, or e4m3 without NaN. */
+enum { INT4, INT8, FP8 };
+enum { FP32, FP16, BF16 }; /* scales */
+/* Offsets: -zero * scale, with one zero or a byte by group, or minima in the dtype of scales. */
+enum { ONE_ZERO, ZEROS, MINIMA };
+enum { AS_IS, BY_ROW, BY_GROUP, FIXED }; /* how activations are rounded to e4m3 */
+
+/* Features that are widened at once, where rows are many. */
+#define DEPTH 32
+/* Rows that are multiplied with one group of columns before the next. */
+#define BLOCK_ROWS 48
+/* Rows whose sums leave registers for the widening of columns. */
+#define FEW_ROWS 4
+/* Features of activations that share a scale. */
+#define ROUNDED_GROUP 128
+
+/* `width` features share a scale: 16, a multiple of DEPTH, or all `k`. */
+typedef struct {
+    int64_t k, width, codes, scales, offsets, zero;
+} format;
+
+INLINE int64_t codes_of_word(const format *f) { return f->codes == INT4 ? 8 : 4; }
+INLINE int64_t num_groups(const format *f) { return ceil_div(f->k, f->width); }
+/* Elements of a row that is multiplied: whole words, zero padded. */
+INLINE int64_t padded(const format *f) {
+    return ceil_div(f->k, codes_of_word(f)) * codes_of_word(f);
+}
+INLINE int64_t scale_size(const format *f) { return f->scales == FP32 ? 4 : 2; }
+INLINE int64_t offset_size(const format *f) {
+    return f->offsets == ONE_ZERO ? 0 : f->offsets == ZEROS ? 1 : scale_size(f);
+}
+INLINE int64_t offsets_at(const format *f) {
+    return ceil_div(num_groups(f) * GROUP * scale_size(f), 64) * 64;
+}
+INLINE int64_t words_at(const format *f) {
+    return offsets_at(f) + ceil_div(num_groups(f) * GROUP * offset_size(f), 64) * 64;
+}
+INLINE int64_t group_bytes(const format *f) {
+    return words_at(f) + padded(f) / codes_of_word(f) * GROUP * 4;
+}
+
+EXPORT int64_t quantized_bytes(const format *f, int64_t n) {
+    return ceil_div(n, GROUP) * group_bytes(f);
+}
+
+/* Values of LANES neighbouring scales or minima. */
+INLINE f32v scale_lanes(const char *from, int64_t kind) {
+    if (kind != FP16) return load_some(from, 0, LANES, kind == BF16);
+    u16v half;
+    memcpy(&half, from, sizeof half);
+    u32v word = __builtin_convertvector(half, u32v);
+    f32v size = (f32v)((word & 0x7fff) << 13) * 0x1p112f; /* exact, subnormal numbers too */
+    return (f32v)((u32v)size | (word & 0x8000) << 16);
+}
+
+INLINE f32v zero_lanes(const char *from) {
+    uint8_t __attribute__((vector_size(LANES))) zero;
+    memcpy(&zero, from, sizeof zero);
+    return __builtin_convertvector(__builtin_convertvector(zero, i32v), f32v);
+}
+
+INLINE f32v offset_lanes(const format *f, const char *offsets, int64_t index, f32v scale) {
+    if (f->offsets == MINIMA) return scale_lanes(offsets + index * scale_size(f), f->scales);
+    return -(f->offsets == ZEROS ? zero_lanes(offsets + index) : splat(f->zero)) * scale;
+}
+
+/* Code `e` of each lane's word, as a number. */
+INLINE f32v code_lanes(u32v word, const int e, const int codes) {
+    if (codes == FP8) {
+        i32v top = (i32v)(word << (24 - 8 * e)) >> 4; /* the exponent's bias is 7, here 127 */
+        return (f32v)((u32v)top & 0x87f00000) * 0x1p120f;
+    }
+    u32v code = codes == INT4 ? word >> 4 * e & 15 : word >> 8 * e & 255;
+    return __builtin_convertvector((i32v)code, f32v);
+}
+
+/* Features from `first` on of a group of columns: [depth][PANELS]. */
+INLINE void widen_columns(const char *columns, const format *f, int64_t first, int64_t depth,
+                          f32v *slab, const int codes) {
+    const int each = codes == INT4 ? 8 : 4;
+    const char *offsets = columns + offsets_at(f);
+    const u32v *words = (const u32v *)(columns + words_at(f)) + first / each * PANELS;
+    int64_t done = 0;
+    for (int64_t group = first / f->width; done < depth; group++) {
+        int64_t end = smaller(depth, (group + 1) * f->width - first);
+        f32v scale[PANELS], offset[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            int64_t index = group * GROUP + p * LANES;
+            scale[p] = scale_lanes(columns + index * scale_size(f), f->scales);
+            offset[p] = offset_lanes(f, offsets, index, scale[p]);
+        }
+        for (; done < end; done += each, words += PANELS)
+#pragma GCC unroll 8
+            for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 8
+                for (int e = 0; e < each; e++)
+                    slab[(done + e) * PANELS + p] =
+                        multiply_add(code_lanes(words[p], e, codes), scale[p], offset[p]);
+    }
+}
+
+/* Round numbers of at most 464 to e4m3, to nearest even; NaN stays NaN. */
+INLINE f32v round_to_e4m3(f32v v) {
+    u32v bits = (u32v)v;
+    f32v normal = (f32v)((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
+    f32v magic = splat(0x1.8p14f); /* its ulp is the distance of subnormal numbers, 2^-9 */
+    f32v subnormal = v + magic - magic;
+    f32v size = (f32v)(bits & 0x7fffffff);
+    f32v rounded = select_lanes(size < 0x1p-6f, subnormal, normal);
+    return select_lanes(v == v, rounded, v);
+}
+
+/* Activations that share a scale, rounded: their e4m3 numbers times the scale. */
+INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, float fixed,
+                      float *out) {
+    f32v largest = splat(0x1p-100f);
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32v v = load_some(x, first + i, count - i, bf16);
+        largest = max_lanes((f32v)((u32v)v & 0x7fffffff), largest);
+    }
+    float scale = largest[0];
+    for (int lane = 1; lane < LANES; lane++) scale = largest[lane] > scale ? largest[lane] : scale;
+    scale = fixed ? fixed : scale * (1.0f / 448.0f);
+    float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32v v = load_some(x, first + i, count - i, bf16) * inverse;
+        v = select_lanes(v > 448.0f, splat(448.0f), v);
+        v = select_lanes(v < -448.0f, splat(-448.0f), v);
+        store_some(out, i, count - i, 0, round_to_e4m3(v) * scale);
+    }
+}
+
+INLINE void widen_row(const void *x, int64_t first, int64_t k, int bf16, int64_t rounding,
+                      float fixed, float *out) {
+    if (rounding == AS_IS) {
+        for (int64_t i = 0; i < k; i += LANES)
+            store_some(out, i, k - i, 0, load_some(x, first + i, k - i, bf16));
+        return;
+    }
+    int64_t width = rounding == BY_GROUP ? ROUNDED_GROUP : k;
+    for (int64_t i = 0; i < k; i += width)
+        round_run(x, first + i, smaller(width, k - i), bf16, fixed, out + i);
+}
+
+/* Sums of up to BLOCK_ROWS rows and one group of columns, [rows][GROUP]. */
+INLINE void sum_many(const float *x, int64_t rows, const char *columns, const format *f,
+                     float *sums, const int codes) {
+    const int each = codes == INT4 ? 8 : 4;
+    int64_t k = f->k, stride = padded(f), tiles = ceil_div(rows, MAX_ROWS);
+    memset(sums, 0, rows * GROUP * sizeof *sums);
+    for (int64_t first = 0; first < k; first += DEPTH) {
+        f32v slab[DEPTH * PANELS];
+        int64_t depth = smaller(DEPTH, k - first), whole = ceil_div(depth, each) * each;
+        widen_columns(columns, f, first, depth, slab, codes);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
+            multiply_tile(count, x + row * stride + first, stride * 4, slab, whole,
+                          sums + row * GROUP, 0);
+        }
+    }
+}
+
+/* The same sums of FEW_ROWS rows at most and adjacent groups, [groups][rows][GROUP]. Nothing waits
+ * for a slab, and a lone row's sums wait for each other less where two groups alternate. */
+INLINE void sum_few(const int rows, const int groups, const float *x, const char *columns,
+                    const format *f, float *sums, const int codes) {
+    const int each = codes == INT4 ? 8 : 4, panels = groups * PANELS;
+    int64_t k = f->k, stride = padded(f), bytes = group_bytes(f), size = scale_size(f);
+    const char *offsets = columns + offsets_at(f), *words = columns + words_at(f);
+    f32v sum[FEW_ROWS][2 * PANELS] = {0};
+    int64_t done = 0;
+    for (int64_t group = 0; done < k; group++) {
+        int64_t end = smaller(k, (group + 1) * f->width);
+        f32v scale[2 * PANELS], offset[2 * PANELS];
+        for (int p = 0; p < panels; p++) {
+            int64_t index = group * GROUP + p % PANELS * LANES, at = p / PANELS * bytes;
+            scale[p] = scale_lanes(columns + at + index * size, f->scales);
+            offset[p] = offset_lanes(f, offsets + at, index, scale[p]);
+        }
+        for (; done < end; done += each, words += GROUP * 4)
+#pragma GCC unroll 8
+            for (int e = 0; e < each; e++) {
+                f32v column[2 * PANELS];
+#pragma GCC unroll 8
+                for (int p = 0; p < panels; p++) {
+                    u32v word;
+                    memcpy(&word, words + p / PANELS * bytes + p % PANELS * sizeof word,
+                           sizeof word);
+                    column[p] = multiply_add(code_lanes(word, e, codes), scale[p], offset[p]);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    f32v value = splat(x[r * stride + done + e]);
+#pragma GCC unroll 8
+                    for (int p = 0; p < panels; p++)
+                        sum[r][p] = multiply_add(value, column[p], sum[r][p]);
+                }
+                __asm__ volatile("" ::: "memory"); /* words are read again, as in tile.h */
+            }
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < panels; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            memcpy(sums + (p / PANELS * rows + r) * GROUP + p % PANELS * LANES, &sum[r][p],
+                   sizeof(f32v));
+}
+
+/* Sums of rows and one group of columns or, of one row, two if there are; returns how many. */
+INLINE int64_t sum_groups(const float *x, int64_t rows, const char *columns, int64_t left,
+                          const format *f, float *sums, const int codes) {
+    if (rows == 1 && left > 1) {
+        sum_few(1, 2, x, columns, f, sums, codes);
+        return 2;
+    }
+    if (rows == 1) sum_few(1, 1, x, columns, f, sums, codes);
+    else if (rows == 2) sum_few(2, 1, x, columns, f, sums, codes);
+    else if (rows == 3) sum_few(3, 1, x, columns, f, sums, codes);
+    else if (rows == 4) sum_few(4, 1, x, columns, f, sums, codes);
+    else sum_many(x, rows, columns, f, sums, codes);
+    return 1;
+}
+
+/* One thread's groups of columns; 0 without memory for its rows. */
+INLINE int64_t quantized_part(const void *x, const char *packed, const format *f,
+                              const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
+                              int64_t out_bf16, int64_t rounding, float fixed, const int codes) {
+    static _Thread_local buffer own;
+    range groups = own_part(ceil_div(n, GROUP));
+    int64_t k = f->k, stride = padded(f);
+    float *rows = reserve(&own, smaller(t, BLOCK_ROWS) * stride * sizeof *rows);
+    if (!rows) return 0;
+    for (int64_t first = 0; first < t; first += BLOCK_ROWS) {
+        int64_t count = smaller(BLOCK_ROWS, t - first);
+        for (int64_t row = 0; row < count; row++) {
+            float *to = rows + row * stride;
+            widen_row(x, (first + row) * k, k, bf16, rounding, fixed, to);
+            memset(to + k, 0, (stride - k) * sizeof *to);
+        }
+        for (int64_t group = groups.first, done; group < groups.last; group += done) {
+            float sums[BLOCK_ROWS * GROUP] __attribute__((aligned(64)));
+            const char *columns = packed + group * group_bytes(f);
+            done = sum_groups(rows, count, columns, groups.last - group, f, sums, codes);
+            for (int64_t i = 0; i < done; i++)
+                store_tile(sums + i * count * GROUP, count, first * n, n, (group + i) * GROUP, n,
+                           bias, out, bf16, out_bf16);
+        }
+    }
+    return 1;
+}
+
+/* Returns 0 if memory for the rows is lacking. `fixed` is the scale of FIXED rounding, else 0. */
+EXPORT int64_t quantized_gemm(const void *x, const void *packed, const format *f,
+                              const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
+                              int64_t out_bf16, int64_t rounding, float fixed) {
+    int64_t done = 1;
+#pragma omp parallel reduction(&& : done)
+    {
+#define PART(codes)                                                                          \
+    quantized_part(x, packed, f, bias, out, t, n, bf16, out_bf16, rounding, fixed, codes)
+        if (f->codes == INT4) done = PART(INT4);
+        else if (f->codes == FP8) done = PART(FP8);
+        else done = PART(INT8);
+#undef PART
+    }
+    return done;
+}
+
+/* Pack codes [n, k], a byte each, with scales and offsets by row and group; the rest is 0. */
+EXPORT void pack_quantized(const uint8_t *codes, const char *scales, const char *offsets,
+                           char *packed, const format *f, int64_t n) {
+    int64_t groups = num_groups(f), each = codes_of_word(f), bits = 32 / each;
+    int64_t sizes[2] = {scale_size(f), offset_size(f)}, places[2] = {0, offsets_at(f)};
+    const char *sources[2] = {scales, offsets};
+#pragma omp parallel for schedule(static)
+    for (int64_t block = 0; block < ceil_div(n, GROUP); block++) {
+        char *columns = packed + block * group_bytes(f);
+        uint32_t *words = (uint32_t *)(columns + words_at(f));
+        memset(columns, 0, group_bytes(f));
+        for (int64_t c = 0; c < smaller(GROUP, n - block * GROUP); c++) {
+            int64_t row = block * GROUP + c;
+            for (int kind = 0; kind < 2; kind++)
+                for (int64_t group = 0; group < groups; group++)
+                    memcpy(columns + places[kind] + (group * GROUP + c) * sizes[kind],
+                           sources[kind] + (row * groups + group) * sizes[kind], sizes[kind]);
+            for (int64_t i = 0; i < f->k; i++)
+                words[i / each * GROUP + c] |= (uint32_t)codes[row * f->k + i]
+                                               << i % each * bits;
+        }
+    }
+}
+
+/* Rows of the weight as bf16 or fp32. Stops and returns 0 at an id outside 0 .. n - 1. */
+EXPORT int64_t quantized_rows(const int64_t *token_ids, const char *packed, const format *f,
+                              void *out, int64_t t, int64_t n, int64_t bf16) {
+    for (int64_t row = 0; row < t; row++) {
+        int64_t id = token_ids[row];
+        if (id < 0 || id >= n) return 0;
+        for (int64_t first = 0; first < f->k; first += DEPTH) {
+            f32v slab[DEPTH * PANELS];
+            int64_t depth = smaller(DEPTH, f->k - first);
+            float own[DEPTH];
+            const char *columns = packed + id / GROUP * group_bytes(f);
+            if (f->codes == INT4) widen_columns(columns, f, first, depth, slab, INT4);
+            else if (f->codes == FP8) widen_columns(columns, f, first, depth, slab, FP8);
+            else widen_columns(columns, f, first, depth, slab, INT8);
+            for (int64_t i = 0; i < depth; i++) own[i] = ((float *)slab)[i * GROUP + id % GROUP];
+            for (int64_t i = 0; i < depth; i += LANES)
+                store_some(out, row * f->k + first + i, depth - i, bf16,
+                           load_some(own, i, depth - i, 0));
+        }
+    }
+    return 1;
+}

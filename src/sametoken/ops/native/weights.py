@@ -1,0 +1,238 @@
+"""Weights of the C kernels: thin wrappers that pass tensors' addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.ops.model.gemm.fp8 import GROUP
+from sametoken.ops.model.gemm.int4 import unpacked_int4
+from sametoken.ops.native.library import NativeLibrary, WeightMemory
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, Weight
+
+#: As in quantized.c.
+_INT4, _INT8, _FP8 = range(3)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_ONE_ZERO, _ZEROS, _MINIMA = range(3)
+_AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
+
+#: Rows of a matrix that are packed at once, a multiple of every group of columns.
+_PACKED_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """``UnquantizedWeight`` packed in contiguous groups of columns (tile.h).
+
+    Attributes:
+        library: of the products.
+        panels: uint8, the only copy, zero padded to whole groups.
+        address: of ``panels``, cached.
+        dtype: bfloat16 or float32.
+    """
+
+    library: NativeLibrary
+    panels: Tensor
+    address: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.panels.numel()
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        t, k = x.shape
+        n, dtype = self.out_features, out_dtype or x.dtype
+        require(x, self.dtype)
+        if k != self.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
+        out = torch.empty((t, n), dtype=dtype)
+        self.library.gemm(
+            x.data_ptr(),
+            self.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            k,
+            self.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+        )
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.library, self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        t, n, k = token_ids.shape[0], self.out_features, self.in_features
+        require(token_ids, torch.int64)
+        out = torch.empty((t, k), dtype=self.dtype)
+        bf16 = self.dtype is torch.bfloat16
+        ids = token_ids.data_ptr()
+        if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, bf16):
+            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+        return out
+
+    def quantize_fp8(self) -> Weight:
+        raise UnsupportedError(
+            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """``Weight`` in the bits of its checkpoint, packed in groups of columns (quantized.c).
+
+    Attributes:
+        library: of the products.
+        panels: uint8, the only copy, zero padded to whole groups.
+        form: int64, the ``format`` of quantized.c.
+        rounding: how activations become float8: the kind in quantized.c, and a fixed scale or 0.
+        order: as in ``Int4Matrix``.
+    """
+
+    library: NativeLibrary
+    panels: Tensor
+    form: Tensor
+    out_features: int
+    in_features: int
+    rounding: tuple[int, float] = (_AS_IS, 0.0)
+    order: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy: codes, scales, and zeros or minima."""
+        return self.panels.numel()
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        t, k = x.shape
+        n, dtype = self.out_features, out_dtype or x.dtype
+        if k != self.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
+        if self.order is not None:
+            x = x[:, self.order]
+        require(x, x.dtype)
+        out = torch.empty((t, n), dtype=dtype)
+        done = self.library.quantized_gemm(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            self.form.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            is_bf16(x),
+            dtype is torch.bfloat16,
+            *self.rounding,
+        )
+        if not done:
+            raise MemoryError(f"no memory for a product of {t} rows")
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.library, self.matmul(x))
+
+
+def pack_fp8(library: NativeLibrary, memory: WeightMemory, matrix: Fp8Matrix) -> QuantizedWeight:
+    """See ``Packing.pack_fp8``."""
+    n, k = matrix.values.shape
+    scale = matrix.scale.view(n, -1)
+    form = torch.tensor([k, k if matrix.scale.dim() == 1 else GROUP, _FP8, 0, _ONE_ZERO, 0])
+    codes = matrix.values.view(torch.uint8).split(_PACKED_ROWS)
+    panels = _packed(library, memory, form, codes, scale, None)
+    rounding = _rounding(matrix.rounding)
+    return QuantizedWeight(library, panels, form, n, k, rounding)
+
+
+def pack_int4(library: NativeLibrary, memory: WeightMemory, matrix: Int4Matrix) -> QuantizedWeight:
+    """See ``Packing.pack_int4``."""
+    n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
+    scale, zero, first = matrix.scale, matrix.zero, int(matrix.zero[0, 0])
+    if scale.dtype not in _SCALES:
+        scale = scale.float()
+    one_zero = bool((zero == first).all())
+    offsets = _ONE_ZERO if one_zero else _ZEROS
+    kind = _SCALES.index(scale.dtype)
+    form = torch.tensor([k, matrix.width, _INT4, kind, offsets, first])
+    codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
+    panels = _packed(library, memory, form, codes, scale, None if one_zero else zero)
+    return QuantizedWeight(library, panels, form, n, k, order=matrix.order)
+
+
+def _packed(
+    library: NativeLibrary,
+    memory: WeightMemory,
+    form: Tensor,
+    codes: Iterator[Tensor] | tuple[Tensor, ...],
+    scale: Tensor,
+    offset: Tensor | None,
+) -> Tensor:
+    """Panels of [N, K] uint8 codes, given some rows at a time, and scales and offsets by group."""
+    address = form.data_ptr()
+    panels = memory.take(library.quantized_bytes(address, scale.shape[0]))
+    first = 0
+    for part in codes:
+        rows = slice(first, first + part.shape[0])
+        own = part.contiguous(), scale[rows].contiguous()
+        offsets = None if offset is None else offset[rows].contiguous()
+        library.pack_quantized(
+            *(one.data_ptr() for one in own),
+            None if offsets is None else offsets.data_ptr(),
+            panels.data_ptr() + library.quantized_bytes(address, first),
+            address,
+            part.shape[0],
+        )
+        first += part.shape[0]
+    return panels
+
+
+def _rounding(rounding: Rounding | None) -> tuple[int, float]:
+    if rounding is None:
+        return _AS_IS, 0.0
+    if rounding.scale is not None:
+        return _FIXED, float(rounding.scale)
+    return (_BY_GROUP if rounding.grouped else _BY_ROW), 0.0
+
+
+def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
+    """See ``activation.silu_mul``."""
+    t, width = gate_up.shape
+    require(gate_up, gate_up.dtype)
+    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
+    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, is_bf16(gate_up))
+    return out
+
+
+def is_bf16(x: Tensor) -> bool:
+    """Whether a tensor is bf16 rather than fp32.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    dtype = x.dtype
+    if dtype is torch.bfloat16:
+        return True
+    if dtype is torch.float32:
+        return False
+    raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")
+
+
+def require(x: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a wrong dtype and strided rows: C code reads raw memory.
+
+    Raises:
+        InvariantError: refused.
+    """
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise InvariantError(f"a kernel needs contiguous {dtype}, got {x.dtype} {x.stride()}")

@@ -7,9 +7,12 @@ import re
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.gguf_files import convert
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
@@ -26,6 +29,7 @@ from helpers.recorded import RecordedLogits
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.errors import UnsupportedError
 
 PROMPTS = [[1, 2, 3, 4] * 5, [0, 7, 7], list(range(17))]
 MAX_TOKENS = 14
@@ -85,11 +89,11 @@ def ran(path, spec: dict | None, steps: str = "compact", prompts=PROMPTS, **opti
     return drafted, recorded.rows
 
 
-def require_same(path, spec: dict, dtype: str) -> None:
-    plain, truth = ran(path, None, dtype=dtype, max_num_seqs=1)
+def require_same(path, spec: dict, dtype: str, **options) -> None:
+    plain, truth = ran(path, None, dtype=dtype, max_num_seqs=1, **options)
     for steps, chunk in (("compact", 16), ("static", 8)):
         drafted, rows = ran(
-            path, spec, steps, dtype=dtype, prefill_chunk_size=chunk, steps_in_flight=2
+            path, spec, steps, dtype=dtype, prefill_chunk_size=chunk, steps_in_flight=2, **options
         )
         assert drafted.tokens == plain.tokens
         assert drafted.offered > 0
@@ -147,3 +151,51 @@ def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
 def test_nor_of_a_target_in_four_bits(tmp_path):
     config, stored = gptq_llama()
     require_same(write_checkpoint(tmp_path, config, stored), NGRAM, "bfloat16")
+
+
+def gguf_llama(path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )
+    model = LlamaForCausalLM(config).eval()
+    return convert(model, path, tensor_type=GGMLQuantizationType.Q4_1)
+
+
+def test_nor_of_a_gguf_file_in_its_bits(tmp_path):
+    path = gguf_llama(tmp_path / "model.gguf")
+    require_same(path, NGRAM, "bfloat16", load_format="gguf-packed")
+
+
+@pytest.mark.parametrize("method", ["gguf", "gptq"])
+def test_a_target_in_four_bits_accepts_what_it_drafts_itself(tmp_path, method):
+    if method == "gguf":
+        path, options = gguf_llama(tmp_path / "model.gguf"), {"load_format": "gguf-packed"}
+    else:
+        path, options = write_checkpoint(tmp_path, *gptq_llama()), {}
+    spec = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
+    drafted, _ = ran(path, spec, dtype="float32", **options)
+    assert drafted.offered > 0
+    if method == "gptq":
+        assert drafted.accepted == drafted.offered
+    else:
+        # The draft model is expanded: the same weights, rounded as fp32 rounds.
+        assert drafted.accepted >= 0.9 * drafted.offered
+
+
+def test_weights_in_a_gguf_file_s_bits_do_not_change(tmp_path):
+    path = gguf_llama(tmp_path / "model.gguf")
+    options = {"load_format": "gguf-packed", "max_model_len": 48, "kv_cache_memory_bytes": 2**20}
+    core = build_engine(EngineConfig.from_options(model=str(path), **options))
+    with pytest.raises(UnsupportedError, match="do not change under load_format 'gguf-packed'"):
+        core.weights.load(None, "model")

@@ -45,7 +45,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import GGUF_PACKED, load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
 from sametoken.ops.backend import AttentionShape
@@ -155,6 +155,8 @@ def _weights(loaded: _Loaded, ranks: Ranks) -> Weights:
     if not isinstance(loaded.extraction, NoExtraction):
         return FixedWeights("extraction of hidden states")
     resolved = loaded.resolved
+    if resolved.config.load_format == GGUF_PACKED:
+        return FixedWeights(f"load_format {GGUF_PACKED!r}")
     return LiveWeights(loaded.target, loaded.drafter, resolved.dtype, resolved.device)
 
 

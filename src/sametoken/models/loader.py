@@ -19,13 +19,16 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
+from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.progress import shown_while_read
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", DUMMY)
+#: A GGUF file whose matrices stay in the bits of its blocks.
+GGUF_PACKED = "gguf-packed"
+LOAD_FORMATS = ("auto", "safetensors", "gguf", GGUF_PACKED, DUMMY)
 # glibc's mallopt(3): allocations above the threshold are mapped, and unmapped when freed.
 _M_MMAP_THRESHOLD = -3
 _WHILE_LOADING = 1 << 17
@@ -50,8 +53,8 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
 
     Args:
         path: a Hugging Face directory, a GGUF file, or a directory with one GGUF file.
-        load_format: "auto", "safetensors", "gguf", or "dummy" for a directory with
-            config.json, whose weights are ignored.
+        load_format: "auto", "safetensors", "gguf", "gguf-packed", or "dummy" for a directory
+            with config.json, whose weights are ignored.
 
     Raises:
         CheckpointError: the path or a setting is missing, malformed, or impossible.
@@ -67,7 +70,7 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
         )
     gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     has_config = (path / "config.json").is_file()
-    as_gguf = load_format == "gguf" or (
+    as_gguf = load_format in ("gguf", GGUF_PACKED) or (
         load_format == "auto" and not has_config and bool(gguf_files)
     )
     if not as_gguf:
@@ -126,7 +129,8 @@ def load_model(
         device: of the weights.
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
-        load_format: as in ``open_checkpoint``; "dummy" makes random weights.
+        load_format: as in ``open_checkpoint``; "dummy" makes random weights, "gguf-packed" keeps
+            quantized matrices in their bits, on a CPU and one rank.
         parallel: the ranks that divide the weights.
 
     Raises:
@@ -143,7 +147,7 @@ def load_model(
     build = partial(
         architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
     )
-    quantization = read_quantization(checkpoint.config.extra, str(path))
+    quantization = _formats(checkpoint, str(path), load_format, device, parallel)
     if load_format == DUMMY:
         reader = dummy_reader(
             Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
@@ -153,3 +157,20 @@ def load_model(
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
         reader = WeightReader(source, kernels, dtype, device, parallel, quantization=quantization)
         return build(reader)
+
+
+def _formats(
+    checkpoint: Checkpoint,
+    path: str,
+    load_format: str,
+    device: torch.device,
+    parallel: TensorParallel,
+) -> Quantization:
+    """How the checkpoint's matrices are stored and stay."""
+    if load_format != GGUF_PACKED or not isinstance(checkpoint, GGUFCheckpoint):
+        return read_quantization(checkpoint.config.extra, path)
+    if device.type != "cpu" or parallel.size > 1:
+        raise ConfigError(
+            f"load_format={load_format!r} runs on one CPU rank only", "use load_format 'gguf'"
+        )
+    return checkpoint.blocks()

@@ -28,7 +28,7 @@ from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
-from sametoken.ops.model.gemm.int4 import Int4Weight
+from sametoken.ops.model.gemm.int4 import Int4Weight, expanded
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.latent_attention import reference as latent_attention
@@ -42,7 +42,7 @@ from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -142,6 +142,10 @@ class ReferenceKernels(ComposedKernels):
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4Weight:
         return Int4Weight(matrix)
+
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> PlainWeight:
+        """Expanded, and rounded to ``dtype``."""
+        return self.pack(expanded(matrix).to(dtype))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

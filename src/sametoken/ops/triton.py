@@ -52,7 +52,14 @@ from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, UnquantizedWeight, Weight
+from sametoken.ops.weight import (
+    Fp8Matrix,
+    Int4Matrix,
+    IntegerMatrix,
+    Rounding,
+    UnquantizedWeight,
+    Weight,
+)
 
 MAX_HEAD_DIM = 256
 #: Elements of a latent, and of its rotated key, whose tiles fit in shared memory.
@@ -179,6 +186,10 @@ class TritonKernels:
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
         return Int4DeviceWeight(matrix)
+
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> DeviceWeight:
+        """Refuse: there is no kernel."""
+        raise UnsupportedError("the bits of a GGUF file are kept on a CPU only", "let them expand")
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)

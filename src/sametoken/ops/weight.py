@@ -69,6 +69,33 @@ class Int4Matrix:
         return 2 * self.values.shape[1] // self.scale.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class IntegerMatrix:
+    """A file's [N, K] matrix of unsigned integers, by groups of neighbouring features.
+
+    An element is ``(code - zero) * scale``, or ``code * scale + minimum``, with the scale and
+    minimum of its row and group.
+
+    Attributes:
+        codes: [N, K] uint8.
+        bits: of a code in memory, 4 or 8.
+        scale: [N, groups] fp32, fp16 or bf16.
+        zero: the code that stands for 0, where there are no minima.
+        minimum: [N, groups], of the dtype of ``scale``, or None.
+    """
+
+    codes: Tensor
+    bits: int
+    scale: Tensor
+    zero: int = 0
+    minimum: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of a group: 16, or a multiple of 32."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+
 class Weight(Protocol):
     """A matrix in the layout of its products, and those products.
 
@@ -103,10 +130,10 @@ class Weight(Protocol):
 
 
 class UnquantizedWeight(Weight, Protocol):
-    """A weight in the model's dtype, with embedding lookup."""
+    """A weight in the model's dtype, or in the bits of a GGUF file, with embedding lookup."""
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """Rows of the matrix: [T] int64 -> [T, K]."""
+        """Rows of the matrix in the model's dtype: [T] int64 -> [T, K]."""
         ...
 
     def quantize_fp8(self) -> Weight:
@@ -164,6 +191,10 @@ class Packing(Protocol):
 
         Activations are not rounded.
         """
+        ...
+
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> UnquantizedWeight:
+        """Take over a matrix of integers; arguments, sums and errors as ``pack_int4``."""
         ...
 
     def stack(self, weights: Sequence[Weight]) -> Weight:

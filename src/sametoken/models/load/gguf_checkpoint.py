@@ -19,6 +19,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
+from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from sametoken.models.load.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
 from sametoken.models.load.weights import rows_per_chunk
@@ -108,6 +109,11 @@ class GGUFCheckpoint:
                 )
         self.config = _model_config(self._file, settings, self._architecture.name)
 
+    def blocks(self) -> Blocks:
+        """The formats of matrices that stay in their bits."""
+        tensors = self._file.tensors.items()
+        return Blocks({_hugging_face_name(name): tensor.type for name, tensor in tensors})
+
     def open_tensors(self) -> GGUFSource:
         """The tensors of the file."""
         head_dim = self.config.head_dim if self._architecture.interleaved else None
@@ -191,7 +197,7 @@ def _end_ids(vocabulary: Settings, vocab_size: int) -> tuple[int, ...]:
 
 
 class GGUFSource:
-    """Tensors of a GGUF file under Hugging Face names, dequantized as they are read.
+    """Tensors of a GGUF file under Hugging Face names.
 
     Args:
         file: the parsed header.
@@ -215,27 +221,31 @@ class GGUFSource:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """fp32 rows in Hugging Face order."""
         tensor = self._tensors[name]
-        head_dim = self._interleaved_head_dim
-        interleaved = head_dim is not None and _INTERLEAVED.fullmatch(tensor.name) is not None
-        if len(tensor.shape) == 1:
-            (values,) = self._rows(tensor, 1)
-            chunks = iter([values.flatten()])
-        else:
-            multiple_of = head_dim if interleaved and head_dim else 1
-            chunks = self._rows(tensor, rows_per_chunk(tensor.shape[-1], multiple_of))
-        for chunk in chunks:
-            yield _half_split(chunk, head_dim) if interleaved and head_dim else chunk
+        for raw in self._rows(tensor):
+            values = _dequantized(raw, tensor, self.location)
+            yield self._in_order(values.flatten() if len(tensor.shape) == 1 else values, tensor)
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """fp32: blocks of bits are expanded."""
-        return torch.float32
+        """Bytes of blocks."""
+        return torch.uint8
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
-        """As ``chunks``."""
-        return self.chunks(name)
+        """Rows of a matrix in Hugging Face order, as bytes."""
+        tensor = self._tensors[name]
+        for raw in self._rows(tensor):
+            yield self._in_order(torch.from_numpy(raw), tensor)
 
-    def _rows(self, tensor: GGUFTensor, step: int) -> Iterator[Tensor]:
-        """[step, row] tensors; read rather than mapped, as mapped pages count as memory."""
+    def _in_order(self, rows: Tensor, tensor: GGUFTensor) -> Tensor:
+        head_dim = self._head_dim_of(tensor)
+        return rows if head_dim is None else _half_split(rows, head_dim)
+
+    def _head_dim_of(self, tensor: GGUFTensor) -> int | None:
+        """The head size of a tensor whose rows are interleaved."""
+        return self._interleaved_head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
+
+    def _rows(self, tensor: GGUFTensor) -> Iterator[np.ndarray]:
+        """Bytes of whole rows or heads; read, not mapped, as mapped pages count as memory."""
+        step = rows_per_chunk(tensor.shape[-1], self._head_dim_of(tensor) or 1)
         with open_regular(self._path) as file:
             file.seek(tensor.offset)
             for first in range(0, tensor.num_rows, step):
@@ -245,7 +255,7 @@ class GGUFSource:
                     raise CheckpointError(
                         f"{self.location} ends inside tensor {tensor.name}", AGAIN
                     )
-                yield _dequantized(raw.reshape(rows, tensor.row_bytes), tensor, self.location)
+                yield raw.reshape(rows, tensor.row_bytes)
 
 
 def _dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:

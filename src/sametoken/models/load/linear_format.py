@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from sametoken.ops.weight import Weight
+from sametoken.ops.weight import UnquantizedWeight, Weight
 
 if TYPE_CHECKING:
     from sametoken.models.load.weights import Part, TensorSource, WeightReader
@@ -39,11 +39,25 @@ class LinearFormat(Protocol):
         ...
 
 
+class TableFormat(LinearFormat, Protocol):
+    """How a checkpoint stores an embedding, or a head that may be tied to one."""
+
+    def read(
+        self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
+    ) -> UnquantizedWeight:
+        """As in ``LinearFormat``."""
+        ...
+
+
 class Quantization(Protocol):
-    """The formats of a checkpoint's linears."""
+    """The formats of a checkpoint's matrices."""
 
     def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
         """The format of a linear, by its name without ``.weight``; None: unquantized."""
+        ...
+
+    def format_of_table(self, module: str, source: TensorSource) -> TableFormat | None:
+        """The same of an embedding or a head."""
         ...
 
 
@@ -51,6 +65,9 @@ class _Unquantized:
     """``Quantization`` of a checkpoint without one."""
 
     def format_of(self, module: str, source: TensorSource) -> None:
+        return None
+
+    def format_of_table(self, module: str, source: TensorSource) -> None:
         return None
 
 

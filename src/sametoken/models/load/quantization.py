@@ -94,6 +94,10 @@ class ByTarget:
             return None
         return group.format if group.format.covers(source, module) else None
 
+    def format_of_table(self, module: str, source: TensorSource) -> None:
+        """See ``Quantization``: embeddings and heads stay in floats."""
+        return
+
 
 def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
     """The quantization of a config.json; ``UNQUANTIZED`` without one.

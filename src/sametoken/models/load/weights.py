@@ -185,7 +185,7 @@ class WeightReader:
             for matrix in chunk:
                 own = self._empty((share,), (in_features,))
                 share.copy(own, matrix, 0)
-                self._require_finite(own, part.name)
+                self.require_finite(own, part.name)
                 packed.append(self.kernels.pack(own))
         self._read.add(part.name)
         return packed
@@ -197,6 +197,10 @@ class WeightReader:
             CheckpointError: a part is missing, of another shape, unreadable, or not finite.
             UnsupportedError: a part is of a dtype that cannot be converted.
         """
+        module = parts[0].name.removesuffix(".weight")
+        table = self.quantization.format_of_table(module, self.source)
+        if table is not None:
+            return table.read(self, in_features, (replace(parts[0], name=module),))
         return self.kernels.pack(self.filled(parts, (in_features,)))
 
     def projection(self, weight: UnquantizedWeight) -> Weight:
@@ -257,7 +261,7 @@ class WeightReader:
         found = self.source.shape(name) if name in self else None
         self._require_shape(name, found if found in shapes else shapes[0])
         tensor = torch.cat([chunk.float().cpu() for chunk in self.source.chunks(name)])
-        self._require_finite(tensor, name)
+        self.require_finite(tensor, name)
         self._read.add(name)
         return tensor
 
@@ -319,6 +323,13 @@ class WeightReader:
             first += share.num_rows
         return destination
 
+    def stored(self, part: Part, in_features: int) -> Tensor:
+        """A matrix as its file stores it: [part.rows, bytes] uint8; errors as ``packed``."""
+        self._require_shape(part.name, (part.rows, in_features))
+        self._read.add(part.name)
+        rows = torch.cat(list(self.source.stored_chunks(part.name)))
+        return rows if part.permutation is None else rows[part.permutation.argsort()]
+
     def _empty(
         self,
         shares: tuple[Share, ...],
@@ -360,7 +371,7 @@ class WeightReader:
         for chunk in self._chunks(part.name, destination.dtype):
             share.copy(_bits(destination), _bits(chunk), first)
             first += chunk.shape[0]
-        self._require_finite(destination, part.name)
+        self.require_finite(destination, part.name)
         self._read.add(part.name)
 
     def _chunks(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -377,7 +388,8 @@ class WeightReader:
             )
         yield from self.source.stored_chunks(name)
 
-    def _require_finite(self, tensor: Tensor, name: str) -> None:
+    def require_finite(self, tensor: Tensor, name: str) -> None:
+        """Refuse values of a tensor that are not finite; errors as ``packed``."""
         if not _is_finite(tensor):
             raise CheckpointError(
                 f"tensor {name} of {self.source.location} holds NaN or infinite values"

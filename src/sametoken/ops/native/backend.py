@@ -18,10 +18,11 @@ from sametoken.ops.native.weights import (
     is_bf16,
     pack_fp8,
     pack_int4,
+    pack_integers,
     require,
 )
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix
 
 MAX_HEAD_DIM = 1024
 
@@ -61,10 +62,13 @@ class NativeKernels(ComposedKernels):
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> QuantizedWeight:
-        return pack_fp8(self._library, self._memory, matrix)
+        return pack_fp8(self._library, self._memory, matrix, dtype)
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
-        return pack_int4(self._library, self._memory, matrix)
+        return pack_int4(self._library, self._memory, matrix, dtype)
+
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> QuantizedWeight:
+        return pack_integers(self._library, self._memory, matrix, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)

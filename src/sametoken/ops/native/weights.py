@@ -12,7 +12,7 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4 import unpacked_int4
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding, Weight
 
 #: As in quantized.c.
 _INT4, _INT8, _FP8 = range(3)
@@ -79,23 +79,22 @@ class PanelWeight:
         bf16 = self.dtype is torch.bfloat16
         ids = token_ids.data_ptr()
         if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, bf16):
-            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+            raise outside_vocabulary(n)
         return out
 
     def quantize_fp8(self) -> Weight:
-        raise UnsupportedError(
-            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
-        )
+        raise no_fp8_products()
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """``Weight`` in the bits of its checkpoint, packed in groups of columns (quantized.c).
+    """``UnquantizedWeight`` in its checkpoint's bits, packed in groups of columns (quantized.c).
 
     Attributes:
         library: of the products.
         panels: uint8, the only copy, zero padded to whole groups.
         form: int64, the ``format`` of quantized.c.
+        dtype: of rows.
         rounding: how activations become float8: the kind in quantized.c, and a fixed scale or 0.
         order: as in ``Int4Matrix``.
     """
@@ -105,6 +104,7 @@ class QuantizedWeight:
     form: Tensor
     out_features: int
     in_features: int
+    dtype: torch.dtype
     rounding: tuple[int, float] = (_AS_IS, 0.0)
     order: Tensor | None = None
 
@@ -143,8 +143,34 @@ class QuantizedWeight:
     def gated_matmul(self, x: Tensor) -> Tensor:
         return silu_mul(self.library, self.matmul(x))
 
+    def rows(self, token_ids: Tensor) -> Tensor:
+        t, n = token_ids.shape[0], self.out_features
+        require(token_ids, torch.int64)
+        out = torch.empty((t, self.in_features), dtype=self.dtype)
+        addresses = (one.data_ptr() for one in (token_ids, self.panels, self.form, out))
+        if not self.library.quantized_rows(*addresses, t, n, is_bf16(out)):
+            raise outside_vocabulary(n)
+        return out
 
-def pack_fp8(library: NativeLibrary, memory: WeightMemory, matrix: Fp8Matrix) -> QuantizedWeight:
+    def quantize_fp8(self) -> Weight:
+        raise no_fp8_products()
+
+
+def outside_vocabulary(n: int) -> InvariantError:
+    """Of a token id that is no row of an embedding."""
+    return InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+
+
+def no_fp8_products() -> UnsupportedError:
+    """Of draft heads in float8."""
+    return UnsupportedError(
+        "the native kernels have no products with fp8 weights", 'leave "quantization" out'
+    )
+
+
+def pack_fp8(
+    library: NativeLibrary, memory: WeightMemory, matrix: Fp8Matrix, dtype: torch.dtype
+) -> QuantizedWeight:
     """See ``Packing.pack_fp8``."""
     n, k = matrix.values.shape
     scale = matrix.scale.view(n, -1)
@@ -152,10 +178,12 @@ def pack_fp8(library: NativeLibrary, memory: WeightMemory, matrix: Fp8Matrix) ->
     codes = matrix.values.view(torch.uint8).split(_PACKED_ROWS)
     panels = _packed(library, memory, form, codes, scale, None)
     rounding = _rounding(matrix.rounding)
-    return QuantizedWeight(library, panels, form, n, k, rounding)
+    return QuantizedWeight(library, panels, form, n, k, dtype, rounding)
 
 
-def pack_int4(library: NativeLibrary, memory: WeightMemory, matrix: Int4Matrix) -> QuantizedWeight:
+def pack_int4(
+    library: NativeLibrary, memory: WeightMemory, matrix: Int4Matrix, dtype: torch.dtype
+) -> QuantizedWeight:
     """See ``Packing.pack_int4``."""
     n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
     scale, zero, first = matrix.scale, matrix.zero, int(matrix.zero[0, 0])
@@ -167,7 +195,21 @@ def pack_int4(library: NativeLibrary, memory: WeightMemory, matrix: Int4Matrix) 
     form = torch.tensor([k, matrix.width, _INT4, kind, offsets, first])
     codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
     panels = _packed(library, memory, form, codes, scale, None if one_zero else zero)
-    return QuantizedWeight(library, panels, form, n, k, order=matrix.order)
+    return QuantizedWeight(library, panels, form, n, k, dtype, order=matrix.order)
+
+
+def pack_integers(
+    library: NativeLibrary, memory: WeightMemory, matrix: IntegerMatrix, dtype: torch.dtype
+) -> QuantizedWeight:
+    """See ``Packing.pack_integers``."""
+    n, k = matrix.codes.shape
+    codes = _INT4 if matrix.bits == 4 else _INT8
+    offsets = _ONE_ZERO if matrix.minimum is None else _MINIMA
+    kind = _SCALES.index(matrix.scale.dtype)
+    form = torch.tensor([k, matrix.width, codes, kind, offsets, matrix.zero])
+    parts = matrix.codes.split(_PACKED_ROWS)
+    panels = _packed(library, memory, form, parts, matrix.scale, matrix.minimum)
+    return QuantizedWeight(library, panels, form, n, k, dtype)
 
 
 def _packed(

@@ -14,7 +14,7 @@ from torch import Tensor
 from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.gemm.fp8 import scaled_product
 from sametoken.ops.model.gemm.reference import product_fp32
-from sametoken.ops.weight import Int4Matrix
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 
 def packed_int4(values: Tensor, width: int) -> Tensor:
@@ -35,6 +35,18 @@ def integers(matrix: Int4Matrix, group: int) -> Tensor:
     half = matrix.width // 2
     values = unpacked_int4(matrix.values[:, group * half : (group + 1) * half], matrix.width)
     return values.to(torch.int8) - matrix.zero[:, group, None].to(torch.int8)
+
+
+def expanded(matrix: IntegerMatrix) -> Tensor:
+    """The elements: [N, K] fp32."""
+    codes = matrix.codes.unflatten(1, (-1, matrix.width)).float()
+    scale = matrix.scale.float()[:, :, None]
+    elements: Tensor
+    if matrix.minimum is None:
+        elements = (codes - matrix.zero) * scale
+    else:
+        elements = codes * scale + matrix.minimum.float()[:, :, None]
+    return elements.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,146 @@
+"""Matrices of GGUF files in the bits of their blocks, against the gguf package."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from helpers.forward import CPU, Bench
+from helpers.gguf_files import convert
+from sametoken.errors import CheckpointError, ConfigError
+from sametoken.models.load.gguf_blocks import _UNPACKED
+from sametoken.models.load.gguf_file import read_gguf
+from sametoken.models.loader import load_model
+from sametoken.ops.model.gemm.int4 import expanded
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.native.weights import QuantizedWeight
+from sametoken.ops.reference import ReferenceKernels
+
+TYPES = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+native = NativeKernels()
+
+
+def random_blocks(name: str, rows: int = 64, features: int = 512):
+    """Bytes of a matrix, its integers, and the values that the gguf package reads."""
+    kind = GGMLQuantizationType[name]
+    elements, size = GGML_QUANT_SIZES[kind]
+    # Below 60, a top byte of an fp16 scale is neither infinite nor NaN.
+    raw = np.random.default_rng(0).integers(0, 256, (rows, features // elements, size), np.uint8)
+    halves = {"Q4_1": (1, 3), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}.get(name, (1,))
+    raw[:, :, halves] %= 60
+    values = dequantize(raw.reshape(rows, -1), kind)
+    return _UNPACKED[kind](torch.from_numpy(raw)), torch.from_numpy(values)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_are_read_as_the_gguf_package_reads_them(name):
+    matrix, values = random_blocks(name)
+    assert values.unique().numel() > 1000
+    assert torch.equal(expanded(matrix), values)
+    assert int(matrix.codes.max()) < 2**matrix.bits
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_c_kernels_multiply_what_the_blocks_say(name, rows):
+    matrix, values = random_blocks(name)
+    weight = native.pack_integers(matrix, torch.float32)
+    found = torch.cat([weight.matmul(part.contiguous()) for part in torch.eye(512).split(rows)])
+    largest = values.abs().max()
+    torch.testing.assert_close(found.T, values, rtol=1e-6, atol=float(largest) * 1e-6)
+    ids = torch.tensor([5, 63, 0, 5])
+    assert torch.equal(weight.rows(ids), found.T[ids])
+    as_bf16 = native.pack_integers(matrix, torch.bfloat16).rows(ids)
+    assert torch.equal(as_bf16, found.T[ids].bfloat16())
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_weight_takes_the_bits_that_the_module_promises(name):
+    matrix, _ = random_blocks(name)
+    assert native.pack_integers(matrix, torch.bfloat16).nbytes == 64 * 512 * TYPES[name] / 8
+
+
+def write(path, name: str, family: str = "llama", tied: bool = True):
+    torch.manual_seed(0)
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    config = config_class(
+        vocab_size=48,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )
+    model = model_class(config).eval()
+    return convert(model, path, arch=family, tensor_type=GGMLQuantizationType[name])
+
+
+def load(path, load_format: str, kernels=native, **options):
+    return load_model(
+        path,
+        kernels=kernels,
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=64,
+        load_format=load_format,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "tied"),
+    [("Q4_1", "llama", True), ("Q8_0", "llama", False), ("Q4_0", "qwen3", True)],
+)
+def test_a_model_in_its_bits_has_the_logits_of_the_expanded_one(tmp_path, name, family, tied):
+    path = write(tmp_path / "model.gguf", name, family, tied)
+    kept, plain = load(path, "gguf-packed"), load(path, "gguf")
+    assert isinstance(kept.embedding, QuantizedWeight)
+    assert isinstance(kept.head, QuantizedWeight)
+    assert (kept.head is kept.embedding) == tied
+    assert kept.weights_bytes < 0.35 * plain.weights_bytes
+    found, wanted = (Bench(model).logits(PROMPT, [3]) for model in (kept, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    expanded_again = Bench(load(path, "gguf-packed", ReferenceKernels())).logits(PROMPT, [3])
+    assert torch.equal(
+        expanded_again, Bench(load(path, "gguf", ReferenceKernels())).logits(PROMPT, [3])
+    )
+
+
+def test_types_without_such_products_are_expanded(tmp_path):
+    path = write(tmp_path / "model.gguf", "Q5_0")
+    found, wanted = (Bench(load(path, each)).logits(PROMPT, []) for each in ("gguf-packed", "gguf"))
+    assert torch.equal(found, wanted)
+
+
+def test_a_scale_that_is_not_finite_is_named(tmp_path):
+    path = write(tmp_path / "model.gguf", "Q4_1")
+    data = bytearray(path.read_bytes())
+    offset = read_gguf(path).tensors["blk.1.ffn_down.weight"].offset
+    data[offset : offset + 2] = b"\x00\x7e"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* holds NaN"):
+        load(path, "gguf-packed")
+
+
+def test_ranks_and_directories_without_a_gguf_file_are_refused(tmp_path):
+    path = write(tmp_path / "model.gguf", "Q4_1")
+    with pytest.raises(ConfigError, match="'gguf-packed' runs on one CPU rank only"):
+        load(path, "gguf-packed", parallel=SimpleNamespace(size=2, rank=0))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds 0 GGUF files"):
+        load(tmp_path / "empty", "gguf-packed")

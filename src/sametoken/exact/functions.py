@@ -1,13 +1,13 @@
 """Kernels with gradients: a kernel runs forward, a formula in fp32 gives the gradients.
 
 A kernel gets the arguments that it gets in the engine. The backward pass evaluates the formula
-again, in plain PyTorch, so a kernel's outputs are rounded and its gradients' inputs are not.
+again, in plain PyTorch, from the inputs that the kernel had; nothing in between is rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,80 @@ from sametoken.ops.backend import AttentionShape
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.sampling.logprobs import log_probabilities
 
-Formula = Callable[..., Tensor | tuple[Tensor, ...]]
+T = TypeVar("T")
+#: One tensor or several.
+Formula = Callable[..., Any]
 
 #: Rows whose logits are in memory at once: 256 of 150k are 154 MB.
 SCORED_ROWS = 256
+
+
+def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T:
+    """``kernel(*inputs)``, with the gradients of ``formula(*inputs)``.
+
+    Args:
+        kernel: its outputs share no memory with the inputs.
+        formula: the same of inputs in fp32, differentiable.
+        inputs: any floating dtypes.
+    """
+    out: T = _apply(_Recomputed, kernel, formula, *inputs)
+    return out
+
+
+def product(
+    packed: UnquantizedWeight,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``packed.matmul(x, bias, out_dtype)``, with gradients by the unpacked ``matrix``, [N, K].
+
+    As ``recomputed``, but no product is computed twice.
+    """
+    out: Tensor = _apply(_Product, packed, out_dtype, x, matrix, bias)
+    return out
+
+
+def packed_attention(
+    kernel: Callable[[Tensor], Tensor],
+    qkv: Sequence[Tensor],
+    shape: AttentionShape,
+    lengths: Sequence[int],
+) -> Tensor:
+    """A kernel's causal attention over packed sequences, with gradients sequence by sequence.
+
+    The backward pass has the weights of one sequence of length n in memory: n^2 per head, in fp32.
+
+    Args:
+        kernel: of q; reads the same k and v from KV memory.
+        qkv: q, k and v, [T, heads, head_dim] each.
+        shape: of the layer.
+        lengths: of the sequences, T in total.
+    """
+    out: Tensor = _apply(_PackedAttention, kernel, shape, lengths, *qkv)
+    return out
+
+
+def token_logprobs(
+    compute_logits: Callable[[Tensor], Tensor], hidden: Tensor, matrix: Tensor, chosen: Tensor
+) -> Tensor:
+    """Log-probabilities of chosen tokens, with the logits of ``SCORED_ROWS`` rows in memory.
+
+    The backward pass computes the logits again, by the same kernels, and adds the gradients of the
+    head's matrix in fp32.
+
+    Args:
+        compute_logits: [L, hidden] to [L, V] fp32, differentiable; multiplies by ``matrix``.
+        hidden: [L, hidden], after the final norm.
+        matrix: [V, hidden], the head's.
+        chosen: [L] int64.
+
+    Returns:
+        [L] fp32.
+    """
+    out: Tensor = _apply(_TokenLogprobs, compute_logits, chosen, hidden, matrix)
+    return out
 
 
 def gradients(
@@ -46,29 +116,35 @@ def gradients(
     ]
 
 
-class Recomputed(Function):
-    """``kernel(*inputs)``, with the gradients of ``formula(*inputs)``."""
+def attended(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Causal attention within one sequence: [n, heads, head_dim] each -> [n, q_size]."""
+    grouped = torch.unflatten(q, 1, (shape.num_kv_heads, -1))
+    scores = torch.einsum("ngrd,mgd->grnm", grouped, k) * shape.scale
+    places = torch.arange(q.shape[0], device=q.device)
+    behind = places[:, None] - places
+    unseen = (behind < 0) | (behind >= (shape.sliding_window or q.shape[0]))
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("grnm,mgd->ngrd", weights, v).flatten(1)
 
+
+def _apply(function: type[Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+class _Recomputed(Function):
     @staticmethod
     def forward(ctx: Any, kernel: Formula, formula: Formula, *inputs: Tensor) -> Any:
-        """The kernel's outputs, which share no memory with the inputs."""
         ctx.formula = formula
         ctx.save_for_backward(*inputs)
         return kernel(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *of: Tensor) -> Any:
-        """Of the inputs alone."""
         needed = ctx.needs_input_grad[2:]
         return None, None, *gradients(ctx.formula, ctx.saved_tensors, needed, of)
 
 
-class Product(Function):
-    """``packed.matmul(x, bias, out_dtype)``, with gradients from the unpacked ``matrix``, [N, K].
-
-    Unlike ``Recomputed`` it computes no product twice.
-    """
-
+class _Product(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -78,17 +154,15 @@ class Product(Function):
         matrix: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        """[T, K] -> [T, N]."""
         ctx.save_for_backward(x, matrix)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return packed.matmul(x, bias, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, of: Tensor) -> Any:
-        """Of x, the matrix and the bias."""
+    def backward(ctx: Any, *of: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
         _, _, of_x, of_matrix, of_bias = ctx.needs_input_grad
-        wide = of.float()
+        wide = of[0].float()
         return (
             None,
             None,
@@ -98,12 +172,7 @@ class Product(Function):
         )
 
 
-class PackedAttention(Function):
-    """A kernel's causal attention over packed sequences, with gradients sequence by sequence.
-
-    The backward pass has the weights of one sequence of length n in memory: n^2 per head, in fp32.
-    """
-
+class _PackedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -112,46 +181,24 @@ class PackedAttention(Function):
         lengths: Sequence[int],
         *qkv: Tensor,
     ) -> Any:
-        """[T, heads, head_dim] q, k and v -> [T, q_size]; the kernel reads k and v as it wrote them.
-
-        ``lengths`` are those of the sequences, T in total.
-        """
         ctx.shape, ctx.lengths = shape, lengths
         ctx.save_for_backward(*qkv)
         return kernel(qkv[0])
 
     @staticmethod
-    def backward(ctx: Any, of: Tensor) -> Any:
-        """Of q, k and v."""
-        needed = ctx.needs_input_grad[3:]
-        pieces = zip(*(tensor.split(ctx.lengths) for tensor in (*ctx.saved_tensors, of)), strict=True)
-
-        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attended(q, k, v, ctx.shape)
-
-        parts = [gradients(formula, qkv, needed, [piece]) for *qkv, piece in pieces]
-        joined = (torch.cat(column) if column[0] is not None else None for column in zip(*parts))
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        needed, shape = ctx.needs_input_grad[3:], ctx.shape
+        columns = [torch.split(tensor, ctx.lengths) for tensor in (*ctx.saved_tensors, *of)]
+        parts: list[list[Any]] = [
+            gradients(lambda q, k, v: attended(q, k, v, shape), qkv, needed, [piece])
+            for *qkv, piece in zip(*columns, strict=True)
+        ]
+        by_input = zip(*parts, strict=True)
+        joined = [torch.cat(pieces) if pieces[0] is not None else None for pieces in by_input]
         return None, None, None, *joined
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Causal attention within one sequence: [n, heads, head_dim] each -> [n, q_size]."""
-    grouped = q.unflatten(1, (shape.num_kv_heads, -1))
-    scores = torch.einsum("ngrd,mgd->grnm", grouped, k) * shape.scale
-    places = torch.arange(q.shape[0], device=q.device)
-    behind = places[:, None] - places
-    hidden = (behind < 0) | (behind >= (shape.sliding_window or q.shape[0]))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    return torch.einsum("grnm,mgd->ngrd", weights, v).flatten(1)
-
-
-class TokenLogprobs(Function):
-    """Log-probabilities of chosen tokens, with the logits of ``SCORED_ROWS`` rows in memory.
-
-    The backward pass computes the logits again, by the same kernels, and adds the gradients of the
-    head's matrix in fp32.
-    """
-
+class _TokenLogprobs(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -160,18 +207,13 @@ class TokenLogprobs(Function):
         hidden: Tensor,
         matrix: Tensor,
     ) -> Any:
-        """[L, hidden] states and [L] int64 tokens -> [L] fp32.
-
-        ``compute_logits`` is differentiable, and multiplies by ``matrix``.
-        """
         ctx.compute_logits = compute_logits
         ctx.save_for_backward(chosen, hidden, matrix)
-        pairs = zip(hidden.split(SCORED_ROWS), chosen.split(SCORED_ROWS), strict=True)
+        pairs = zip(torch.split(hidden, SCORED_ROWS), torch.split(chosen, SCORED_ROWS), strict=True)
         return torch.cat([_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs])
 
     @staticmethod
-    def backward(ctx: Any, of: Tensor) -> Any:
-        """Of the hidden states and the matrix."""
+    def backward(ctx: Any, *of: Tensor) -> Any:
         chosen, hidden, matrix = ctx.saved_tensors
         _, _, of_hidden, of_matrix = ctx.needs_input_grad
         by_hidden = torch.zeros_like(hidden)
@@ -182,7 +224,7 @@ class TokenLogprobs(Function):
             with torch.enable_grad():
                 logprobs = _chosen_logprobs(ctx.compute_logits(rows), chosen[at])
             wanted = (rows, matrix) if of_matrix else (rows,)
-            by_hidden[at], *rest = torch.autograd.grad(logprobs, wanted, of[at])
+            by_hidden[at], *rest = torch.autograd.grad(logprobs, wanted, of[0][at])
             if by_matrix is not None:
                 by_matrix += rest[0]
         of_matrices = None if by_matrix is None else by_matrix.to(matrix.dtype)

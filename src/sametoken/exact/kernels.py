@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.exact.functions import PackedAttention, Product, Recomputed
+from sametoken.exact.functions import packed_attention, product, recomputed
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
@@ -72,11 +72,11 @@ class DifferentiableWeight:
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """See ``Weight.matmul``."""
-        return Product.apply(self.packed, out_dtype, x, self.matrix, bias)
+        return product(self.packed, x, self.matrix, bias, out_dtype)
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         """See ``Weight.gated_matmul``."""
-        return Recomputed.apply(
+        return recomputed(
             lambda x, matrix: self.packed.gated_matmul(x),
             lambda x, matrix: silu_mul(x @ matrix.mT),
             x,
@@ -85,7 +85,7 @@ class DifferentiableWeight:
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See ``UnquantizedWeight.rows``."""
-        return Recomputed.apply(
+        return recomputed(
             lambda matrix: self.packed.rows(token_ids),
             lambda matrix: F.embedding(token_ids, matrix),
             self.matrix,
@@ -134,7 +134,7 @@ class DifferentiableKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
-        return Recomputed.apply(
+        return recomputed(
             lambda x, weight: self._kernels.rms_norm(x, weight, eps),
             lambda x, weight: rms_norm(x, weight, eps),
             x,
@@ -145,7 +145,7 @@ class DifferentiableKernels:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See ``Kernels.add_rms_norm``; the kernel gets copies, as it may write to both."""
-        return Recomputed.apply(
+        return recomputed(
             lambda x, residual, weight: self._kernels.add_rms_norm(
                 x.clone(), residual.clone(), weight, eps
             ),
@@ -157,11 +157,11 @@ class DifferentiableKernels:
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``Kernels.gelu_mul``."""
-        return Recomputed.apply(self._kernels.gelu_mul, _gelu_mul, gate_up)
+        return recomputed(self._kernels.gelu_mul, _gelu_mul, gate_up)
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """See ``Kernels.soft_cap``."""
-        return Recomputed.apply(
+        return recomputed(
             lambda logits: self._kernels.soft_cap(logits, cap),
             lambda logits: cap * torch.tanh(logits / cap),
             logits,
@@ -179,22 +179,22 @@ class DifferentiableKernels:
         """See ``Kernels.rope_and_cache``; keys and values are also kept with their gradients."""
         assert isinstance(kv, RecordedKV)
 
-        def run(norm: QKNorm | None, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm)
-            block_size = kv.keys.shape[2]
-            at = rows.kv_slots // block_size, rows.kv_slots % block_size
-            return q, kv.keys[at[0], :, at[1]], kv.values[at[0], :, at[1]]
-
-        def formula(norm: QKNorm | None, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return normed_and_rotated(qkv, shape, rotary, rows.positions, norm)
-
         weights = () if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
 
-        def with_norm(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-            eps = 0.0 if qk_norm is None else qk_norm.eps
-            return lambda qkv, *both: function(QKNorm(*both, eps) if both else None, qkv)
+        def norm_of(both: tuple[Tensor, ...]) -> QKNorm | None:
+            return QKNorm(both[0], both[1], qk_norm.eps) if qk_norm else None
 
-        q, *kv.written[:] = Recomputed.apply(with_norm(run), with_norm(formula), qkv, *weights)
+        def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
+            block_size = kv.keys.shape[2]
+            blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+            return q, kv.keys[blocks, :, offsets], kv.values[blocks, :, offsets]
+
+        def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))
+
+        q: Tensor
+        q, *kv.written[:] = recomputed(run, formula, qkv, *weights)
         return q
 
     def attention(
@@ -202,14 +202,17 @@ class DifferentiableKernels:
     ) -> Tensor:
         """See ``Kernels.attention``."""
         assert isinstance(kv, RecordedKV)
-        return PackedAttention.apply(
-            lambda q: self._kernels.attention(q, shape, rows, kv), shape, kv.lengths, q, *kv.written
+        return packed_attention(
+            lambda q: self._kernels.attention(q, shape, rows, kv),
+            (q, *kv.written),
+            shape,
+            kv.lengths,
         )
 
 
 def differentiable(kernels: Kernels) -> Kernels:
     """Kernels with gradients, which refuse by name what they lack."""
-    return cast(Kernels, DifferentiableKernels(kernels))
+    return cast("Kernels", DifferentiableKernels(kernels))
 
 
 def _gelu_mul(gate_up: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import CheckpointError, NumericalError
-from sametoken.exact.functions import TokenLogprobs
+from sametoken.exact.functions import token_logprobs
 from sametoken.exact.kernels import DifferentiableWeight, differentiable
 from sametoken.exact.packed import PackedSequences, require_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
@@ -103,13 +103,13 @@ class ExactModel(nn.Module):
         hidden = decoder.forward(packed.token_ids, packed.rows, packed.cache(decoder.caches)).last
         head = decoder.head
         assert isinstance(head, DifferentiableWeight)
-        scored = TokenLogprobs.apply(
+        scored = token_logprobs(
             decoder.compute_logits,
-            packed.chosen,
             hidden.index_select(0, packed.scored),
             head.matrix,
+            packed.chosen,
         )
-        return scored.split(packed.num_scored)
+        return torch.split(scored, [*packed.num_scored])
 
     def _read(self, source: TensorSource, device: torch.device) -> dict[str, nn.Parameter]:
         """The tensors that the decoder reads, and a tied embedding once."""

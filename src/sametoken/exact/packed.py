@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class PackedSequences:
         num_blocks, width = first_blocks[-1], max(counts)
         table = [
             [*range(first, last), *[num_blocks] * (width - (last - first))]
-            for first, last in zip(first_blocks, first_blocks[1:], strict=False)
+            for first, last in pairwise(first_blocks)
         ]
         places = [(slot, at) for slot, length in enumerate(lengths) for at in range(length)]
         slots, positions = upload(places, device).t().contiguous().unbind(0)
@@ -82,7 +82,7 @@ class PackedSequences:
         )
 
     def cache(self, caches: Sequence[LayerCache]) -> ModelCache:
-        """KV memory for a pass. Layers of one form share it: each is done before the next begins."""
+        """KV memory for a pass; layers of one form share it, as each ends before the next."""
         shared: dict[PagedKV, tuple[Tensor, ...]] = {}
         layers = []
         for cache in caches:
@@ -96,7 +96,8 @@ class PackedSequences:
                     )
                     for shape, dtype in form.block_shapes(self.block_size)
                 )
-            layers.append(RecordedKV(*shared[form], self.lengths))
+            keys, values = shared[form]
+            layers.append(RecordedKV(keys, values, self.lengths))
         return ModelCache(tuple(layers), (), (), self.num_blocks, None)
 
 
@@ -122,7 +123,7 @@ def require_sequences(
     for index, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
         if not 1 <= start < len(ids) <= longest:
             raise RequestError(
-                f"sequence {index} has {len(ids)} tokens, of which those from {start} on are scored",
+                f"sequence {index} has {len(ids)} tokens, to be scored from {start} on",
                 f"give at most {longest} tokens (max_model_len), at least one of them scored, and "
                 "none of them the first",
             )

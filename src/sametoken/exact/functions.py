@@ -109,7 +109,10 @@ def gradients(
     with torch.enable_grad():
         outputs = formula(*leaves)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    found = iter(torch.autograd.grad(outputs, wanted, [one.float() for one in of]))
+    # Some outputs depend on inputs alone whose gradient nobody wants.
+    pairs = [(out, one.float()) for out, one in zip(outputs, of, strict=True) if out.requires_grad]
+    outputs, of = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, of))
     return [
         next(found).to(tensor.dtype) if wants else None
         for tensor, wants in zip(inputs, needed, strict=True)

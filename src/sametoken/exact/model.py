@@ -109,7 +109,8 @@ class ExactModel(nn.Module):
             head.matrix,
             packed.chosen,
         )
-        return torch.split(scored, [*packed.num_scored])
+        # No views: FSDP2 hooks the outputs.
+        return tuple(part.clone() for part in torch.split(scored, [*packed.num_scored]))
 
     def _read(self, source: TensorSource, device: torch.device) -> dict[str, nn.Parameter]:
         """The tensors that the decoder reads, and a tied embedding once."""

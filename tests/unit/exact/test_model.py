@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from helpers.checkpoints import write_llama
-from helpers.exact import write_exact
+from helpers.exact import all_equal, write_exact
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_latent
 from helpers.nemotron import write_nemotron
@@ -37,8 +41,6 @@ def test_parameters_are_the_checkpoints_tensors(name, tmp_path):
 
 def test_a_second_copy_of_a_tied_head_is_no_parameter(tmp_path):
     path = write_exact(tmp_path, "llama-tied")
-    from safetensors.torch import save_file
-
     tensors = tensors_of(path)
     copy = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | {"lm_head.weight": copy}, path / "model.safetensors", {"format": "pt"})
@@ -49,6 +51,36 @@ def test_an_engine_takes_the_parameters(llama, model, tmp_path):
     live = engine(write_llama(tmp_path, seed=1))
     live.update_weights(model.state_dict().items())
     assert said(live) == said(engine(llama))
+
+
+def test_no_weight_is_stale_even_if_no_version_counts_its_change(llama, tmp_path):
+    other = ExactModel(str(write_llama(tmp_path, seed=1)), device="cpu")
+    model = ExactModel(str(llama), device="cpu")
+    before = model([[1, 2, 3]])
+    for parameter, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(wanted.data)
+    assert all_equal(model([[1, 2, 3]]), other([[1, 2, 3]]))
+    assert not all_equal(before, other([[1, 2, 3]]))
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_fsdp2_wraps_the_whole_module(llama, one_rank):
+    plain, model = (ExactModel(str(llama), device="cpu") for _ in range(2))
+    fully_shard(model, mesh=one_rank)
+    sequences = [[1, 2, 3], [4, 5]]
+    found, wanted = model(sequences), plain(sequences)
+    assert all_equal(found, wanted)
+    torch.cat(found).sum().backward()
+    torch.cat(wanted).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from sametoken.ops.weight import Experts, Weight
 
 MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
 #: The letters of a pattern, and older names of types.
-_TYPES = {
+LAYER_TYPES = {
     "M": MAMBA,
     "*": ATTENTION,
     "E": MOE,
@@ -83,7 +83,7 @@ def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
             f"{settings.location}: {prefix}hybrid_override_pattern={short(pattern)} is no text",
             _AS_PUBLISHED,
         )
-    return tuple(_TYPES.get(name, name) for name in names or tuple(pattern))
+    return tuple(LAYER_TYPES.get(name, name) for name in names or tuple(pattern))
 
 
 def block_settings(settings: Settings, prefix: str = "") -> tuple[Settings, ...]:
@@ -128,7 +128,7 @@ def mamba2_rule(settings: Settings) -> Mamba2:
     )
 
 
-def _time_step_limit(settings: Settings) -> tuple[float, float]:
+def time_step_limit(settings: Settings) -> tuple[float, float]:
     """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
     given = settings.get("time_step_limit", [0.0, math.inf])
     values = given if isinstance(given, list) else []
@@ -240,7 +240,7 @@ def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: 
         dt_bias=by_head("dt_bias"),
         conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
         conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
-        time_step_limit=_time_step_limit(settings),
+        time_step_limit=time_step_limit(settings),
     )
     into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
     return Mamba2Mixer(

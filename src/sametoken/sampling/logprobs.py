@@ -59,6 +59,11 @@ class ScoredRows:
         return cls(index, owners, num_top, width)
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """[R, V] fp32 logits to log-probabilities, as the engine reports them and a trainer repeats."""
+    return logits.log_softmax(dim=-1)
+
+
 def score_tokens(
     logits: Tensor, chosen: Tensor, owner: Tensor, num_top: Tensor, width: int
 ) -> TokenLogprobs:
@@ -74,7 +79,7 @@ def score_tokens(
         width: N of the result, at most V.
     """
     width = min(width, logits.shape[1])
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = log_probabilities(logits)
     order = _order_keys(logits)
     column = chosen[:, None]
     top_ids = _ID_MASK - (order.topk(width, dim=-1).values & _ID_MASK)
@@ -109,6 +114,7 @@ def score_prompt(
     scored: ScoredRows,
     hidden: Tensor,
     following: Tensor,
+    temperature: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
 ) -> TokenLogprobs:
     """Score the tokens that follow rows of a prompt, in chunks of rows.
@@ -117,12 +123,13 @@ def score_prompt(
         scored: rows, at least one.
         hidden: [T, hidden], after the final norm.
         following: [R] int64, the token after each row.
+        temperature: [R] fp32, divides each row's logits; 1 changes no bit.
         compute_logits: [L, hidden] to [L, V] fp32.
     """
     parts = []
     for first in range(0, following.shape[0], _PROMPT_ROWS_PER_CHUNK):
         chunk = slice(first, first + _PROMPT_ROWS_PER_CHUNK)
-        logits = compute_logits(hidden[scored.index[chunk]])
+        logits = compute_logits(hidden[scored.index[chunk]]) / temperature[chunk, None]
         owner, num_top = scored.owner[chunk], scored.num_top[chunk]
         parts.append(score_tokens(logits, following[chunk], owner, num_top, scored.width))
     return concatenate(parts)

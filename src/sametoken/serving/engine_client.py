@@ -20,7 +20,6 @@ from sametoken.serving.limits import QueueBound, ServingLimits
 from sametoken.serving.messages import (
     Answer,
     Build,
-    ChangeWeights,
     Pause,
     Refused,
     Release,
@@ -31,6 +30,7 @@ from sametoken.serving.messages import (
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
+from sametoken.serving.weight_updates import WeightCommand
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.request import EngineRequest
@@ -163,17 +163,30 @@ class EngineClient:
         self._paused = False
         await self._command(Resume)
 
-    async def change_weights(self, path: str, version: int | None, target: str) -> int:
-        """Replace the weights; returns their version. Errors as in ``LLM.update_weights``."""
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last command of both was a pause; an engine that died has none."""
+        return self._paused
+
+    async def update(self, message: Callable[[int], WeightCommand]) -> int:
+        """Carry out a command about weights, made for a ticket.
+
+        Returns:
+            The version of the weights if it changed them, else 0.
+
+        Raises:
+            WeightUpdateError, CheckpointError, UnsupportedError: it is refused; see the messages.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
         self.require_ready()
-        return await self._command(lambda ticket: ChangeWeights(ticket, path, version, target))
+        return await self._command(message)
 
     def abort_all(self) -> None:
         """End every request with the output so far."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    async def _command(self, message: Callable[[int], Pause | Resume | ChangeWeights]) -> int:
+    async def _command(self, message: Callable[[int], Pause | Resume | WeightCommand]) -> int:
         ticket = next(self._tickets)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[ticket] = answer
@@ -184,7 +197,10 @@ class EngineClient:
             del self._answers[ticket]
 
     def _take_answer(self, message: Answer) -> None:
-        if message.error is None and message.version > self._queue.load.weight_version:
+        load = self._queue.load
+        if message.error is None and message.version > load.weight_version:
+            # The report that has it follows the answer.
+            self._queue.note_load(replace(load, weight_version=message.version))
             self._release_replay(self._audit.begin_weights())
         answer = self._answers.get(message.ticket)
         if answer is None or answer.done():

@@ -9,8 +9,9 @@ import pytest
 
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import UnsupportedError, WeightUpdateError
-from sametoken.serving.control import Control, Loaded
+from sametoken.serving.control import Control
 from sametoken.serving.messages import Answer, ChangeWeights, Pause, Resume
+from sametoken.serving.weight_updates import Done
 
 
 class Engine:
@@ -37,7 +38,7 @@ class Engine:
 
 @pytest.fixture
 def scene(monkeypatch):
-    monkeypatch.setattr("sametoken.serving.control.source_of", lambda path: path)
+    monkeypatch.setattr("sametoken.serving.weight_updates.source_of", lambda path: path)
     engine, inbox, answers = Engine(), queue.SimpleQueue(), []
     return engine, Control(engine, inbox.put, answers.append), inbox, answers
 
@@ -86,7 +87,7 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
     _, control, inbox, answers = scene
     control.handle(ChangeWeights(7, "anywhere", version, target))
     loaded = inbox.get(timeout=10)
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, Done)
     assert answers == []
     control.handle(loaded)
     (answer,) = answers

@@ -22,6 +22,7 @@ from sametoken.serving.http.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    note_versions,
 )
 from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
@@ -183,6 +184,8 @@ class _ChoiceWriter:
                 choice.prompt_token_ids = list(self._prompt.token_ids)
         if self._request.prompt_logprobs is not None and not self._begun:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._served.shows_versions:
+            note_versions(choice, output)
         self._begun = True
         self._finished = completion.finish_reason is not None
         self._num_characters = len(completion.text)

@@ -194,7 +194,7 @@ def _silent(text: str) -> None:
 
 def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
     resolved, memory, backend = loaded.resolved, loaded.memory, loaded.backend
-    config, device = resolved.config, resolved.device
+    config, device, mode = resolved.config, resolved.device, resolved.config.logprobs_mode
     kv = _allocate(loaded, loaded.target.caches)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
@@ -224,7 +224,7 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     )
     grammars = SlotGrammars(sequences)
     processing = LogitsProcessing(
-        sequences, loaded.target, backend.model, table, grammars, ranks.parallel
+        sequences, loaded.target, backend.model, table, grammars, ranks.parallel, mode
     )
     caches = (kv, *drafter.kv_caches)
     return StepRunner(

@@ -322,7 +322,7 @@ VLLM_OPTIONS = (
         "a request asks for what its answer shows",
         switches="return_tokens_as_token_ids enable_force_include_usage enable_per_request_metrics",
         accepted=_OFF,
-        instead="send return_token_ids, stream_options or include_speculation_stats",
+        instead="send return_tokens_as_token_ids, stream_options or include_speculation_stats",
     ),
     VllmOptions(
         "answers carry their id in the body",

@@ -16,7 +16,12 @@ from starlette.responses import Response
 
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
-from sametoken.serving.http.logprobs import chat_logprobs, positions, prompt_logprobs
+from sametoken.serving.http.logprobs import (
+    LogprobsForm,
+    chat_logprobs,
+    positions,
+    prompt_logprobs,
+)
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -139,7 +144,10 @@ class _Answer:
         if completion.logprobs is None:
             return None
         found = positions(completion.token_ids[start:], completion.logprobs[start:])
-        return chat_logprobs(found, self.request.top_logprobs or 0)
+        form = LogprobsForm(
+            self.request.top_logprobs or 0, bool(self.request.return_tokens_as_token_ids)
+        )
+        return chat_logprobs(found, form)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parsed = self.use.parser(completion.text, True)

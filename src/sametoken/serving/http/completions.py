@@ -16,7 +16,12 @@ from starlette.responses import Response
 
 from sametoken.engine.input_processor import PromptTokens
 from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
-from sametoken.serving.http.logprobs import completion_logprobs, positions, prompt_logprobs
+from sametoken.serving.http.logprobs import (
+    LogprobsForm,
+    completion_logprobs,
+    positions,
+    prompt_logprobs,
+)
 from sametoken.serving.http.params import completion_params, structured_outputs
 from sametoken.serving.http.responses import (
     CompletionChoice,
@@ -203,7 +208,10 @@ class _ChoiceWriter:
             first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
             of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)
             found = of_prompt + found
-        written = completion_logprobs(found, self._request.logprobs or 0, self._text_offset)
+        form = LogprobsForm(
+            self._request.logprobs or 0, bool(self._request.return_tokens_as_token_ids)
+        )
+        written = completion_logprobs(found, form, self._text_offset)
         self._text_offset += sum(len(position.text) for position in found)
         return written
 

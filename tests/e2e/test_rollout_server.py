@@ -196,6 +196,9 @@ def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
         ("/update_weight_version", {}),
         ("/update_weight_version", {"new_version": "0"}),
         ("/pause?mode=sleep", None),
+        ("/sleep?level=3", None),
+        ("/sleep?mode=keep", None),
+        ("/wake_up?tags=all", None),
     ],
 )
 def test_what_does_not_fit_is_one_error(by_files, path, body):
@@ -218,6 +221,36 @@ def test_pauses(by_files):
     assert client.post("/pause?wait_for_inflight_requests=true") == {"status": "paused"}
     client.post("/resume")
     assert client.get("/is_paused") == {"is_paused": False}
+
+
+def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
+    client, server = by_files
+    pid = server.engine._client.supervisor.process.pid
+    client.update(models[0])
+    client.says(said[0], version_of(client))
+    client.post("/sleep")
+    assert client.get("/is_sleeping") == {"is_sleeping": True}
+    assert "wake" in client.refused("/resume")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.answer, PROMPTS[0])
+        assert client.post("/wake_up?tags=weights")
+        assert client.get("/is_sleeping") == {"is_sleeping": True}
+        assert not waiting.done()
+        assert client.post("/wake_up?tags=kv_cache")
+        assert waiting.result(30)[0] == said[0][0]
+    client.says(said[0], version_of(client))
+    before = resident_bytes(pid)
+    client.post("/sleep?level=2")
+    assert before - resident_bytes(pid) > sum(one.nbytes for one in tensors_of(models[0]).values())
+    client.post("/wake_up?tags=weights")
+    assert "update the weights" in client.refused("/wake_up")
+    client.post("/update_weight_version", {"new_version": str(version_of(client) + 1)})
+    assert "update the weights" in client.refused("/wake_up")
+    client.update(models[1])
+    client.post("/wake_up")
+    assert client.get("/is_sleeping") == {"is_sleeping": False}
+    assert client.get("/is_paused") == {"is_paused": False}
+    client.says(said[1], version_of(client))
 
 
 def test_updates_under_load(by_files, models, said):

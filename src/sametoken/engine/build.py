@@ -34,9 +34,10 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.sleep import memory_of
 from sametoken.engine.step_memory import StepMemory
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
-from sametoken.engine.weights import FixedWeights, LiveWeights, Weights
+from sametoken.engine.weights import weights_of
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -142,20 +143,13 @@ def build_engine(
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
-            weights = _weights(loaded, ranks)
-            return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks, weights)
+            shared, resolved = ranks.parallel.size > 1, loaded.resolved
+            weights = weights_of(loaded.target, loaded.drafter, resolved, shared=shared)
+            memory = memory_of(runner.step, shared=shared)
+            return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
     except BaseException:
         extraction.close()
         raise
-
-
-def _weights(loaded: _Loaded, ranks: Ranks) -> Weights:
-    if ranks.parallel.size > 1:
-        return FixedWeights("tensor parallelism")
-    if not isinstance(loaded.extraction, NoExtraction):
-        return FixedWeights("extraction of hidden states")
-    resolved = loaded.resolved
-    return LiveWeights(loaded.target, loaded.drafter, resolved.dtype, resolved.device)
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:

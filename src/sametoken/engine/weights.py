@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sametoken.drafters.base import LoadedDrafter
+from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import (
     CheckpointError,
     DrafterMismatchError,
@@ -25,6 +26,7 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import low_mmap_threshold
 from sametoken.ops.backend import Kernels
+from sametoken.types.speculative_methods import EXTRACT
 
 MODEL, DRAFTER = "model", "drafter"
 #: Versions are 64-bit numbers in prefix cache keys.
@@ -186,3 +188,21 @@ class LiveWeights:
     def _brings_module(self, source: TensorSource) -> bool:
         prefix = self.drafter.in_target
         return prefix is not None and any(name.startswith(prefix) for name in source.names())
+
+
+def weights_of(
+    model: Decoder, drafter: LoadedDrafter, resolved: ResolvedConfig, *, shared: bool
+) -> Weights:
+    """The weights of an engine that was built.
+
+    Args:
+        model, drafter: as loaded.
+        resolved: the engine's settings.
+        shared: whether several ranks share the model.
+    """
+    if shared:
+        return FixedWeights("tensor parallelism")
+    speculative = resolved.config.speculative_config
+    if speculative is not None and speculative.method == EXTRACT:
+        return FixedWeights("extraction of hidden states")
+    return LiveWeights(model, drafter, resolved.dtype, resolved.device)

@@ -339,6 +339,32 @@ class AsyncLLM:
         """Step again; errors as in ``pause``."""
         await self._client.resume()
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether ``sleep`` has been called, and ``wake_up`` has not ended it."""
+        return self._client.is_sleeping
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause, and give memory back as ``LLM.sleep``; requests that come wait.
+
+        Args:
+            level: 1 or 2, as there.
+            mode: "abort" or "wait", as in ``pause``: no KV is kept.
+
+        Raises:
+            RequestError: there is no such level or mode.
+            UnsupportedError: on a GPU, and with several ranks, memory cannot be given back.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        if mode == "keep":
+            raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
+        await self.pause(mode)
+        await self._client.sleep(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
+        await self._client.wake_up(None if tags is None else tuple(tags))
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those in flight have ended.
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.weights import NewWeights
-from sametoken.errors import SametokenError, WeightUpdateError
+from sametoken.errors import (
+    RequestError,
+    SametokenError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
+    FallAsleep,
     FinishUpdate,
     NameWeights,
     Pause,
     Resume,
+    WakeUp,
 )
 from sametoken.serving.weight_updates import Done, WeightCommand, WeightUpdates
 
-Command = Pause | Resume | WeightCommand | Done
+Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand | Done
 
 
 class Control:
@@ -37,7 +45,7 @@ class Control:
     ) -> None:
         self._engine = engine
         self._updates = WeightUpdates(engine.weights, post)
-        self._answer = answer
+        self._send = answer
         self._paused = False
         # Pauses that wait for running requests.
         self._waiting: list[int] = []
@@ -58,16 +66,41 @@ class Control:
             self._engine.scheduler.admits = False
             self._paused = not message.wait
             self.note_step()
-        elif isinstance(message, Resume):
-            self._paused = True
-            self.note_step()
-            self._paused, self._engine.scheduler.admits = False, True
-            self._answer(Answer(message.ticket))
+        elif isinstance(message, Resume | FallAsleep | WakeUp):
+            self._answer(self._obey(message))
         elif isinstance(message, Done):
             self._answer(self._use(message))
             self._updates.used()
         else:
             self._updates.begin(message)
+
+    def _obey(self, message: Resume | FallAsleep | WakeUp) -> Answer:
+        try:
+            if isinstance(message, FallAsleep):
+                if not self._paused:
+                    raise RequestError("the engine runs", "pause it first")
+                self._engine.sleep(message.level)
+            elif isinstance(message, WakeUp):
+                self._engine.wake_up(message.tags)
+                if not self._engine.is_sleeping:
+                    self._resume()
+            elif self._engine.is_sleeping:
+                raise RequestError("the engine sleeps", "wake it up, which resumes too")
+            else:
+                self._resume()
+        except (RequestError, WeightUpdateError, UnsupportedError) as error:
+            return Answer(message.ticket, error=error)
+        return Answer(message.ticket)
+
+    def _resume(self) -> None:
+        # Pauses that wait end here.
+        self._paused = True
+        self.note_step()
+        self._paused, self._engine.scheduler.admits = False, True
+
+    def _answer(self, answer: Answer) -> None:
+        sleeps = self._engine.is_sleeping
+        self._send(replace(answer, paused=self._paused, sleeps=sleeps))
 
     def note_step(self) -> None:
         """Begin and answer pauses that need not wait any longer; call it after each step."""

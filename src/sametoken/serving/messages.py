@@ -69,6 +69,22 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class FallAsleep:
+    """Give memory back, in a pause; as ``EngineCore.sleep``."""
+
+    ticket: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """End a sleep, or that of some parts; once all is awake, the pause ends too."""
+
+    ticket: int
+    tags: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeWeights:
     """Replace the weights by those of a directory; as ``LLM.update_weights``."""
 
@@ -159,11 +175,14 @@ class Answer:
     Attributes:
         ticket: the command's.
         version: of the weights, after they or it have changed; else 0.
+        paused, sleeps: whether the engine is paused, and sleeps, now.
     """
 
     ticket: int
     version: int = 0
     error: SametokenError | None = None
+    paused: bool = False
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,10 +307,10 @@ VLLM_OPTIONS = (
         instead="use --ray --replicas N, which sends equal beginnings to one engine",
     ),
     VllmOptions(
-        "a model is loaded until the server ends",
+        "an engine sleeps on a CPU alone, and needs no flag for it",
         switches="enable_sleep_mode",
         accepted=_OFF,
-        instead="stop the server to free its memory",
+        instead="use --weight-transfer-config, with which the server answers /sleep",
     ),
     VllmOptions(
         "no traces are sent",

@@ -1,4 +1,4 @@
-"""Requests of trainers, with vLLM's paths and fields: pauses, new weights and their version.
+"""Requests of trainers, with vLLM's paths and fields: pauses, sleep, new weights and their version.
 
 They are answered if ``weight_transfer_config`` is set (docs/rollouts.md).
 """
@@ -124,6 +124,12 @@ class IsPaused(BaseModel):
     is_paused: bool
 
 
+class IsSleeping(BaseModel):
+    """Whether some part sleeps."""
+
+    is_sleeping: bool
+
+
 class WeightInfo(BaseModel):
     """The version of the weights: a whole number, as text."""
 
@@ -144,7 +150,7 @@ class WorldSize(BaseModel):
 
 
 def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bool) -> APIRouter:
-    """The routes of pauses and updates.
+    """The routes of pauses, sleep and updates.
 
     Args:
         engine: the engine.
@@ -154,6 +160,7 @@ def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bo
     dependencies = [] if by_key else [Depends(_require_no_page)]
     router = APIRouter(responses=_ERRORS, route_class=JsonRoute, dependencies=dependencies)
     _add_pauses(router, engine)
+    _add_sleep(router, engine)
     _add_updates(router, engine, config)
     _add_versions(router, engine)
     return router
@@ -180,6 +187,29 @@ def _add_pauses(router: APIRouter, engine: AsyncLLM) -> None:
     async def is_paused() -> IsPaused:
         """Whether a pause holds."""
         return IsPaused(is_paused=engine.is_paused)
+
+
+def _add_sleep(router: APIRouter, engine: AsyncLLM) -> None:
+    @router.post("/sleep")
+    async def sleep(
+        level: Literal["1", "2"] = "1", mode: Literal["abort", "wait"] = "abort"
+    ) -> Message:
+        """Pause, and give back KV, at level 2 the model's weights too."""
+        await engine.sleep(int(level), mode)
+        return Message(message="Asleep")
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+    ) -> Message:
+        """End the sleep of these parts, or of all; once all is awake, steps run."""
+        await engine.wake_up(tags)
+        return Message(message="Asleep in part" if engine.is_sleeping else "Awake")
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> IsSleeping:
+        """Whether the engine sleeps, in whole or in part."""
+        return IsSleeping(is_sleeping=engine.is_sleeping)
 
 
 def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConfig) -> None:

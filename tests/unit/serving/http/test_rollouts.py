@@ -18,7 +18,7 @@ GLOO = json.dumps({"backend": "gloo", "timeout": 5})
 class Engine(FakeEngine):
     """Notes what it is told."""
 
-    is_paused, weight_version = False, 7
+    is_paused, is_sleeping, weight_version = False, True, 7
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -69,6 +69,11 @@ def test_pages_of_other_sites_are_refused(serve, path):
         ("/pause?mode=keep", None, ("pause", "keep")),
         ("/pause?wait_for_inflight_requests=true", None, ("pause", "wait")),
         ("/resume", {}, ("resume",)),
+        ("/sleep", None, ("sleep", 1, "abort")),
+        ("/sleep?level=2&mode=wait", None, ("sleep", 2, "wait")),
+        ("/wake_up", None, ("wake_up", None)),
+        ("/wake_up?tags=weights", None, ("wake_up", ["weights"])),
+        ("/wake_up?tags=weights&tags=kv_cache", None, ("wake_up", ["weights", "kv_cache"])),
         ("/start_weight_update", {}, ("start_update", "model")),
         ("/start_draft_weight_update", None, ("start_update", "drafter")),
         ("/finish_weight_update", None, ("finish_update", None)),
@@ -131,6 +136,7 @@ def test_refusals_of_the_engine(serve, error, status, code):
 def test_what_is_known(serve):
     client = serve(Engine(), weight_transfer_config=GLOO)
     assert client.get("/is_paused").json() == {"is_paused": False}
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert client.get("/weight_info").json() == {"weight_version": "7"}
     assert client.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
 

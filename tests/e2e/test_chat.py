@@ -67,6 +67,19 @@ class Terminal:
         shown, self._unread = self._unread, ""
         return shown
 
+    def interrupt_until(self, text: str) -> str:
+        """What is shown up to the prompt after a text, for which Ctrl-C is pressed again and again.
+
+        A signal between a prompt and readline's wait is noticed at the next key or signal only.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self._unread:
+            assert time.monotonic() < deadline, self._unread
+            self.send(INTERRUPT)
+            while select.select([self._ours], [], [], 2)[0] and text not in self._unread:
+                self._unread += os.read(self._ours, 4096).decode(errors="replace")
+        return self.until(PROMPT)
+
     def ask(self, line: str) -> str:
         """What is shown after a line, up to the next prompt."""
         self.send(line + "\n")
@@ -124,8 +137,7 @@ def test_a_chat(terminal, tmp_path):
     assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
     assert saved["messages"][1]["content"].splitlines() == plain.splitlines()
 
-    terminal.send(INTERRUPT)
-    assert "Ctrl-D or /quit leaves" in terminal.until(PROMPT)
+    terminal.interrupt_until("Ctrl-D or /quit leaves")
     terminal.send(END)
     assert terminal.process.wait(PATIENCE_S) == 0
 

@@ -39,7 +39,7 @@ typedef struct {
 /* One thread's working memory for one unit. */
 typedef struct {
     int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
-    u32x16 *keys;           /* [SPLIT / GROUP][units][GROUP] words */
+    u32v *keys;           /* [SPLIT / GROUP][units][GROUP] words */
     float *values;          /* [v_dim / GROUP][SPLIT][GROUP] */
     char *queries;          /* [rows * group][dim] */
     float *scores;          /* [rows * group][SPLIT] */
@@ -55,14 +55,18 @@ INLINE int64_t partial_size(int64_t v_dim) { return LANES + ceil_div(v_dim, GROU
 #define SWAP_BLOCKS(m, s)                                                                    \
     for (int i = 0; i < LANES; i++)                                                          \
         if (!(i & (s))) {                                                                    \
-            u32x16 a = m[i], b = m[i + (s)];                                                 \
+            u32v a = m[i], b = m[i + (s)];                                                 \
             m[i] = SHUFFLE(a, b, EVEN_BLOCKS, s);                                                 \
             m[i + (s)] = SHUFFLE(a, b, ODD_BLOCKS, s);                                           \
         }
 
-INLINE void transpose(u32x16 m[LANES]) {
+INLINE void transpose(u32v m[LANES]) {
+#if LANES > 8
     SWAP_BLOCKS(m, 8)
+#endif
+#if LANES > 4
     SWAP_BLOCKS(m, 4)
+#endif
     SWAP_BLOCKS(m, 2)
     SWAP_BLOCKS(m, 1)
 }
@@ -98,14 +102,14 @@ INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, 
     int64_t size = bf16 ? 2 : 4, units = job->dim * size / 4;
     for (int64_t first = 0; first < count; first += LANES) {
         fetch_ahead(job, work, first, count, size);
-        u32x16 *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
+        u32v *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
         for (int64_t unit = 0; unit < units; unit += LANES) {
             int64_t width = smaller(LANES, units - unit);
-            u32x16 m[LANES];
+            u32v m[LANES];
             for (int i = 0; i < LANES; i++) {
                 int64_t position = smaller(first + i, count - 1);
                 const char *key = (const char *)job->keys + work->offsets[position] * size;
-                m[i] = (u32x16){0};
+                m[i] = (u32v){0};
                 if (width == LANES) memcpy(&m[i], key + unit * 4, sizeof m[i]);
                 else memcpy(&m[i], key + unit * 4, width * 4);
             }
@@ -119,7 +123,7 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
     for (int64_t i = 0; i < job->v_dim; i += LANES) {
         float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
         for (int64_t position = 0; position < count; position++) {
-            f32x16 v = load_some(job->values, work->offsets[position] + i, job->v_dim - i, bf16);
+            f32v v = load_some(job->values, work->offsets[position] + i, job->v_dim - i, bf16);
             memcpy(panel + position * GROUP, &v, sizeof v);
         }
     }
@@ -133,12 +137,12 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
-            f32x16 sums[MAX_ROWS * PANELS] = {0};
+            f32v sums[MAX_ROWS * PANELS] = {0};
             multiply_tile(rows, work->queries + first * stride, stride, columns, job->dim,
                           (float *)sums, bf16);
             for (int64_t r = 0; r < rows; r++)
                 for (int p = 0; p < PANELS; p++) {
-                    f32x16 v = sums[r * PANELS + p] * job->scale;
+                    f32v v = sums[r * PANELS + p] * job->scale;
                     memcpy(work->scores + (first + r) * SPLIT + column + p * LANES, &v, sizeof v);
                 }
         }
@@ -147,10 +151,10 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
 
 /* Replace visible scores by exp(score - maximum), others by 0; writes maximum and sum. */
 INLINE void exponentiate(float *scores, span seen, float *partial) {
-    const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 highest = splat(-INFINITY), sum = {0};
+    const f32v lane = LANE_NUMBERS;
+    f32v highest = splat(-INFINITY), sum = {0};
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32x16 v;
+        f32v v;
         memcpy(&v, scores + i, sizeof v);
         v = select_lanes(lane < (float)(seen.stop - i), v, splat(-INFINITY));
         v = select_lanes(lane < (float)(seen.first - i), splat(-INFINITY), v);
@@ -160,7 +164,7 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     float maximum = highest[0];
     for (int i = 1; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32x16 v;
+        f32v v;
         memcpy(&v, scores + i, sizeof v);
         v = exp_lanes(v - maximum);
         memcpy(scores + i, &v, sizeof v);
@@ -263,7 +267,7 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
         total[0] = maximum;
         total[1] = total[1] * old + partial[1] * new;
         for (int64_t i = LANES; i < size; i += LANES) {
-            f32x16 a = load_some(total, i, LANES, 0), b = load_some(partial, i, LANES, 0);
+            f32v a = load_some(total, i, LANES, 0), b = load_some(partial, i, LANES, 0);
             store_some(total, i, LANES, 0, a * old + b * new);
         }
     }
@@ -294,7 +298,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
-    work->keys = (u32x16 *)memory;
+    work->keys = (u32v *)memory;
     work->values = (float *)(memory + keys);
     work->queries = memory + keys + values;
     work->scores = (float *)(memory + keys + values + rows);

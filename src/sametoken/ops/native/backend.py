@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 1024
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """``UnquantizedWeight`` packed in contiguous groups of 32 columns (tile.h).
+    """``UnquantizedWeight`` packed in contiguous groups of columns (tile.h).
 
     Attributes:
         library: of the products.

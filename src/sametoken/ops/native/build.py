@@ -48,14 +48,10 @@ class Recipe:
 
 
 _FAST = ("-march=native", "-fopenmp")
-#: gcc 12 fails in this pass for 32-byte vectors (AVX2).
-_WITHOUT_PRE = (*_FAST, "-fno-tree-pre")
 #: The first leaves OpenMP's symbols undefined, to be bound to the runtime that torch has loaded.
 RECIPES = (
     Recipe("torch's OpenMP", _FAST),
     Recipe("its own OpenMP", _FAST, ("-fopenmp",)),
-    Recipe("torch's OpenMP, one pass less", _WITHOUT_PRE),
-    Recipe("its own OpenMP, one pass less", _WITHOUT_PRE, ("-fopenmp",)),
     Recipe("one thread", ("-march=native",)),
     Recipe("one thread, generic instructions", ()),
 )

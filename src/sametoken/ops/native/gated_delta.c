@@ -28,9 +28,9 @@ INLINE int64_t prepared_width(const delta_job *job) {
 
 /* x / sqrt(sum(x^2) + eps) * scale in place. */
 INLINE void normalise(float *x, int64_t dim, float scale) {
-    f32x16 squares = {0};
+    f32v squares = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
-        f32x16 v = load_some(x, i, dim - i, 0);
+        f32v v = load_some(x, i, dim - i, 0);
         squares = multiply_add(v, v, squares);
     }
     float factor = scale / sqrtf(sum_lanes(squares) + NORM_EPS);
@@ -64,7 +64,7 @@ INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, f
     }
 }
 
-INLINE void load_panel(f32x16 *panel, const float *state, int64_t keys, int64_t stride,
+INLINE void load_panel(f32v *panel, const float *state, int64_t keys, int64_t stride,
                        int64_t count) {
     memset(panel, 0, keys * PANELS * sizeof *panel);
     for (int64_t i = 0; state && i < keys; i++, state += stride)
@@ -72,7 +72,7 @@ INLINE void load_panel(f32x16 *panel, const float *state, int64_t keys, int64_t 
             panel[i * PANELS + p] = load_some(state, p * LANES, count - p * LANES, 0);
 }
 
-INLINE void store_panel(const f32x16 *panel, float *state, int64_t keys, int64_t stride,
+INLINE void store_panel(const f32v *panel, float *state, int64_t keys, int64_t stride,
                         int64_t count) {
     for (int64_t i = 0; i < keys; i++, state += stride)
         for (int p = 0; p < PANELS && p * LANES < count; p++)
@@ -80,7 +80,7 @@ INLINE void store_panel(const f32x16 *panel, float *state, int64_t keys, int64_t
 }
 
 /* Read a panel of the state with a key. */
-INLINE void recall(const f32x16 *panel, int64_t keys, const float *key, f32x16 held[PANELS]) {
+INLINE void recall(const f32v *panel, int64_t keys, const float *key, f32v held[PANELS]) {
     for (int p = 0; p < PANELS; p++) held[p] = splat(0.0f);
     for (int64_t i = 0; i < keys; i++)
         for (int p = 0; p < PANELS; p++)
@@ -89,14 +89,14 @@ INLINE void recall(const f32x16 *panel, int64_t keys, const float *key, f32x16 h
 
 /* state = decay * state + key * change, then read with the query and, if any, with the next
  * row's key: the same sums as `recall`, fused into one loop. */
-INLINE void change_panel(f32x16 *panel, int64_t keys, float decay, const float *key,
-                         const float *query, const float *next_key, f32x16 change[PANELS],
-                         f32x16 read[PANELS]) {
-    f32x16 sum[PANELS], held[PANELS];
+INLINE void change_panel(f32v *panel, int64_t keys, float decay, const float *key,
+                         const float *query, const float *next_key, f32v change[PANELS],
+                         f32v read[PANELS]) {
+    f32v sum[PANELS], held[PANELS];
     for (int p = 0; p < PANELS; p++) sum[p] = held[p] = splat(0.0f);
     for (int64_t i = 0; i < keys; i++)
         for (int p = 0; p < PANELS; p++) {
-            f32x16 s = panel[i * PANELS + p] * decay;
+            f32v s = panel[i * PANELS + p] * decay;
             s = multiply_add(splat(key[i]), change[p], s);
             panel[i * PANELS + p] = s;
             sum[p] = multiply_add(s, splat(query[i]), sum[p]);
@@ -107,7 +107,7 @@ INLINE void change_panel(f32x16 *panel, int64_t keys, float decay, const float *
 
 /* Phase two for one slot, value head and panel of columns. */
 INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, int64_t column,
-                    f32x16 *panel, const float *x, const int bf16) {
+                    f32v *panel, const float *x, const int bf16) {
     int64_t keys = job->key_dim, dim = job->value_dim, width = prepared_width(job);
     int64_t count = smaller(PANEL, dim - column), lasting = part->lasting;
     int64_t query = head / (job->value_heads / job->key_heads) * keys;
@@ -115,7 +115,7 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
     int64_t value = 2 * job->key_heads * keys + head * dim + column;
     int64_t gate = job->raw.channels + head;
     float *state = job->states + (part->slot * job->value_heads + head) * keys * dim + column;
-    f32x16 held[PANELS], read[PANELS];
+    f32v held[PANELS], read[PANELS];
     load_panel(panel, part->starts ? NULL : state, keys, dim, count);
     recall(panel, keys, x + key, held);
     for (int64_t row = 0;; row++, x += width) {
@@ -124,7 +124,7 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
         if (row == total_rows(part)) return;
         float decay = x[gate], beta = x[gate + job->value_heads];
         for (int p = 0; p < PANELS && p * LANES < count; p++) {
-            f32x16 v = load_some(x, value + p * LANES, count - p * LANES, 0);
+            f32v v = load_some(x, value + p * LANES, count - p * LANES, 0);
             held[p] = (v - held[p] * decay) * beta;
         }
         if (row + 1 < total_rows(part))
@@ -164,7 +164,7 @@ INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t c
         for (int64_t unit = 0; unit < (failed ? 0 : count * columns); unit++) {
             const slot_part *part = parts + unit / columns;
             float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            advance(job, part, unit % columns / panels, unit % panels * PANEL, (f32x16 *)own,
+            advance(job, part, unit % columns / panels, unit % panels * PANEL, (f32v *)own,
                     prepared, bf16);
         }
 #pragma omp for schedule(static)

@@ -73,9 +73,9 @@ INLINE void store_tile(const float *sums, int64_t rows, int64_t first, int64_t s
     for (int p = 0; p < PANELS; p++) {
         int64_t start = column + p * LANES, count = n - start;
         if (count <= 0) return;
-        f32x16 shift = bias ? load_some(bias, start, count, bf16) : splat(0.0f);
+        f32v shift = bias ? load_some(bias, start, count, bf16) : splat(0.0f);
         for (int64_t r = 0; r < rows; r++) {
-            f32x16 sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
+            f32v sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
             if (bias) sum += shift;
             store_some(out, first + r * stride + start, count, out_bf16, sum);
         }

@@ -34,14 +34,14 @@ INLINE void latent_row(const latent_job *job, int64_t row, const int bf16) {
     const float *sin = job->sin + job->positions[row] * job->half;
     int64_t first = row * job->latent_row;
     int64_t place = job->kv_slots[row] * (job->rank + 2 * job->half);
-    f32x16 squares = {0};
+    f32v squares = {0};
     for (int64_t i = 0; i < job->rank; i += LANES) {
-        f32x16 v = load_some(job->latent, first + i, job->rank - i, bf16);
+        f32v v = load_some(job->latent, first + i, job->rank - i, bf16);
         squares = multiply_add(v, v, squares);
     }
     float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)job->rank + job->eps);
     for (int64_t i = 0; i < job->rank; i += LANES) {
-        f32x16 v = load_some(job->latent, first + i, job->rank - i, bf16) * scale;
+        f32v v = load_some(job->latent, first + i, job->rank - i, bf16) * scale;
         v *= load_some(job->norm_weight, i, job->rank - i, job->weight_bf16);
         store_some(job->vectors, place + i, job->rank - i, bf16, v);
     }

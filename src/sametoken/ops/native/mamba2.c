@@ -52,9 +52,9 @@ INLINE void prepare(const scan_job *job, const slot_part *part, int64_t unit, fl
 /* s = decay * s + change * b over one row of a state; returns the sum of s * c. */
 INLINE float step_row(float *s, int64_t dim, float decay, float change, const float *b,
                       const float *c) {
-    f32x16 read = {0};
+    f32v read = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
-        f32x16 held = load_some(s, i, dim - i, 0) * decay;
+        f32v held = load_some(s, i, dim - i, 0) * decay;
         held = multiply_add(load_some(b, i, dim - i, 0), splat(change), held);
         store_some(s, i, dim - i, 0, held);
         read = multiply_add(held, load_some(c, i, dim - i, 0), read);

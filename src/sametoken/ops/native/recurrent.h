@@ -49,15 +49,15 @@ INLINE void convolve(const raw_rows *raw, const slot_part *part, int64_t row, in
     for (int64_t tap = 0; tap < raw->taps; tap++) {
         const char *from = raw_row(raw, part, row + tap, bf16 ? 2 : 4);
         for (int64_t i = 0; from && i < dim; i += LANES) {
-            f32x16 sum = load_some(out, i, dim - i, 0);
+            f32v sum = load_some(out, i, dim - i, 0);
             int64_t place = tap * raw->channels + first + i;
-            f32x16 weight = load_some(raw->conv_weight, place, dim - i, 0);
+            f32v weight = load_some(raw->conv_weight, place, dim - i, 0);
             sum = multiply_add(load_some(from, first + i, dim - i, bf16), weight, sum);
             store_some(out, i, dim - i, 0, sum);
         }
     }
     for (int64_t i = 0; i < dim; i += LANES) {
-        f32x16 sum = load_some(out, i, dim - i, 0);
+        f32v sum = load_some(out, i, dim - i, 0);
         if (raw->conv_bias) sum += load_some(raw->conv_bias, first + i, dim - i, 0);
         store_some(out, i, dim - i, 0, sum / (exp_lanes(-sum) + 1.0f));
     }

@@ -6,17 +6,17 @@
 
 /* 1 / sqrt(mean(x^2) + eps) of `size` elements; the order of additions depends on `size` only. */
 INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, int bf16) {
-    f32x16 squares = {0};
+    f32v squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 v = load_some(x, first + i, size - i, bf16);
+        f32v v = load_some(x, first + i, size - i, bf16);
         squares = multiply_add(v, v, squares);
     }
     return 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
 }
 
-/* silu(gate) of up to 16 elements. */
-INLINE f32x16 silu_some(const void *gate, int64_t index, int64_t count, int bf16) {
-    f32x16 v = load_some(gate, index, count, bf16);
+/* silu(gate) of up to LANES elements. */
+INLINE f32v silu_some(const void *gate, int64_t index, int64_t count, int bf16) {
+    f32v v = load_some(gate, index, count, bf16);
     return v / (exp_lanes(-v) + 1.0f);
 }
 
@@ -24,7 +24,7 @@ INLINE void norm_row(const void *x, const void *gate, const void *weight, void *
                      int64_t first, int64_t h, float eps, int bf16, int weight_bf16) {
     float scale = inverse_rms(x, first, h, eps, bf16);
     for (int64_t i = 0; i < h; i += LANES) {
-        f32x16 v = load_some(x, first + i, h - i, bf16) * scale;
+        f32v v = load_some(x, first + i, h - i, bf16) * scale;
         v *= load_some(weight, i, h - i, weight_bf16);
         if (gate) v *= silu_some(gate, first + i, h - i, bf16);
         store_some(out, first + i, h - i, bf16, v);
@@ -53,13 +53,13 @@ INLINE void add_rms_norm_rows(void *x, void *residual, const void *weight, int64
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * h;
         for (int64_t i = 0; i < h; i += LANES) {
-            f32x16 sum = load_some(x, first + i, h - i, bf16);
+            f32v sum = load_some(x, first + i, h - i, bf16);
             sum += load_some(residual, first + i, h - i, bf16);
             store_some(residual, first + i, h - i, bf16, sum);
         }
         float scale = inverse_rms(residual, first, h, eps, bf16);
         for (int64_t i = 0; i < h; i += LANES) {
-            f32x16 v = load_some(residual, first + i, h - i, bf16) * scale;
+            f32v v = load_some(residual, first + i, h - i, bf16) * scale;
             store_some(x, first + i, h - i, bf16, v * load_some(weight, i, h - i, weight_bf16));
         }
     }
@@ -79,8 +79,8 @@ INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t siz
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * 2 * size;
         for (int64_t i = 0; i < size; i += LANES) {
-            f32x16 up = load_some(gate_up, first + size + i, size - i, bf16);
-            f32x16 silu = silu_some(gate_up, first + i, size - i, bf16);
+            f32v up = load_some(gate_up, first + size + i, size - i, bf16);
+            f32v silu = silu_some(gate_up, first + i, size - i, bf16);
             store_some(out, row * size + i, size - i, bf16, silu * up);
         }
     }
@@ -91,10 +91,10 @@ EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, in
     else silu_mul_rows(gate_up, out, t, size, 0);
 }
 
-/* gelu(gate) of up to 16 elements, approximated by tanh: x * sigmoid(2 sqrt(2 / pi) (...)). */
-INLINE f32x16 gelu_some(const void *gate, int64_t index, int64_t count, int bf16) {
-    f32x16 v = load_some(gate, index, count, bf16);
-    f32x16 slope = (v * v * 0.044715f + 1.0f) * v * 1.5957691216057308f;
+/* gelu(gate) of up to LANES elements, approximated by tanh: x * sigmoid(2 sqrt(2 / pi) (...)). */
+INLINE f32v gelu_some(const void *gate, int64_t index, int64_t count, int bf16) {
+    f32v v = load_some(gate, index, count, bf16);
+    f32v slope = (v * v * 0.044715f + 1.0f) * v * 1.5957691216057308f;
     return v / (exp_lanes(-slope) + 1.0f);
 }
 
@@ -104,8 +104,8 @@ INLINE void gelu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t siz
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * 2 * size;
         for (int64_t i = 0; i < size; i += LANES) {
-            f32x16 up = load_some(gate_up, first + size + i, size - i, bf16);
-            f32x16 gelu = gelu_some(gate_up, first + i, size - i, bf16);
+            f32v up = load_some(gate_up, first + size + i, size - i, bf16);
+            f32v gelu = gelu_some(gate_up, first + i, size - i, bf16);
             store_some(out, row * size + i, size - i, bf16, gelu * up);
         }
     }
@@ -121,7 +121,7 @@ EXPORT void soft_cap(const void *x, void *out, int64_t t, int64_t size, float ca
 #pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++)
         for (int64_t i = 0; i < size; i += LANES) {
-            f32x16 v = load_some(x, row * size + i, size - i, 0) * (2.0f / cap);
+            f32v v = load_some(x, row * size + i, size - i, 0) * (2.0f / cap);
             v = cap - (2.0f * cap) / (exp_lanes(v) + 1.0f);
             store_some(out, row * size + i, size - i, 0, v);
         }
@@ -132,8 +132,8 @@ INLINE void sigmoid_mul_rows(const void *x, const void *gate, void *out, int64_t
 #pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++)
         for (int64_t i = 0; i < size; i += LANES) {
-            f32x16 g = load_some(gate, row * size + i, size - i, bf16);
-            f32x16 v = load_some(x, row * size + i, size - i, bf16);
+            f32v g = load_some(gate, row * size + i, size - i, bf16);
+            f32v v = load_some(x, row * size + i, size - i, bf16);
             store_some(out, row * size + i, size - i, bf16, v / (exp_lanes(-g) + 1.0f));
         }
 }
@@ -148,7 +148,7 @@ EXPORT void sigmoid_mul(const void *x, const void *gate, void *out, int64_t t, i
 INLINE void relu_squared_rows(const void *x, void *out, int64_t count, const int bf16) {
 #pragma omp parallel for schedule(static) if (count > PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i += LANES) {
-        f32x16 v = load_some(x, i, count - i, bf16);
+        f32v v = load_some(x, i, count - i, bf16);
         store_some(out, i, count - i, bf16, select_lanes(v < 0.0f, splat(0.0f), v * v));
     }
 }
@@ -162,15 +162,15 @@ EXPORT void relu_squared(const void *x, void *out, int64_t count, int64_t bf16) 
 /* norm(x * silu(gate)) of one group of `size` elements from `first`. */
 INLINE void gated_group(const void *x, const void *gate, const void *weight, void *out,
                         int64_t first, int64_t size, float eps, int bf16, int weight_bf16) {
-    f32x16 squares = {0};
+    f32v squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 v = load_some(x, first + i, size - i, bf16);
+        f32v v = load_some(x, first + i, size - i, bf16);
         v *= silu_some(gate, first + i, size - i, bf16);
         squares = multiply_add(v, v, squares);
     }
     float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
     for (int64_t i = 0; i < size; i += LANES) {
-        f32x16 v = load_some(x, first + i, size - i, bf16);
+        f32v v = load_some(x, first + i, size - i, bf16);
         v *= silu_some(gate, first + i, size - i, bf16) * scale;
         v *= load_some(weight, i, size - i, weight_bf16);
         store_some(out, first + i, size - i, bf16, v);
@@ -204,14 +204,14 @@ INLINE void rotate_head(const void *x, int64_t x_first, void *out, int64_t out_f
     float head[MAX_HEAD_DIM + LANES];
     float scale = weight ? inverse_rms(x, x_first, dim, eps, bf16) : 1.0f;
     for (int64_t i = 0; i < dim; i += LANES) {
-        f32x16 v = load_some(x, x_first + i, dim - i, bf16);
+        f32v v = load_some(x, x_first + i, dim - i, bf16);
         if (weight) v = v * scale * load_some(weight, i, dim - i, weight_bf16);
         store_some(head, i, LANES, 0, v);
     }
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t count = smaller(LANES, half - i);
-        f32x16 c = load_some(cos, i, count, 0), s = load_some(sin, i, count, 0);
-        f32x16 low = load_some(head, i, count, 0), high = load_some(head, half + i, count, 0);
+        f32v c = load_some(cos, i, count, 0), s = load_some(sin, i, count, 0);
+        f32v low = load_some(head, i, count, 0), high = load_some(head, half + i, count, 0);
         store_some(out, out_first + i, count, bf16, low * c - high * s);
         store_some(out, out_first + half + i, count, bf16, high * c + low * s);
     }

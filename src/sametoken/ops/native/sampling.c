@@ -4,7 +4,7 @@
 
 /* Columns per unit of work; a multiple of CHUNK. */
 #define UNIT 8192
-/* Token ids per batch of noise: 16 Philox counters of 4 words. */
+/* Token ids per batch of noise: LANES Philox counters of 4 words. */
 #define CHUNK (4 * LANES)
 
 typedef struct {
@@ -13,28 +13,32 @@ typedef struct {
 } candidate;
 
 /* High and low words of the 64-bit products with `factor`. */
-INLINE void multiply_wide(u32x16 a, uint32_t factor, u32x16 *high, u32x16 *low) {
+INLINE void multiply_wide(u32v a, uint32_t factor, u32v *high, u32v *low) {
 #if defined(__AVX512F__)
     __m512i by = _mm512_set1_epi32((int)factor);
-    u64x8 even = (u64x8)_mm512_mul_epu32((__m512i)a, by);
-    u64x8 odd = (u64x8)_mm512_mul_epu32((__m512i)((u64x8)a >> 32), by);
+    u64v even = (u64v)_mm512_mul_epu32((__m512i)a, by);
+    u64v odd = (u64v)_mm512_mul_epu32((__m512i)((u64v)a >> 32), by);
+#elif LANES == 8
+    __m256i by = _mm256_set1_epi32((int)factor);
+    u64v even = (u64v)_mm256_mul_epu32((__m256i)a, by);
+    u64v odd = (u64v)_mm256_mul_epu32((__m256i)((u64v)a >> 32), by);
 #else
-    u64x8 even = ((u64x8)a & 0xffffffffu) * factor, odd = ((u64x8)a >> 32) * factor;
+    u64v even = ((u64v)a & 0xffffffffu) * factor, odd = ((u64v)a >> 32) * factor;
 #endif
-    *high = (u32x16)((even >> 32) | (odd & 0xffffffff00000000u));
-    *low = (u32x16)((even & 0xffffffffu) | (odd << 32));
+    *high = (u32v)((even >> 32) | (odd & 0xffffffff00000000u));
+    *low = (u32v)((even & 0xffffffffu) | (odd << 32));
 }
 
 #define ZIP_LOW(l, s) ((l) / 2 + (l) % 2 * LANES + (s))
 
-/* Word w of each of 16 counters in words[w]. */
-INLINE void philox(u32x16 counters, int64_t position, int64_t seed, u32x16 words[4]) {
-    const u32x16 zero = {0};
+/* Word w of each of LANES counters in words[w]. */
+INLINE void philox(u32v counters, int64_t position, int64_t seed, u32v words[4]) {
+    const u32v zero = {0};
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)((uint64_t)seed >> 32);
-    u32x16 c0 = counters, c1 = zero + (uint32_t)position;
-    u32x16 c2 = zero + (uint32_t)((uint64_t)position >> 32), c3 = zero;
+    u32v c0 = counters, c1 = zero + (uint32_t)position;
+    u32v c2 = zero + (uint32_t)((uint64_t)position >> 32), c3 = zero;
     for (int round = 0; round < 10; round++) {
-        u32x16 high0, low0, high1, low1;
+        u32v high0, low0, high1, low1;
         multiply_wide(c0, 0xD2511F53u, &high0, &low0);
         multiply_wide(c2, 0xCD9E8D57u, &high1, &low1);
         c0 = high1 ^ c1 ^ key0;
@@ -50,48 +54,48 @@ INLINE void philox(u32x16 counters, int64_t position, int64_t seed, u32x16 words
     words[3] = c3;
 }
 
-/* Noise words of token ids first .. first + 63, in order; first is a multiple of 4. */
-INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32x16 words[4]) {
-    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    u32x16 c[4];
+/* Noise words of token ids first .. first + CHUNK - 1, in order; first is a multiple of 4. */
+INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32v words[4]) {
+    const u32v lane = LANE_NUMBERS;
+    u32v c[4];
     philox(lane + (uint32_t)(first / 4), position, seed, c);
-    u32x16 even_low = SHUFFLE(c[0], c[2], ZIP_LOW, 0), even_high = SHUFFLE(c[0], c[2], ZIP_LOW, 8);
-    u32x16 odd_low = SHUFFLE(c[1], c[3], ZIP_LOW, 0), odd_high = SHUFFLE(c[1], c[3], ZIP_LOW, 8);
+    u32v even_low = SHUFFLE(c[0], c[2], ZIP_LOW, 0), even_high = SHUFFLE(c[0], c[2], ZIP_LOW, LANES / 2);
+    u32v odd_low = SHUFFLE(c[1], c[3], ZIP_LOW, 0), odd_high = SHUFFLE(c[1], c[3], ZIP_LOW, LANES / 2);
     words[0] = SHUFFLE(even_low, odd_low, ZIP_LOW, 0);
-    words[1] = SHUFFLE(even_low, odd_low, ZIP_LOW, 8);
+    words[1] = SHUFFLE(even_low, odd_low, ZIP_LOW, LANES / 2);
     words[2] = SHUFFLE(even_high, odd_high, ZIP_LOW, 0);
-    words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, 8);
+    words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, LANES / 2);
 }
 
-/* Noise words of up to 16 arbitrary token ids. */
-INLINE u32x16 words_of(const int64_t *token_ids, int64_t count, int64_t position, int64_t seed) {
-    u32x16 id = {0}, words[4];
+/* Noise words of up to LANES arbitrary token ids. */
+INLINE u32v words_of(const int64_t *token_ids, int64_t count, int64_t position, int64_t seed) {
+    u32v id = {0}, words[4];
     for (int64_t i = 0; i < smaller(LANES, count); i++) id[i] = (uint32_t)token_ids[i];
     philox(id / 4, position, seed, words);
-    u32x16 chosen = {0};
-    for (uint32_t w = 0; w < 4; w++) chosen |= words[w] & (u32x16)(id % 4 == w);
+    u32v chosen = {0};
+    for (uint32_t w = 0; w < 4; w++) chosen |= words[w] & (u32v)(id % 4 == w);
     return chosen;
 }
 
 /* -log(-log1p(-v)) for v = (word + 1/2) / 2^32, kept below 1. */
-INLINE f32x16 gumbel(u32x16 word) {
-    f32x16 v = __builtin_convertvector(word, f32x16) * 0x1p-32f + 0x1p-33f;
+INLINE f32v gumbel(u32v word) {
+    f32v v = __builtin_convertvector(word, f32v) * 0x1p-32f + 0x1p-33f;
     const float below_one = 1.0f - 0x1p-24f;
     v = select_lanes(v < below_one, v, splat(below_one));
     /* log1p(-v) = log(u) * -v / (u - 1) for u = 1 - v as rounded; -v where u is 1. */
-    f32x16 u = 1.0f - v;
-    f32x16 negative_log1p = select_lanes(u == 1.0f, v, log_lanes(u) * (v / (u - 1.0f)));
+    f32v u = 1.0f - v;
+    f32v negative_log1p = select_lanes(u == 1.0f, v, log_lanes(u) * (v / (u - 1.0f)));
     return -log_lanes(negative_log1p);
 }
 
 typedef struct {
-    f32x16 value;
-    i32x16 column;
+    f32v value;
+    i32v column;
 } candidates;
 
-INLINE void consider(candidates *best, f32x16 value, int64_t first, int64_t count) {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    i32x16 better = (value > best->value) & (lane < (int32_t)smaller(LANES, count));
+INLINE void consider(candidates *best, f32v value, int64_t first, int64_t count) {
+    const i32v lane = LANE_NUMBERS;
+    i32v better = (value > best->value) & (lane < (int32_t)smaller(LANES, count));
     best->value = select_lanes(better, value, best->value);
     best->column = (better & (lane + (int32_t)first)) | (~better & best->column);
 }
@@ -99,22 +103,22 @@ INLINE void consider(candidates *best, f32x16 value, int64_t first, int64_t coun
 /* The best of columns first .. last-1; -infinity and `first` if all are NaN or -inf. */
 static candidate best_of(const float *logits, const int64_t *token_ids, int64_t first,
                          int64_t last, float temperature, int64_t seed, int64_t position) {
-    candidates best = {splat(-INFINITY), (i32x16){0} + (int32_t)first};
+    candidates best = {splat(-INFINITY), (i32v){0} + (int32_t)first};
     if (temperature == 0.0f) {
         for (int64_t i = first; i < last; i += LANES)
             consider(&best, load_some(logits, i, last - i, 0), i, last - i);
     } else if (token_ids) {
         for (int64_t i = first; i < last; i += LANES) {
-            f32x16 scaled = load_some(logits, i, last - i, 0) / temperature;
-            u32x16 words = words_of(token_ids + i, last - i, position, seed);
+            f32v scaled = load_some(logits, i, last - i, 0) / temperature;
+            u32v words = words_of(token_ids + i, last - i, position, seed);
             consider(&best, scaled + gumbel(words), i, last - i);
         }
     } else {
         for (int64_t chunk = first; chunk < last; chunk += CHUNK) {
-            u32x16 words[CHUNK / LANES];
+            u32v words[CHUNK / LANES];
             words_from(chunk, position, seed, words);
             for (int64_t i = chunk; i < smaller(chunk + CHUNK, last); i += LANES) {
-                f32x16 scaled = load_some(logits, i, last - i, 0) / temperature;
+                f32v scaled = load_some(logits, i, last - i, 0) / temperature;
                 consider(&best, scaled + gumbel(words[(i - chunk) / LANES]), i, last - i);
             }
         }

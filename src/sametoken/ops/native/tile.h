@@ -10,58 +10,95 @@
 
 #define PANELS 2
 #define GROUP (PANELS * LANES)
-#if defined(__AVX512F__)
+/* The sums of a tile stay in registers: 24 of the 32 that AVX-512 and NEON have, 12 of 16. */
+#if LANES == 16 || defined(__aarch64__)
 #define MAX_ROWS 12
 #else
-#define MAX_ROWS 3
+#define MAX_ROWS 6
 #endif
 
-INLINE f32x16 add_products(f32x16 sum, u32x16 column, uint32_t x, int bf16) {
-    u32x16 row = x - (u32x16){0};
-    if (!bf16) return multiply_add((f32x16)row, (f32x16)column, sum);
+INLINE u32v word_in_lanes(const char *x) {
+    uint32_t word;
+    memcpy(&word, x, sizeof word);
+    return word - (u32v){0};
+}
+
 #if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)column, (__m512bh)row);
+/* Add two bf16 elements of every row times those of every column. */
+INLINE void add_pairs(const int rows, const char *x, int64_t stride, const u32v *columns,
+                      f32v sum[MAX_ROWS][PANELS]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        __m512bh row = (__m512bh)word_in_lanes(x + r * stride);
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++)
+            sum[r][p] = (f32v)_mm512_dpbf16_ps((__m512)sum[r][p], (__m512bh)columns[p], row);
+    }
+}
 #else
-    sum = multiply_add((f32x16)(row << 16), (f32x16)(column << 16), sum);
-    return multiply_add((f32x16)(row & 0xffff0000), (f32x16)(column & 0xffff0000), sum);
+/* Add the first or the second bf16 element of every row times that of every column. */
+INLINE void add_elements(const int rows, const char *x, int64_t stride, const u32v *columns,
+                         f32v sum[MAX_ROWS][PANELS], const int second) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        u32v row = word_in_lanes(x + r * stride);
+#if defined(__x86_64__)
+        __asm__("" : "+v"(row)); /* or gcc shifts scalars and broadcasts each result */
 #endif
+        f32v element = (f32v)(second ? row & 0xffff0000 : row << 16);
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++) {
+            u32v column = second ? columns[p] & 0xffff0000 : columns[p] << 16;
+            sum[r][p] = multiply_add(element, (f32v)column, sum[r][p]);
+        }
+    }
+    __asm__ volatile("" ::: "memory"); /* words are read again: registers hold the sums */
+}
+#endif
+
+/* Add one word of every row times one word of every column. */
+INLINE void add_words(const int rows, const char *x, int64_t stride, const u32v *columns,
+                      f32v sum[MAX_ROWS][PANELS], const int bf16) {
+    if (bf16) {
+#if defined(__AVX512BF16__)
+        add_pairs(rows, x, stride, columns, sum);
+#else
+        add_elements(rows, x, stride, columns, sum, 0);
+        add_elements(rows, x, stride, columns, sum, 1);
+#endif
+        return;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        f32v row = (f32v)word_in_lanes(x + r * stride);
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++)
+            sum[r][p] = multiply_add(row, (f32v)columns[p], sum[r][p]);
+    }
 }
 
 /* rows x GROUP sums over `depth` elements, added to `sums` (stride GROUP) in place. */
-INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32x16 *columns,
+INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v *columns,
                        int64_t depth, float *sums, const int bf16) {
-    f32x16 sum[MAX_ROWS][PANELS];
+    f32v sum[MAX_ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++)
-            memcpy(&sum[r][p], sums + r * GROUP + p * LANES, sizeof(f32x16));
+            memcpy(&sum[r][p], sums + r * GROUP + p * LANES, sizeof(f32v));
     int64_t units = bf16 ? depth / 2 : depth;
-    for (int64_t unit = 0; unit < units; unit++, columns += PANELS) {
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            uint32_t word;
-            memcpy(&word, x + r * stride + unit * 4, sizeof word);
-#pragma GCC unroll 8
-            for (int p = 0; p < PANELS; p++)
-                sum[r][p] = add_products(sum[r][p], columns[p], word, bf16);
-        }
-    }
+    for (int64_t unit = 0; unit < units; unit++, columns += PANELS)
+        add_words(rows, x + unit * 4, stride, columns, sum, bf16);
     if (bf16 && depth % 2) {
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            uint16_t last;
-            memcpy(&last, x + r * stride + units * 4, sizeof last);
-#pragma GCC unroll 8
-            for (int p = 0; p < PANELS; p++)
-                sum[r][p] = add_products(sum[r][p], columns[p], last, bf16);
-        }
+        uint32_t last[MAX_ROWS] = {0};
+        for (int r = 0; r < rows; r++) memcpy(last + r, x + r * stride + units * 4, 2);
+        add_words(rows, (const char *)last, 4, columns, sum, bf16);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++)
-            memcpy(sums + r * GROUP + p * LANES, &sum[r][p], sizeof(f32x16));
+            memcpy(sums + r * GROUP + p * LANES, &sum[r][p], sizeof(f32v));
 }
 
 /* fixed_tile for any 1 <= rows <= MAX_ROWS; `stride` is in bytes. */
@@ -73,9 +110,9 @@ INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *c
         else fixed_tile(n, x, stride, columns, depth, sums, 0);                              \
         return;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3)
-#if defined(__AVX512F__)
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MAX_ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
 #undef CASE

@@ -1,6 +1,6 @@
-/* Sixteen-lane vectors for gcc and clang, their rounding rules, and exp and log.
+/* Vectors as wide as the CPU's registers, for gcc and clang, with their rounding rules, exp and log.
  *
- * The order of additions in every sum depends on its length only. Compile with
+ * The order of additions in every sum depends on its length and on LANES only. Compile with
  * -ffp-contract=off and without -ffast-math, or batch invariance is lost. */
 #ifndef SAMETOKEN_VECTOR_H
 #define SAMETOKEN_VECTOR_H
@@ -9,58 +9,69 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+
+/* A vector wider than a register would live on the stack: gcc takes it apart there. */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef float f32v __attribute__((vector_size(LANES * 4)));
+typedef uint32_t u32v __attribute__((vector_size(LANES * 4)));
+typedef int32_t i32v __attribute__((vector_size(LANES * 4)));
+typedef uint64_t u64v __attribute__((vector_size(LANES * 4)));
+typedef uint16_t u16v __attribute__((vector_size(LANES * 2)));
 
-INLINE f32x16 splat(float value) { return value - (f32x16){0}; }
+INLINE f32v splat(float value) { return value - (f32v){0}; }
 
-INLINE f32x16 select_lanes(i32x16 mask, f32x16 yes, f32x16 no) {
-    return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
+INLINE f32v select_lanes(i32v mask, f32v yes, f32v no) {
+    return (f32v)(((i32v)yes & mask) | ((i32v)no & ~mask));
 }
 
-INLINE f32x16 max_lanes(f32x16 a, f32x16 b) { return select_lanes(a > b, a, b); }
+INLINE f32v max_lanes(f32v a, f32v b) { return select_lanes(a > b, a, b); }
 
 /* a * b + c, fused if the CPU has FMA; every kernel of a build uses the same form. */
-INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    typedef union {
-        f32x16 whole;
-        __m256 half[2];
-    } halves;
-    halves x = {a}, y = {b}, z = {c};
-    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-    return z.whole;
+    return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
 }
 
-/* Lane l of a shuffle is lane PICK(l, s) of a, or of b from 16 on. */
-#define LANE_LIST(PICK, s)                                                             \
-    PICK(0, s), PICK(1, s), PICK(2, s), PICK(3, s), PICK(4, s), PICK(5, s), PICK(6, s),    \
-        PICK(7, s), PICK(8, s), PICK(9, s), PICK(10, s), PICK(11, s), PICK(12, s),         \
-        PICK(13, s), PICK(14, s), PICK(15, s)
+/* Lane l of a shuffle is lane PICK(l, s) of a, or of b from LANES on. */
+#define FOUR_LANES(PICK, l, s) PICK(l, s), PICK(l + 1, s), PICK(l + 2, s), PICK(l + 3, s)
+#if LANES == 16
+#define LANE_LIST(PICK, s)                                                                 \
+    FOUR_LANES(PICK, 0, s), FOUR_LANES(PICK, 4, s), FOUR_LANES(PICK, 8, s),                \
+        FOUR_LANES(PICK, 12, s)
+#elif LANES == 8
+#define LANE_LIST(PICK, s) FOUR_LANES(PICK, 0, s), FOUR_LANES(PICK, 4, s)
+#else
+#define LANE_LIST(PICK, s) FOUR_LANES(PICK, 0, s)
+#endif
+#define OWN_LANE(l, s) (l) + (s)
+/* Lane l holds l. */
+#define LANE_NUMBERS {LANE_LIST(OWN_LANE, 0)}
 #if defined(__clang__)
 #define SHUFFLE(a, b, PICK, s) __builtin_shufflevector(a, b, LANE_LIST(PICK, s))
 #else
-#define SHUFFLE(a, b, PICK, s) __builtin_shuffle(a, b, (u32x16){LANE_LIST(PICK, s)})
+#define SHUFFLE(a, b, PICK, s) __builtin_shuffle(a, b, (u32v){LANE_LIST(PICK, s)})
 #endif
 
 /* Sum of the lanes, by pairwise halving. */
-INLINE float sum_lanes(f32x16 v) {
+INLINE float sum_lanes(f32v v) {
     float lane[LANES];
     memcpy(lane, &v, sizeof lane);
     for (int width = LANES / 2; width; width /= 2)
@@ -76,36 +87,42 @@ INLINE float widen(uint16_t bits) {
 }
 
 /* Round to nearest even bf16; NaN stays NaN. */
-INLINE u16x16 narrow(f32x16 v) {
+INLINE u16v narrow(f32v v) {
 #if defined(__AVX512BF16__)
-    return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+    return (u16v)_mm512_cvtneps_pbh((__m512)v);
 #else
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    u32x16 is_nan = (u32x16)(v != v);
-    return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), u16x16);
+    u32v bits = (u32v)v;
+    u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32v is_nan = (u32v)(v != v);
+    u32v words = (rounded & ~is_nan) | (0x7fc0 & is_nan);
+#if LANES == 8
+    __m128i low = _mm256_castsi256_si128((__m256i)words);
+    return (u16v)_mm_packus_epi32(low, _mm256_extracti128_si256((__m256i)words, 1));
+#else
+    return __builtin_convertvector(words, u16v);
+#endif
 #endif
 }
 
-/* Up to 16 elements of a bf16 or fp32 array from `index`; the other lanes are 0. */
-INLINE f32x16 load_some(const void *base, int64_t index, int64_t count, int bf16) {
+/* Up to LANES elements of a bf16 or fp32 array from `index`; the other lanes are 0. */
+INLINE f32v load_some(const void *base, int64_t index, int64_t count, int bf16) {
     if (bf16) {
-        u16x16 half = {0};
+        u16v half = {0};
         const uint16_t *from = (const uint16_t *)base + index;
         if (count >= LANES) memcpy(&half, from, sizeof half);
         else memcpy(&half, from, count * sizeof *from);
-        return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+        return (f32v)(__builtin_convertvector(half, u32v) << 16);
     }
-    f32x16 full = {0};
+    f32v full = {0};
     const float *from = (const float *)base + index;
     if (count >= LANES) memcpy(&full, from, sizeof full);
     else memcpy(&full, from, count * sizeof *from);
     return full;
 }
 
-INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32x16 v) {
+INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32v v) {
     if (bf16) {
-        u16x16 half = narrow(v);
+        u16v half = narrow(v);
         uint16_t *to = (uint16_t *)base + index;
         if (count >= LANES) memcpy(to, &half, sizeof half);
         else memcpy(to, &half, count * sizeof *to);
@@ -117,33 +134,33 @@ INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32x1
 }
 
 /* e^x to about 1 ulp: 0 below -87, infinity above 88, NaN for NaN. */
-INLINE f32x16 exp_lanes(f32x16 x) {
-    f32x16 inside = select_lanes(x < -87.0f, splat(-87.0f), x);
+INLINE f32v exp_lanes(f32v x) {
+    f32v inside = select_lanes(x < -87.0f, splat(-87.0f), x);
     inside = select_lanes(inside > 88.0f, splat(88.0f), inside);
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer */
-    f32x16 power = multiply_add(inside, splat(1.44269504f), splat(round)) - round;
-    f32x16 r = multiply_add(power, splat(-0.693359375f), inside);
+    f32v power = multiply_add(inside, splat(1.44269504f), splat(round)) - round;
+    f32v r = multiply_add(power, splat(-0.693359375f), inside);
     r = multiply_add(power, splat(2.12194440e-4f), r);
-    f32x16 p = splat(1.9875691500e-4f);
+    f32v p = splat(1.9875691500e-4f);
     p = multiply_add(p, r, splat(1.3981999507e-3f));
     p = multiply_add(p, r, splat(8.3334519073e-3f));
     p = multiply_add(p, r, splat(4.1665795894e-2f));
     p = multiply_add(p, r, splat(1.6666665459e-1f));
     p = multiply_add(p, r, splat(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
-    i32x16 exponent = __builtin_convertvector(power, i32x16);
-    f32x16 value = p * (f32x16)((exponent + 127) << 23);
+    i32v exponent = __builtin_convertvector(power, i32v);
+    f32v value = p * (f32v)((exponent + 127) << 23);
     value = select_lanes(x < -87.0f, splat(0.0f), value);
     return select_lanes(x > 88.0f, splat(INFINITY), value);
 }
 
 /* Natural logarithm of positive normal numbers, to about 1 ulp. */
-INLINE f32x16 log_lanes(f32x16 x) {
-    i32x16 bits = (i32x16)x;
-    i32x16 shifted = bits - 0x3f3504f3; /* sqrt(1/2): the mantissa lands in [0.707, 1.414) */
-    f32x16 exponent = __builtin_convertvector(shifted >> 23, f32x16);
-    f32x16 m = (f32x16)(bits - (i32x16)((u32x16)shifted & 0xff800000u)) - 1.0f;
-    f32x16 p = splat(7.0376836292e-2f);
+INLINE f32v log_lanes(f32v x) {
+    i32v bits = (i32v)x;
+    i32v shifted = bits - 0x3f3504f3; /* sqrt(1/2): the mantissa lands in [0.707, 1.414) */
+    f32v exponent = __builtin_convertvector(shifted >> 23, f32v);
+    f32v m = (f32v)(bits - (i32v)((u32v)shifted & 0xff800000u)) - 1.0f;
+    f32v p = splat(7.0376836292e-2f);
     p = multiply_add(p, m, splat(-1.1514610310e-1f));
     p = multiply_add(p, m, splat(1.1676998740e-1f));
     p = multiply_add(p, m, splat(-1.2420140846e-1f));
@@ -152,8 +169,8 @@ INLINE f32x16 log_lanes(f32x16 x) {
     p = multiply_add(p, m, splat(2.0000714765e-1f));
     p = multiply_add(p, m, splat(-2.4999993993e-1f));
     p = multiply_add(p, m, splat(3.3333331174e-1f));
-    f32x16 square = m * m;
-    f32x16 low = multiply_add(exponent, splat(-2.12194440e-4f), p * m * square);
+    f32v square = m * m;
+    f32v low = multiply_add(exponent, splat(-2.12194440e-4f), p * m * square);
     low = multiply_add(square, splat(-0.5f), low);
     return multiply_add(exponent, splat(0.693359375f), m + low);
 }

@@ -84,26 +84,6 @@ def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):
     assert find_compiler() == (command, "-m64")
 
 
-@pytest.mark.usefixtures("fresh_loader", "cache")
-def test_a_compiler_that_breaks_off_in_one_pass_still_makes_kernels_of_many_threads(
-    tmp_path, monkeypatch, caplog
-):
-    """As gcc 12 does where vectors are 32 bytes wide."""
-    (command,) = find_compiler()
-    breaking = script(
-        tmp_path / "cc",
-        f'case "$*" in *-fno-tree-pre*|*-shared*|--version) exec {command} "$@" -O1;; esac\n'
-        "echo internal compiler error >&2; exit 1\n",
-    )
-    monkeypatch.setenv("CC", breaking[0])
-    with caplog.at_level(logging.INFO):
-        load_library()
-    assert [r.message.split(":")[0] for r in caplog.records if "kernels with" in r.message] == [
-        "kernels with torch's OpenMP",
-        "kernels with its own OpenMP",
-    ]
-
-
 @pytest.mark.usefixtures("fresh_loader")
 def test_without_a_compiler_the_reference_serves_and_says_so(monkeypatch, caplog):
     monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.trainer_group import Rendezvous, TrainerGroup
-from sametoken.errors import WeightUpdateError
+from sametoken.errors import RequestError, WeightUpdateError
 from sametoken.serving.weight_sender import WeightSender
 
 PROMPTS = ["the inner", "a thin in", "in the", "er the the the"]
@@ -239,6 +240,10 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
         assert client.post("/wake_up?tags=kv_cache")
         assert waiting.result(30)[0] == said[0][0]
     client.says(said[0], version_of(client))
+    refused = asyncio.run_coroutine_threadsafe(server.engine.sleep(3), server._loop)
+    with pytest.raises(RequestError, match="level"):
+        refused.result(30)
+    assert client.get("/is_paused") == {"is_paused": False}
     before = resident_bytes(pid)
     client.post("/sleep?level=2")
     assert before - resident_bytes(pid) > sum(one.nbytes for one in tensors_of(models[0]).values())

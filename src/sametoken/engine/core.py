@@ -96,8 +96,8 @@ class EngineCore:
         self._guarded(self._land)
         if self.scheduler.num_running or self.scheduler.num_swapped:
             raise RequestError("requests run, whose KV is needed", "let them end first")
-        self._sleep.begin(level)
         self.scheduler.forget_prefixes()
+        self._sleep.begin(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End the sleep of "weights" and "kv_cache", or of one of them.

@@ -26,11 +26,19 @@ KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 class Memory(Protocol):
     """Memory of an engine that can be given back."""
 
+    def require_droppable(self) -> None:
+        """Check that memory can be given back.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+        ...
+
     def drop(self, *, weights: bool) -> None:
         """Give back KV, and with ``weights`` the target's; both then have any values.
 
         Raises:
-            UnsupportedError: this engine's memory cannot be given back.
+            UnsupportedError: the system refuses; some of it may be gone.
         """
         ...
 
@@ -45,9 +53,13 @@ class FixedMemory:
 
     why: str
 
-    def drop(self, *, weights: bool) -> None:
+    def require_droppable(self) -> None:
         """Refuse; see ``Memory``."""
         raise UnsupportedError(f"memory of {self.why} cannot be given back", "stop the engine")
+
+    def drop(self, *, weights: bool) -> None:
+        """Refuse; see ``Memory``."""
+        self.require_droppable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,9 @@ class HostMemory:
 
     kv: Sequence[Tensor]
     weights: Sequence[Tensor]
+
+    def require_droppable(self) -> None:
+        """See ``Memory``."""
 
     def drop(self, *, weights: bool) -> None:
         """See ``Memory``."""
@@ -92,9 +107,11 @@ class Sleep:
         """
         if level not in (KEEP_WEIGHTS, DROP_WEIGHTS):
             raise RequestError(f"there is no sleep of level {shown(level)}", "use 1 or 2")
-        self.memory.drop(weights=level == DROP_WEIGHTS)
+        self.memory.require_droppable()
+        # Noted first: if the system refuses half-way, nothing runs on what is lost.
         self.asleep = set(TAGS)
         self.lacks_weights = self.lacks_weights or level == DROP_WEIGHTS
+        self.memory.drop(weights=level == DROP_WEIGHTS)
 
     def end(self, tags: Iterable[str] | None) -> None:
         """Wake parts up; None: all of them.

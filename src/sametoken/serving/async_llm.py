@@ -22,7 +22,7 @@ from sametoken.engine.input_processor import (
     default_sampling_params,
 )
 from sametoken.engine.summary import EngineSummary
-from sametoken.errors import ConfigError, RequestError, SametokenError, shown
+from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
@@ -358,8 +358,14 @@ class AsyncLLM:
         """
         if mode == "keep":
             raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
+        was_paused = self.is_paused
         await self.pause(mode)
-        await self._client.sleep(level)
+        try:
+            await self._client.sleep(level)
+        except (RequestError, UnsupportedError):
+            if not (was_paused or self.is_sleeping):
+                await self.resume()
+            raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""

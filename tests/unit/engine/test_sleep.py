@@ -14,9 +14,15 @@ class Noted:
 
     def __init__(self) -> None:
         self.dropped: list[bool] = []
+        self.refuses = False
+
+    def require_droppable(self) -> None:
+        pass
 
     def drop(self, *, weights: bool) -> None:
         self.dropped.append(weights)
+        if self.refuses:
+            raise UnsupportedError("the system keeps these pages")
 
 
 def test_levels_and_tags():
@@ -52,6 +58,14 @@ def test_there_are_two_levels(level):
     with pytest.raises(RequestError, match="no part"):
         sleep.end(["model"])
     assert (memory.dropped, sleep.asleep) == ([], set())
+
+
+def test_what_was_dropped_in_part_is_lost():
+    sleep = Sleep(memory := Noted())
+    memory.refuses = True
+    with pytest.raises(UnsupportedError):
+        sleep.begin(2)
+    assert (sleep.asleep, sleep.lacks_weights) == ({"weights", "kv_cache"}, True)
 
 
 def test_memory_that_stays_is_refused():

@@ -176,19 +176,36 @@ class WeightReader:
         """An unpacked [part.rows, *row_shape] tensor in ``dtype``, by default the reader's."""
         return self.filled((part,), row_shape, dtype)
 
-    def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
-        """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix."""
-        self._require_shape(part.name, (count, part.rows, in_features))
+    def packed_stack(
+        self, count: int, in_features: int, part: Part, *, transposed: bool = False
+    ) -> list[Weight]:
+        """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix.
+
+        With ``transposed``, the tensor is [count, in_features, part.rows]. A stack in a format of
+        the checkpoint's quantization is expanded, a matrix at a time; errors as ``packed``.
+        """
         share = self.share(part, (in_features,))
         packed: list[Weight] = []
-        for chunk in self.source.chunks(part.name):
-            for matrix in chunk:
-                own = self._empty((share,), (in_features,))
-                share.copy(own, matrix, 0)
-                self._require_finite(own, part.name)
-                packed.append(self.kernels.pack(own))
-        self._read.add(part.name)
+        for matrix in self._matrices(count, in_features, part, transposed):
+            own = self._empty((share,), (in_features,))
+            share.copy(own, matrix, 0)
+            self._require_finite(own, part.name)
+            packed.append(self.kernels.pack(own))
         return packed
+
+    def _matrices(
+        self, count: int, in_features: int, part: Part, transposed: bool
+    ) -> Iterator[Tensor]:
+        """Whole matrices of a stack, [part.rows, in_features] each."""
+        stack = self.quantization.stack_of(part.name, self.source)
+        if stack is not None:
+            yield from stack.matrices(self, count, in_features, part)
+            return
+        stored = (in_features, part.rows) if transposed else (part.rows, in_features)
+        self._require_shape(part.name, (count, *stored))
+        for chunk in self.source.chunks(part.name):
+            yield from chunk.mT if transposed else chunk
+        self._read.add(part.name)
 
     def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
         """Stack the parts into one packed [sum of rows, in_features] weight.

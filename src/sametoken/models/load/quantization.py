@@ -239,10 +239,12 @@ def _read_mxfp4(settings: Settings) -> Quantization:
     """``quant_method: mxfp4``."""
     require_known(settings, used=("modules_to_not_convert",), unused=("quant_method", "dequantize"))
     names = settings.names("modules_to_not_convert")
-    # As transformers matches them: as an expression from the start of a name, or at its end.
-    starts = tuple(_compiled(settings, name) for name in names)
-    ends = tuple(re.compile(rf".*{re.escape(name)}$") for name in names)
-    return StackedExperts(Mxfp4Stack(), Targeted(frozenset(), starts + ends, False, None))
+    # As transformers matches them: an expression up to the end of a part of a name, or its ending.
+    starts = (_compiled(settings, name).pattern for name in names)
+    patterns = [rf"(?:{start})(?:(?<=\.)|(?=\.|$))" for start in starts]
+    patterns += [rf".*{re.escape(name)}$" for name in names]
+    expressions = tuple(map(re.compile, patterns))
+    return StackedExperts(Mxfp4Stack(), Targeted(frozenset(), expressions, False, None))
 
 
 def _read_compressed_tensors(settings: Settings) -> Quantization:

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils import logging as transformers_logging
 
 from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
-from helpers.forward import CPU, Bench, OneRun, their_greedy
+from helpers.forward import Bench, OneRun
 from helpers.harness import request, run
-from helpers.thread_ranks import run_ranks
+from helpers.parity import (
+    BACKENDS,
+    drawn_models,
+    load,
+    require_logits,
+    require_parity,
+    require_parity_of_ranks,
+    saved_and_loaded,
+)
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.layers.parallel import SINGLE_RANK
-from sametoken.models.loader import load_model
-from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.model.gemm.tuning import load_table
-from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 
-transformers_logging.disable_progress_bar()
-NUM_GREEDY = 4
-BACKENDS = [ReferenceKernels(), select_kernels(CPU)]
 PROMPT = torch.randint(VOCAB, (29,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def load(path, kernels, parallel=SINGLE_RANK, dtype=torch.float32):
-    return load_model(
-        path, kernels=kernels, dtype=dtype, device=CPU, max_positions=128, parallel=parallel
-    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -42,26 +34,13 @@ def family(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(
-    max_examples=5,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@drawn_models(5)
 @given(data=st.data())
 def test_random_models_agree_with_transformers(name, data):
     config = drawn_config(data.draw, name)
     theirs = random_model(config, data.draw(st.integers(0, 2**20)))
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        ours = load(directory, data.draw(st.sampled_from(BACKENDS)))
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([PROMPT])).logits[0]
-    chunks = data.draw(st.lists(st.integers(1, 12), max_size=3))
-    assert (Bench(ours).logits(PROMPT, chunks) - expected).abs().max() < 1e-4
-    expected_ids = their_greedy(theirs, PROMPT, NUM_GREEDY)
-    assert Bench(ours).continue_greedily(PROMPT, NUM_GREEDY) == expected_ids
+    ours = saved_and_loaded(theirs, data.draw(st.sampled_from(BACKENDS)))
+    require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,7 +102,7 @@ def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
 @pytest.mark.parametrize("name", ["gemma3", "glm4_moe", "gpt_oss", "olmo2"])
 def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
     path = write_family(tmp_path, name, num_hidden_layers=2)
-    wanted = OneRun(load(path, ReferenceKernels()), max_len=16).logits(PROMPT[:6], [])
+    wanted = OneRun(load(path), max_len=16).logits(PROMPT[:6], [])
     ours = load(path, TritonKernels(load_table("another device")))
     whole = OneRun(ours, max_len=16).logits(PROMPT[:6], [])
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
@@ -131,23 +110,14 @@ def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
 
 
 def test_two_ranks_agree_and_are_near_one(family):
-    whole = Bench(load(family[1], BACKENDS[0])).logits(PROMPT, [])
-
-    def logits(parallel):
-        return Bench(load(family[1], BACKENDS[0], parallel)).logits(PROMPT, [7])
-
-    first, second = run_ranks(2, logits)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
+    require_parity_of_ranks(family[1], PROMPT)
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_the_text_decoder_of_a_model_that_also_sees(tmp_path, name):
     theirs = random_model(SEEING[name](), seed=1)
     theirs.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([PROMPT])).logits[0]
-    assert (Bench(load(tmp_path, BACKENDS[1])).logits(PROMPT, [7]) - expected).abs().max() < 1e-4
+    require_logits(load(tmp_path, BACKENDS[1]), theirs, PROMPT, [7])
     said = []
     options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "max_num_seqs": 2}
     build_engine(EngineConfig.from_options(model=str(tmp_path), **options), said.append)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -21,18 +21,20 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
-from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench, their_greedy
+from helpers.forward import Bench
 from helpers.hybrids import merged_experts
+from helpers.parity import (
+    BACKENDS,
+    drawn_models,
+    load,
+    require_logits,
+    require_parity,
+    saved_and_loaded,
+)
 from helpers.rows import ragged_rows
 from sametoken.errors import UnsupportedError
-from sametoken.models.loader import load_model
-from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.reference import ReferenceKernels
 
-transformers_logging.disable_progress_bar()
-NUM_GREEDY = 5
 FULL, LINEAR = "full_attention", "linear_attention"
 ROPES = (
     {"rope_type": "default"},
@@ -148,16 +150,6 @@ def transformers_model(config, seed: int):
     return randomised(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed)
 
 
-def load(path: str | Path, kernels=None):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=128,
-    )
-
-
 def rename(directory: Path, change) -> None:
     """Rewrite a checkpoint's tensors; ``change`` maps the dict of them to another."""
     file = directory / "model.safetensors"
@@ -165,35 +157,22 @@ def rename(directory: Path, change) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
-@settings(
-    max_examples=28,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@drawn_models(28)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),
-    kernels=st.sampled_from([ReferenceKernels(), select_kernels(CPU)]),
+    kernels=st.sampled_from(BACKENDS),
     chunks=st.lists(st.integers(1, 12), max_size=4),
     merge=st.booleans(),
 )
 def test_random_hybrids_agree(config, seed, kernels, chunks, merge):
     theirs = transformers_model(config, seed)
     prompt = torch.randint(config.vocab_size, (37,)).tolist()
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        if merge:
-            rename(Path(directory), merged_experts)
-        ours = load(directory, kernels)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([prompt])).logits[0]
-    found = Bench(ours).logits(prompt, chunks)
-    assert (found - expected).abs().max() < 1e-4
+    ours = saved_and_loaded(
+        theirs, kernels, partial(rename, change=merged_experts) if merge else None
+    )
+    require_parity(ours, theirs, prompt, chunks)
     assert torch.equal(Bench(ours).logits(prompt, [1, 5, 20]), Bench(ours).logits(prompt, [1] * 36))
-    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
-    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -217,9 +196,7 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, sparse, tied):
     )
     ours = load(tmp_path)
     prompt = torch.randint(61, (29,)).tolist()
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([prompt])).logits[0]
-    assert (Bench(ours).logits(prompt, [7, 13]) - expected).abs().max() < 1e-4
+    require_logits(ours, theirs, prompt, [7, 13])
 
 
 def test_a_config_as_qwen3_next_is_published(tmp_path):
@@ -242,9 +219,7 @@ def test_a_config_as_qwen3_next_is_published(tmp_path):
     rename(tmp_path, lambda tensors: tensors | {"mtp.norm.weight": torch.zeros(32)})
     ours = load(tmp_path)
     prompt = torch.randint(61, (29,)).tolist()
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([prompt])).logits[0]
-    assert (Bench(ours).logits(prompt, [11]) - expected).abs().max() < 1e-4
+    require_logits(ours, theirs, prompt, [11])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -252,8 +227,8 @@ def test_a_row_has_the_same_bits_in_every_company(tmp_path, dtype):
     """Chunks of a prompt beside another slot's rows: experts see other numbers of rows."""
     sizes = without_dense_size(TINY) | EXPERTS
     transformers_model(Qwen3_5MoeTextConfig(**sizes), seed=3).save_pretrained(tmp_path)
-    for kernels in (ReferenceKernels(), select_kernels(CPU)):
-        ours = load_model(tmp_path, kernels=kernels, dtype=dtype, device=CPU, max_positions=128)
+    for kernels in BACKENDS:
+        ours = load(tmp_path, kernels, dtype=dtype)
         prompt, other = torch.randint(61, (2, 70)).tolist()
         whole = Bench(ours).logits(prompt, [])
         assert torch.equal(Bench(ours).logits(prompt, [1] * 69), whole)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig, NemotronHForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench, their_greedy
-from sametoken.models.loader import load_model
-from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.reference import ReferenceKernels
+from helpers.forward import Bench
+from helpers.parity import BACKENDS, drawn_models, require_parity, saved_and_loaded
 
-transformers_logging.disable_progress_bar()
-NUM_GREEDY = 5
 MAMBA, FULL, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
 LETTERS = {MAMBA: "M", FULL: "*", MOE: "E", MLP: "-"}
 OLD_NAMES = {MAMBA: "mamba", FULL: "attention", MOE: "moe", MLP: "mlp"}
@@ -80,15 +75,12 @@ def transformers_model(config, seed: int):
     return model
 
 
-def load(path, kernels=None):
-    kernels = kernels or ReferenceKernels()
-    return load_model(path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=128)
-
-
 def rewritten(directory: Path, form: str) -> None:
     """config.json in an older form: a pattern of letters, older names, or Puzzle's blocks."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
+    if form == "new":
+        return
     kinds = config.pop("layers_block_type")
     config |= {"rope_theta": 10000, "partial_rotary_factor": 1.0}
     if form == "pattern":
@@ -111,32 +103,17 @@ def rewritten(directory: Path, form: str) -> None:
     file.write_text(json.dumps(config))
 
 
-@settings(
-    max_examples=14,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@drawn_models(14)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),
-    kernels=st.sampled_from([ReferenceKernels(), select_kernels(CPU)]),
+    kernels=st.sampled_from(BACKENDS),
     chunks=st.lists(st.integers(1, 12), max_size=4),
     form=st.sampled_from(["new", "pattern", "old names", "puzzle"]),
 )
 def test_random_models_agree(config, seed, kernels, chunks, form):
     theirs = transformers_model(config, seed)
     prompt = torch.randint(config.vocab_size, (37,)).tolist()
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory)
-        if form != "new":
-            rewritten(Path(directory), form)
-        ours = load(directory, kernels)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([prompt])).logits[0]
-    found = Bench(ours).logits(prompt, chunks)
-    assert (found - expected).abs().max() < 1e-4
+    ours = saved_and_loaded(theirs, kernels, partial(rewritten, form=form))
+    require_parity(ours, theirs, prompt, chunks)
     assert torch.equal(Bench(ours).logits(prompt, [1, 5, 20]), Bench(ours).logits(prompt, [1] * 36))
-    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
-    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -11,21 +10,24 @@ import gguf
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench, their_greedy
+from helpers.forward import Bench, their_greedy
+from helpers.parity import (
+    BACKENDS,
+    NUM_GREEDY,
+    drawn_models,
+    load,
+    require_parity,
+    saved_and_loaded,
+    their_logits,
+)
 from sametoken.errors import CheckpointError
-from sametoken.models.loader import load_model
 from sametoken.models.names import resolve_model
-from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.reference import ReferenceKernels
 
-transformers_logging.disable_progress_bar()
-NUM_GREEDY = 5
 ROPES = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.5},
@@ -92,42 +94,24 @@ def transformers_model(config, seed: int):
     return model
 
 
-def load(path: Path, kernels, max_positions: int = 128):
-    return load_model(
-        path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=max_positions
-    )
-
-
-@settings(
-    max_examples=70,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@drawn_models(70)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),
     sharded=st.booleans(),
-    kernels=st.sampled_from([ReferenceKernels(), select_kernels(CPU)]),
+    kernels=st.sampled_from(BACKENDS),
     chunks=st.lists(st.integers(1, 12), max_size=4),
 )
 def test_random_architectures_agree(config, seed, sharded, kernels, chunks):
     theirs = transformers_model(config, seed)
     prompt = torch.randint(config.vocab_size, (37,)).tolist()
-    with tempfile.TemporaryDirectory() as directory:
-        theirs.save_pretrained(directory, max_shard_size="20KB" if sharded else "1GB")
-        ours = load(Path(directory), kernels)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([prompt])).logits[0]
-    found = Bench(ours).logits(prompt, chunks)
-    assert (found - expected).abs().max() < 1e-4
+    ours = saved_and_loaded(theirs, kernels, max_shard_size="20KB" if sharded else "1GB")
+    require_parity(ours, theirs, prompt, chunks)
+    found, expected = Bench(ours).logits(prompt, []), their_logits(theirs, prompt)
     # Where two logits are closer than the arithmetic, either id is right.
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] > 1e-3
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
-    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
-    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
 
 
 def transformers_smollm2(path: Path):
@@ -161,12 +145,10 @@ def test_smollm2_gguf_agrees(capsys):
             sys.stderr.write(f"\nSmolLM2 parity was NOT checked: {error}\n")
         pytest.skip(f"the package index is unreachable: {error}")
     theirs = transformers_smollm2(path)
-    ours = load(path, select_kernels(CPU), max_positions=256)
+    ours = load(path, BACKENDS[1], max_positions=256)
     for prompt in (QUESTION, CODE_EDIT):
         token_ids = [int(token_id) for token_id in prompt.split()]
-        with torch.inference_mode():
-            expected = theirs(torch.tensor([token_ids])).logits[0]
         found = Bench(ours, max_len=256, block_size=16).logits(token_ids, [16, 7])
-        assert (found - expected).abs().max() < 1e-3
+        assert (found - their_logits(theirs, token_ids)).abs().max() < 1e-3
         expected_ids = their_greedy(theirs, token_ids, NUM_GREEDY)
         assert Bench(ours, max_len=256).continue_greedily(token_ids, NUM_GREEDY) == expected_ids

@@ -14,17 +14,14 @@ from gpu_files import HYBRID_SIZES, OPTIONS, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
-from helpers.recurrent import Slots
-from helpers.rows import runs_of
+from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
 from sametoken.drafters import draft_model
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import (
-    AttentionRows,
     Routing,
-    RowRuns,
 )
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import moe as experts_reference
@@ -35,13 +32,11 @@ from sametoken.ops.model.gated_delta_rule.rule import (
 )
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import StackedExperts
-from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
-from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
-RULE, NUM_LAYERS, DTYPE = GatedDelta(**HEADS, conv_kernel=4), 2, torch.bfloat16
+RULE, DTYPE = GatedDelta(**HEADS, conv_kernel=4), torch.bfloat16
 SIZES = HYBRID_SIZES
 SPARSE = {
     "num_hidden_layers": 4,
@@ -54,7 +49,6 @@ SPARSE = {
 MAX_TOKENS = 96
 VOCABULARY = SIZES["vocab_size"]
 CUDA = torch.device("cuda")
-KEPT = ("states", "history")
 
 
 # Kernels
@@ -79,7 +73,7 @@ WIDTHS = (RULE.conv_channels, RULE.out_features, *RULE.gate_sizes)
 def projections() -> torch.Tensor:
     """[q | k | v | z | b | a] of every token."""
     generator = torch.Generator("cuda").manual_seed(5)
-    return torch.randn(64, sum(WIDTHS), generator=generator, device=CUDA).bfloat16()
+    return torch.randn(NUM_TOKENS, sum(WIDTHS), generator=generator, device=CUDA).bfloat16()
 
 
 def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,165 +81,40 @@ def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return qkv, a, b
 
 
-def poisoned(num_seqs: int, num_drafts: int, begin_pass=TritonPass.begin) -> Slots:
-    return Slots(
-        Recurrent(RULE, DTYPE),
-        num_drafts,
-        num_slots=num_seqs,
-        num_layers=NUM_LAYERS,
-        begin_pass=begin_pass,
-        device=CUDA,
+@functools.cache
+def driver() -> RecurrentDriver:
+    return RecurrentDriver(
+        Recurrent(RULE, DTYPE), tuple(map(layer_params, range(2))), raw_rows, CUDA
     )
-
-
-def run(
-    cache: Slots,
-    rows: list[tuple[int, int, int, bool] | None],
-    runs: RowRuns | None = None,
-):
-    """One pass of (slot, position, token, committed) rows, None where dead: [L, T, Hv * Dv].
-
-    By default all are one run.
-    """
-    reserved = (cache.position.shape[0] - 1, 0, 0, False)
-    facts = torch.tensor([row or reserved for row in rows], device=CUDA).t().contiguous()
-    slots, positions, tokens, committed = facts.unbind(0)
-    runs = runs or RowRuns.even(1, len(rows))
-    at = AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
-    running = cache.begin(at)
-    raw = raw_rows(tokens)
-    out = torch.stack([cache.run(running, i, layer_params(i), *raw) for i in range(NUM_LAYERS)])
-    running.finish()
-    return out
 
 
 @pytest.fixture(scope="module")
 def sequence():
-    """Tokens, their outputs row by row, and the cache after the last."""
-    tokens = torch.randint(0, 64, (150,), generator=torch.Generator().manual_seed(2)).tolist()
-    cache = poisoned(1, 0)
-    out = [run(cache, [(0, p, token, True)]) for p, token in enumerate(tokens)]
-    return tokens, torch.cat(out, dim=1), cache
+    return driver().sequence()
 
 
 def test_rows_are_those_of_the_reference(sequence):
-    tokens, out, cache = sequence
-    oracle = poisoned(1, 0, RowByRowPass.begin)
-    expected = run(oracle, [(0, p, token, True) for p, token in enumerate(tokens)])
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(cache.states[:, 0], oracle.states[:, 0], rtol=1e-3, atol=1e-4)
-    assert torch.equal(cache.history[:, 0], oracle.history[:, 0])
+    driver().require_near_the_reference(sequence, atol=1e-2, states_atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 128])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks_have_the_bits_of_single_rows(sequence, chunk, padded):
-    tokens, expected, plain = sequence
-    cache = poisoned(3, 4)
-    for first in range(0, len(tokens), chunk):
-        part = [(2, first + i, token, True) for i, token in enumerate(tokens[first:][:chunk])]
-        dead = [None] * (chunk - len(part) if padded else 0)
-        out = run(cache, [*part, *dead])
-        assert torch.equal(out[:, : len(part)], expected[:, first : first + len(part)])
-        assert not out[:, len(part) :].any()
-    for name in KEPT:
-        assert torch.equal(getattr(cache, name)[:, 2], getattr(plain, name)[:, 0])
+    driver().require_chunks(sequence, chunk, padded=padded)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("k", [1, 3, 16])
 def test_windows_have_the_bits_of_single_rows(sequence, batch, k):
-    """Every slot accepts other numbers of drafts; some windows are short, some skip a step."""
-    tokens, expected, plain = sequence
-    cache, generator = poisoned(batch, k), torch.Generator().manual_seed(batch + k)
-
-    def below(stop: int) -> int:
-        return int(torch.randint(0, stop, (1,), generator=generator))
-
-    done = [0] * batch
-    for step in range(200):
-        if done == [len(tokens)] * batch:
-            break
-        rows, windows = [], []
-        for slot in range(batch):
-            n, left = done[slot], len(tokens) - done[slot]
-            # The last row stands alone, so that in the end all is folded.
-            if left == 0 or (batch > 1 and (slot + step) % 5 == 0):
-                rows += [None] * (k + 1)
-                continue
-            drafts = min(below(k + 1), max(left - 2, 0))
-            good = below(drafts + 1)
-            ids = [tokens[n], *tokens[n + 1 : n + 1 + good], *[63] * (drafts - good)]
-            own = [(slot, n + i, token, i == 0) for i, token in enumerate(ids)]
-            windows.append((len(rows), n, good))
-            rows += [*own, *[None] * (k - drafts)]
-            done[slot] = n + 1 + good
-        out = run(cache, rows, RowRuns.even(batch, k + 1))
-        for at, n, good in windows:
-            assert torch.equal(out[:, at : at + good + 1], expected[:, n : n + good + 1])
-    assert done == [len(tokens)] * batch
-    for slot in range(batch):
-        for name in KEPT:
-            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+    driver().require_windows(sequence, batch, k)
 
 
 def test_ragged_runs_have_the_bits_of_single_rows(sequence):
-    """Windows and a prompt's chunk in one pass, dead rows behind some, none of others."""
-    tokens, expected, plain = sequence
-    cache, done = poisoned(3, 4), [0, 0, 0]
-    for counts in ((1, 3, 70), (5, 0, 17), (144, 147, 63)):
-        rows, places = [], []
-        lengths = [count + dead for count, dead in zip(counts, (0, 2, 1), strict=True)]
-        for slot, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-            first = done[slot]
-            places.append((len(rows), first, count))
-            rows += [(slot, p, tokens[p], True) for p in range(first, first + count)]
-            rows += [None] * (length - count)
-            done[slot] += count
-        out = run(cache, [*rows, None], runs_of(lengths, 2, "cuda"))
-        for at, first, count in places:
-            assert torch.equal(out[:, at : at + count], expected[:, first : first + count])
-    for slot in range(3):
-        for name in KEPT:
-            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+    driver().require_ragged_runs(sequence)
 
 
 def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
-    """The graph reads counts, positions and rows when it is replayed."""
-    tokens, expected, _ = sequence
-    cache, width = poisoned(2, 3), 4
-    facts = torch.tensor([[2, 0, 0, 0]] * 2 * width, device=CUDA).t().contiguous()
-    slots, positions, ids, committed = facts.unbind(0)
-
-    def passed() -> torch.Tensor:
-        even = RowRuns.even(2, width)
-        at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
-        running, raw = cache.begin(at), raw_rows(ids)
-        out = torch.stack([cache.run(running, i, params, *raw) for i, params in enumerate(weights)])
-        running.finish()
-        return out
-
-    weights = [layer_params(i) for i in range(NUM_LAYERS)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        passed()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = passed()
-    position, drafted = 0, 0
-    while position + width <= len(tokens):
-        good = drafted % width
-        window = [tokens[position], *tokens[position + 1 : position + 1 + good]]
-        rows = [(1, position + i, token, i == 0) for i, token in enumerate(window)]
-        rows += [(2, 0, 0, False)] * (2 * width - len(rows))
-        facts.copy_(torch.tensor(rows, device=CUDA).t())
-        graph.replay()
-        assert torch.equal(out[:, : good + 1], expected[:, position : position + good + 1])
-        assert not out[:, good + 1 :].any()
-        position, drafted = position + good + 1, drafted + 1
-    assert cache.states[:, 2].isnan().all(), "the reserved slot has been written"
+    driver().require_captured(sequence)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

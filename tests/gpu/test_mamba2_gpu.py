@@ -15,19 +15,16 @@ from recorded_gpu import drive
 
 from helpers.checkpoints import write_checkpoint
 from helpers.nemotron import nemotron_config, nemotron_tensors
-from helpers.recurrent import Slots
-from helpers.rows import runs_of
+from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.ops.backend import AttentionRows, Routing, RowRuns
+from sametoken.ops.backend import Routing
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, moe_triton, norm_rope
 from sametoken.ops.model import norm_rope_triton as norm_rope_kernels
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_triton import StackedExperts
-from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
-from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.reference import PlainWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +48,6 @@ NANO = {
     "max_position_embeddings": 1024,
     "dtype": "bfloat16",
 }
-KEPT = ("states", "history")
 
 
 # Kernels
@@ -62,7 +58,6 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-@functools.cache
 def params() -> Mamba2Params:
     heads, channels = RULE.num_heads, RULE.conv_channels
     weight = random(0, RULE.conv_kernel, channels, dtype=DTYPE)
@@ -75,7 +70,7 @@ def params() -> Mamba2Params:
 @functools.cache
 def projections() -> torch.Tensor:
     """[z | x | B | C | dt] of every token."""
-    return random(5, 64, RULE.out_features + RULE.conv_channels + RULE.num_heads).to(DTYPE)
+    return random(5, NUM_TOKENS, RULE.out_features + RULE.conv_channels + RULE.num_heads).to(DTYPE)
 
 
 def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -84,161 +79,37 @@ def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return mixed, dt
 
 
-def poisoned(num_seqs: int, num_drafts: int, begin_pass=TritonPass.begin) -> Slots:
-    return Slots(
-        Recurrent(RULE, DTYPE),
-        num_drafts,
-        num_slots=num_seqs,
-        begin_pass=begin_pass,
-        device=DEVICE,
-    )
-
-
-Row = tuple[int, int, int, bool]
-
-
-def run(cache: Slots, rows: list[Row | None], runs: RowRuns | None = None) -> torch.Tensor:
-    """One pass of (slot, position, token, committed) rows, None where dead: [T, H * P]."""
-    reserved = (cache.position.shape[0] - 1, 0, 0, False)
-    facts = torch.tensor([row or reserved for row in rows], device=DEVICE).t().contiguous()
-    slots, positions, tokens, committed = facts.unbind(0)
-    runs = runs or RowRuns.even(1, len(rows))
-    at = AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
-    running = cache.begin(at)
-    out = cache.run(running, 0, params(), *raw_rows(tokens))
-    running.finish()
-    return out
+@functools.cache
+def driver() -> RecurrentDriver:
+    return RecurrentDriver(Recurrent(RULE, DTYPE), (params(),), raw_rows, DEVICE)
 
 
 @pytest.fixture(scope="module")
 def sequence():
-    return make_sequence(150)
-
-
-def make_sequence(length: int):
-    """Tokens, their outputs row by row, and the cache after the last."""
-    tokens = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(2)).tolist()
-    cache = poisoned(1, 0)
-    out = [run(cache, [(0, p, token, True)]) for p, token in enumerate(tokens)]
-    return tokens, torch.cat(out), cache
+    return driver().sequence()
 
 
 def test_rows_are_those_of_the_reference(sequence):
-    tokens, out, cache = sequence
-    oracle = poisoned(1, 0, RowByRowPass.begin)
-    expected = run(oracle, [(0, p, token, True) for p, token in enumerate(tokens)])
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(cache.states[:, 0], oracle.states[:, 0], rtol=1e-3, atol=1e-3)
-    assert torch.equal(cache.history[:, 0], oracle.history[:, 0])
+    driver().require_near_the_reference(sequence, atol=2e-2, states_atol=1e-3)
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 128])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks_have_the_bits_of_single_rows(sequence, chunk, padded):
-    tokens, expected, plain = sequence
-    cache = poisoned(3, 4)
-    for first in range(0, len(tokens), chunk):
-        part = [(2, first + i, token, True) for i, token in enumerate(tokens[first:][:chunk])]
-        dead = [None] * (chunk - len(part) if padded else 0)
-        out = run(cache, [*part, *dead])
-        assert torch.equal(out[: len(part)], expected[first : first + len(part)])
-        assert not out[len(part) :].any()
-    for name in KEPT:
-        assert torch.equal(getattr(cache, name)[:, 2], getattr(plain, name)[:, 0])
+    driver().require_chunks(sequence, chunk, padded=padded)
 
 
 @pytest.mark.parametrize(("batch", "k"), [(1, 1), (1, 64), (8, 5), (64, 3), (8, 16)])
 def test_windows_have_the_bits_of_single_rows(sequence, batch, k):
-    """Every slot accepts other numbers of drafts; some windows are short, some skip a step."""
-    tokens, expected, plain = sequence
-    cache, generator = poisoned(batch, k), torch.Generator().manual_seed(batch + k)
-
-    def below(stop: int) -> int:
-        return int(torch.randint(0, stop, (1,), generator=generator))
-
-    done = [0] * batch
-    for step in range(200):
-        if done == [len(tokens)] * batch:
-            break
-        rows, windows = [], []
-        for slot in range(batch):
-            n, left = done[slot], len(tokens) - done[slot]
-            # The last row stands alone, so that in the end all is folded.
-            if left == 0 or (batch > 1 and (slot + step) % 5 == 0):
-                rows += [None] * (k + 1)
-                continue
-            drafts = min(below(k + 1), max(left - 2, 0))
-            good = below(drafts + 1)
-            ids = [tokens[n], *tokens[n + 1 : n + 1 + good], *[63] * (drafts - good)]
-            windows.append((len(rows), n, good))
-            rows += [(slot, n + i, token, i == 0) for i, token in enumerate(ids)]
-            rows += [None] * (k - drafts)
-            done[slot] = n + 1 + good
-        out = run(cache, rows, RowRuns.even(batch, k + 1))
-        for at, n, good in windows:
-            assert torch.equal(out[at : at + good + 1], expected[n : n + good + 1])
-    assert done == [len(tokens)] * batch
-    for slot in range(batch):
-        for name in KEPT:
-            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+    driver().require_windows(sequence, batch, k)
 
 
 def test_ragged_runs_have_the_bits_of_single_rows(sequence):
-    """Windows and a prompt's chunk in one pass, dead rows behind some, none of others."""
-    tokens, expected, plain = sequence
-    cache, done, whole = poisoned(3, 4), [0, 0, 0], len(tokens)
-    for counts in ((1, 3, whole // 2), (5, 0, 7), (whole - 6, whole - 3, whole - whole // 2 - 7)):
-        rows, places = [], []
-        lengths = [count + dead for count, dead in zip(counts, (0, 2, 1), strict=True)]
-        for slot, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-            first = done[slot]
-            places.append((len(rows), first, count))
-            rows += [(slot, p, tokens[p], True) for p in range(first, first + count)]
-            rows += [None] * (length - count)
-            done[slot] += count
-        out = run(cache, [*rows, None], runs_of(lengths, 2, DEVICE))
-        for at, first, count in places:
-            assert torch.equal(out[at : at + count], expected[first : first + count])
-    for slot in range(3):
-        for name in KEPT:
-            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+    driver().require_ragged_runs(sequence)
 
 
 def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
-    """The graph reads counts, positions and rows when it is replayed."""
-    tokens, expected, _ = sequence
-    cache, width = poisoned(2, 3), 4
-    facts = torch.tensor([[2, 0, 0, 0]] * 2 * width, device=DEVICE).t().contiguous()
-    slots, positions, ids, committed = facts.unbind(0)
-
-    def passed() -> torch.Tensor:
-        even = RowRuns.even(2, width)
-        at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
-        running = cache.begin(at)
-        out = cache.run(running, 0, params(), *raw_rows(ids))
-        running.finish()
-        return out
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        passed()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = passed()
-    position, drafted = 0, 0
-    while position + width <= len(tokens):
-        good = drafted % width
-        window = [tokens[position], *tokens[position + 1 : position + 1 + good]]
-        rows = [(1, position + i, token, i == 0) for i, token in enumerate(window)]
-        rows += [(2, 0, 0, False)] * (2 * width - len(rows))
-        facts.copy_(torch.tensor(rows, device=DEVICE).t())
-        graph.replay()
-        assert torch.equal(out[: good + 1], expected[position : position + good + 1])
-        assert not out[good + 1 :].any()
-        position, drafted = position + good + 1, drafted + 1
-    assert cache.states[:, 2].isnan().all(), "the reserved slot has been written"
+    driver().require_captured(sequence)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

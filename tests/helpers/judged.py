@@ -45,6 +45,7 @@ class Row:
     samples: bool = True
     num_computed: int | None = None
     grammar: object | None = None
+    prompt_temperature: float = 1.0
 
     @property
     def window(self) -> int:
@@ -52,8 +53,9 @@ class Row:
 
     def admission(self, slot: int) -> Admission:
         return Admission(
-            slot, self.prompt, 0, self.params, self.stop_ids, self.bad_words, self.grammar
-        )
+            slot, self.prompt, 0, self.params, self.stop_ids, self.bad_words, self.grammar,
+            prompt_temperature=self.prompt_temperature,
+        )  # fmt: skip
 
 
 class Said:

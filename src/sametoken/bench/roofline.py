@@ -20,8 +20,7 @@ from sametoken.layers.feed_forward import SparseMoE
 from sametoken.layers.squared_relu import SquaredReluMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.eagle3 import Eagle3Head
-from sametoken.models.heads.mtp import MTPHead
-from sametoken.models.heads.nextn import NextNHead
+from sametoken.models.heads.mtp_form import ModuleHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
@@ -196,7 +195,7 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
     )
     fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
     experts = unread = 0
-    mixture = head.layer.mlp if isinstance(head, MTPHead | NextNHead) else None
+    mixture = head.module.layer.mlp if isinstance(head, ModuleHead) else None
     if isinstance(mixture, SparseMoE | SquaredReluMoE):
         routed = mixture.routed if isinstance(mixture, SparseMoE) else mixture
         experts, num_experts = _elements(mixture), routed.router.weight.out_features

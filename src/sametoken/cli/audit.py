@@ -1,13 +1,16 @@
-"""``sametoken audit``: does speculation change a token, and why are drafts rejected?"""
+"""``sametoken audit``: does speculation change a token, and why are drafts rejected?
+
+With ``--trainer``: why do a trainer's log-probabilities differ from the rollouts'?
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.server_audit import Side
     from sametoken.audit.servers import Server
+    from sametoken.audit.trainer_verdict import TrainerVerdict
     from sametoken.audit.verdict import Verdict
     from sametoken.bench.datasets import DatasetItem
     from sametoken.text.tokenizer import Tokenizer
@@ -153,11 +157,32 @@ def _server_options(
     """The options that describe servers."""
 
 
+def _trainer_options(
+    *,
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            help="file of rollouts with a trainer's log-probabilities, compared with MODEL's "
+            "(docs/rollouts.md)"
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="with --trainer: directory with other weights of MODEL that the trainer may "
+            "have had; may be repeated"
+        ),
+    ] = None,
+) -> None:
+    """The options that describe a trainer."""
+
+
+_TRAINER = list(inspect.signature(_trainer_options, eval_str=True).parameters.values())
 _PROMPTS = list(inspect.signature(_prompt_options, eval_str=True).parameters.values())
 _SERVERS = list(inspect.signature(_server_options, eval_str=True).parameters.values())
 
 
-@with_options(_PROMPTS, _SERVERS, engine_options())
+@with_options(_PROMPTS, _SERVERS, _TRAINER, engine_options())
 def audit(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     *,
@@ -181,8 +206,18 @@ def audit(
 
     if html is not None:
         require_writable(html)
-    prompts = _Prompts.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
-    servers = _Servers(concurrency=concurrency, **{o.name: options.pop(o.name) for o in _SERVERS})
+    servers = _Servers(concurrency=concurrency, **_taken(options, _SERVERS))
+    of_prompts, of_trainer = _taken(options, _PROMPTS), _taken(options, _TRAINER)
+    if of_trainer["trainer"] is not None:
+        if servers.url is not None or servers.baseline_url is not None or html is not None:
+            raise ConfigError("--trainer takes no --url, --baseline-url or --html", "leave it out")
+        config, limit = _config(model, options), of_prompts["limit"]
+        _audit_trainer(
+            config, **of_trainer, limit=limit, concurrency=concurrency, as_json=json_output
+        )
+    if of_trainer["checkpoint"]:
+        raise ConfigError("--checkpoint is of use with --trainer alone", "give --trainer")
+    prompts = _Prompts.of(**of_prompts)
     if servers.url is None:
         settings = AuditSettings(concurrency=concurrency, num_alone=alone, diagnose=diagnose)
         verdict = _audit_engine(_config(model, options), prompts, settings)
@@ -191,12 +226,44 @@ def audit(
     verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
     if html is not None:
         html.write_text(html_of(verdict), encoding="utf-8")
-    if json_output:
-        typer.echo(json.dumps(verdict.as_json()))
-    else:
-        for line in lines_of(verdict):
-            typer.echo(line)
+    _report(verdict, lines_of(verdict), as_json=json_output)
+
+
+def _taken(options: dict[str, Any], group: Sequence[inspect.Parameter]) -> dict[str, Any]:
+    """The options of a group, which leave ``options``."""
+    return {one.name: options.pop(one.name) for one in group}
+
+
+def _report(verdict: Verdict | TrainerVerdict, lines: Iterable[str], *, as_json: bool) -> NoReturn:
+    for line in (json.dumps(verdict.as_json()),) if as_json else lines:
+        typer.echo(line)
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
+
+
+def _audit_trainer(
+    config: EngineConfig,
+    *,
+    trainer: Path,
+    checkpoint: Sequence[Path] | None,
+    limit: int,
+    concurrency: int,
+    as_json: bool,
+) -> NoReturn:
+    from sametoken.audit.trainer_audit import audit_trainer
+    from sametoken.audit.trainer_rollouts import read_rollouts
+    from sametoken.audit.trainer_verdict import lines_of_trainer
+
+    rollouts = read_rollouts(trainer, limit)
+    path, tokenizer = _tokenizer(config)
+    verdict = audit_trainer(
+        replace(config, model=str(path)),
+        rollouts,
+        checkpoints=checkpoint or (),
+        tokenizer=tokenizer,
+        concurrency=concurrency,
+        announce=_announce,
+    )
+    _report(verdict, lines_of_trainer(verdict), as_json=as_json)
 
 
 def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:

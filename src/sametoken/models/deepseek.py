@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
 from sametoken.layers.latent_attention import LatentAttention, LowRankQueries, Queries, WholeQueries
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_gated_mlp, load_mlp
+from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, load_routed
-from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
@@ -120,32 +119,16 @@ def _is_sparse(config: ModelConfig, index: int) -> bool:
     return index >= first and index % step == 0
 
 
-def _num_experts(settings: Settings) -> int:
-    return settings.integer("n_routed_experts", most=MAX_EXPERTS)
-
-
-def _grouped(settings: Settings, scoring: str, group_best: int, *, normalise: bool) -> Routing:
-    """A routing with groups from ``n_group`` and ``topk_group``.
+def _require_scoring(settings: Settings, scoring: str) -> None:
+    """Refuse a router with another scoring function.
 
     Raises:
-        CheckpointError: a count is missing or impossible.
-        UnsupportedError: another scoring function.
+        UnsupportedError: ``scoring_func`` names one.
     """
     if (given := settings.get("scoring_func", scoring)) != scoring:
         raise UnsupportedError(
             f"{settings.location}: scoring_func={short(given)} is not supported", _REMEDY
         )
-    count, top_k = _num_experts(settings), settings.integer("num_experts_per_tok")
-    groups, kept = settings.integer("n_group", 1), settings.integer("topk_group", 1)
-    size = count // groups
-    if count % groups or kept > groups or not group_best <= size or top_k > kept * size:
-        raise CheckpointError(
-            f"{settings.location}: {top_k} of {count} experts in {kept} of {groups} groups is "
-            "not possible",
-            _COMPARE,
-        )
-    scale = settings.number("routed_scaling_factor", 1.0)
-    return Routing(top_k, normalise, scoring, groups, kept, group_best, scale)
 
 
 def load_rotary(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
@@ -255,9 +238,7 @@ class DeepseekDecoder(NextNTarget):
     def load_layer_mlp(
         cls, config: ModelConfig, weights: WeightReader, prefix: str, index: int
     ) -> Block:
-        """As ``Decoder.load_layer_mlp``; shared experts are one MLP of their sizes' sum.
-
-        Routers compute fp32 logits.
+        """As ``Decoder.load_layer_mlp``.
 
         Raises:
             CheckpointError: a size is missing or impossible.
@@ -265,17 +246,8 @@ class DeepseekDecoder(NextNTarget):
         """
         if not _is_sparse(config, index):
             return load_mlp(config, weights, prefix)
-        settings = Settings(config.extra, weights.source.location)
-        routed = load_routed(config, weights, prefix, cls.routing(settings), "n_routed_experts")
-        routed = replace(routed, router=PreciseRouter(routed.router.weight))
-        if cls.corrected:
-            bias = Part(f"{prefix}.gate.e_score_correction_bias", _num_experts(settings))
-            routed = replace(routed, bias=weights.tensor(bias, dtype=torch.float32))
-        if not settings.get("n_shared_experts"):
-            return routed
-        size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
-        shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
-        return SparseMoE(routed, shared)
+        routing = cls.routing(Settings(config.extra, weights.source.location))
+        return load_grouped(config, weights, prefix, routing, corrected=cls.corrected)
 
     @classmethod
     def load_module_attention(
@@ -317,8 +289,8 @@ class DeepseekV3ForCausalLM(DeepseekDecoder):
     @staticmethod
     def routing(settings: Settings) -> Routing:
         """As ``DeepseekDecoder.routing``."""
-        normalise = bool(settings.get("norm_topk_prob", True))
-        return _grouped(settings, "sigmoid", 2, normalise=normalise)
+        _require_scoring(settings, "sigmoid")
+        return grouped_routing(settings)
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
@@ -371,4 +343,5 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
         if method == "greedy":
             ungrouped = {"n_group": 1, "topk_group": 1}
             settings = replace(settings, values={**settings.values, **ungrouped})
-        return _grouped(settings, "softmax", 1, normalise=False)
+        _require_scoring(settings, "softmax")
+        return grouped_routing(settings, "softmax", 1, normalise=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from sametoken.errors import CheckpointError
-from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
+from sametoken.layers.feed_forward import DividedExperts, PreciseRouter, RoutedExperts, SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
@@ -60,6 +62,39 @@ def softmax_routing(settings: Settings, *, normalise: bool) -> Routing:
     return Routing(top_k, normalise=bool(settings.get("norm_topk_prob", normalise)))
 
 
+def grouped_routing(
+    settings: Settings, scoring: str = "sigmoid", group_best: int = 2, *, normalise: bool = True
+) -> Routing:
+    """The routing of DeepSeek's kin, over ``n_group`` groups of which ``topk_group`` are kept.
+
+    Args:
+        settings: the config.
+        scoring, group_best: as in ``Routing``; a group's score is all of its experts' if fewer.
+        normalise: where ``norm_topk_prob`` is absent.
+
+    Raises:
+        CheckpointError: a count is missing or impossible.
+    """
+    count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
+    groups, kept = settings.integer("n_group", 1), settings.integer("topk_group", 1)
+    top_k, size = settings.integer("num_experts_per_tok"), count // groups
+    if count % groups or kept > groups or top_k > kept * size:
+        raise CheckpointError(
+            f"{settings.location}: {top_k} of {count} experts in {kept} of n_group={groups} "
+            "groups is not possible",
+            "compare with the original checkpoint's",
+        )
+    return Routing(
+        top_k,
+        normalise=bool(settings.get("norm_topk_prob", normalise)),
+        scoring=scoring,
+        num_groups=groups,
+        top_groups=kept,
+        group_best=min(group_best, size),
+        scale=settings.number("routed_scaling_factor", 1.0),
+    )
+
+
 def load_routed(
     config: ModelConfig,
     weights: WeightReader,
@@ -84,6 +119,42 @@ def load_routed(
     if weights.parallel.size > 1:
         experts = DividedExperts(weights.kernels, weights.parallel, own)
     return RoutedExperts(weights.kernels, router, experts, routing)
+
+
+def load_grouped(
+    config: ModelConfig,
+    weights: WeightReader,
+    prefix: str,
+    routing: Routing,
+    *,
+    corrected: bool = True,
+) -> RoutedExperts | SparseMoE:
+    """Load DeepSeek's mixture at ``prefix``: a router of fp32 logits, beside shared experts if any.
+
+    Shared experts are one MLP of their sizes' sum.
+
+    Args:
+        config: the architecture.
+        weights: the tensors.
+        prefix: of the mixture's tensors.
+        routing: of ``grouped_routing``.
+        corrected: whether the router has an ``e_score_correction_bias``.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, weights.source.location)
+    routed = load_routed(config, weights, prefix, routing, "n_routed_experts")
+    routed = replace(routed, router=PreciseRouter(routed.router.weight))
+    if corrected:
+        count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
+        bias = Part(f"{prefix}.gate.e_score_correction_bias", count)
+        routed = replace(routed, bias=weights.tensor(bias, dtype=torch.float32))
+    if not settings.get("n_shared_experts"):
+        return routed
+    size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
+    shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
+    return SparseMoE(routed, shared)
 
 
 def _packed_experts(

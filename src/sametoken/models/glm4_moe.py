@@ -7,56 +7,30 @@ The router is DeepSeek-V3's (``Routing``), in fp32. A NextN module
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-
-from sametoken.errors import CheckpointError
 from sametoken.layers.attention import Attention
-from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
 from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     Biases,
     load_attention,
-    load_gated_mlp,
     load_head_norms,
     load_mlp,
 )
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, load_routed
-from sametoken.models.load.settings import MAX_EXPERTS, Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.nextn_target import NextNTarget
-from sametoken.ops.backend import QKNorm, Routing
+from sametoken.ops.backend import QKNorm
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
     settings = Settings(config.extra, config.architecture)
     key = "first_k_dense_replace"
     return bool(index >= (settings.get(key, 1) and settings.integer(key, 1)))
-
-
-def _routing(settings: Settings, num_experts: int) -> Routing:
-    groups, kept = settings.integer("n_group", 1), settings.integer("topk_group", 1)
-    top_k, size = settings.integer("num_experts_per_tok"), num_experts // groups
-    if num_experts % groups or kept > groups or top_k > kept * size:
-        raise CheckpointError(
-            f"{settings.location}: {top_k} of {num_experts} experts in {kept} of n_group={groups} "
-            "groups is not possible",
-            "compare with the original checkpoint's",
-        )
-    return Routing(
-        top_k,
-        normalise=bool(settings.get("norm_topk_prob", True)),
-        scoring="sigmoid",
-        num_groups=groups,
-        top_groups=kept,
-        group_best=min(2, size),
-        scale=settings.number("routed_scaling_factor", 1.0),
-    )
 
 
 class Glm4MoeForCausalLM(NextNTarget):
@@ -91,19 +65,8 @@ class Glm4MoeForCausalLM(NextNTarget):
         """The MLP at ``prefix``, dense or of experts."""
         if not _is_sparse(config, index):
             return load_mlp(config, weights, prefix)
-        settings = Settings(config.extra, weights.source.location)
-        count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
-        routing = _routing(settings, count)
-        routed = load_routed(config, weights, prefix, routing, count_key="n_routed_experts")
-        bias = Part(f"{prefix}.gate.e_score_correction_bias", count)
-        routed = replace(
-            routed,
-            router=PreciseRouter(routed.router.weight),
-            bias=weights.tensor(bias, dtype=torch.float32),
-        )
-        size = settings.integer("moe_intermediate_size") * settings.integer("n_shared_experts")
-        shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
-        return SparseMoE(routed, shared)
+        routing = grouped_routing(Settings(config.extra, weights.source.location))
+        return load_grouped(config, weights, prefix, routing)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

@@ -33,16 +33,17 @@ from sametoken.layers.squared_relu import (
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_attention
 from sametoken.models.decoder import Decoder, Layer
+from sametoken.models.experts import grouped_routing
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import RotaryTable, Routing
+from sametoken.ops.backend import RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.weight import Experts, Weight
 
 MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
 #: The letters of a pattern, and older names of types.
-_TYPES = {
+LAYER_TYPES = {
     "M": MAMBA,
     "*": ATTENTION,
     "E": MOE,
@@ -83,7 +84,7 @@ def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
             f"{settings.location}: {prefix}hybrid_override_pattern={short(pattern)} is no text",
             _AS_PUBLISHED,
         )
-    return tuple(_TYPES.get(name, name) for name in names or tuple(pattern))
+    return tuple(LAYER_TYPES.get(name, name) for name in names or tuple(pattern))
 
 
 def block_settings(settings: Settings, prefix: str = "") -> tuple[Settings, ...]:
@@ -128,7 +129,7 @@ def mamba2_rule(settings: Settings) -> Mamba2:
     )
 
 
-def _time_step_limit(settings: Settings) -> tuple[float, float]:
+def time_step_limit(settings: Settings) -> tuple[float, float]:
     """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
     given = settings.get("time_step_limit", [0.0, math.inf])
     values = given if isinstance(given, list) else []
@@ -144,24 +145,6 @@ def _time_step_limit(settings: Settings) -> tuple[float, float]:
             f"{settings.location}: time_step_limit={short(given)} is no range", _AS_PUBLISHED
         )
     return float(real[0]), float(real[1])
-
-
-def _routing(settings: Settings, num_experts: int) -> Routing:
-    groups = settings.integer("n_group", 1)
-    if num_experts % groups:
-        raise CheckpointError(
-            f"{settings.location}: {num_experts} experts in {groups} groups are not possible",
-            _AS_PUBLISHED,
-        )
-    return Routing(
-        min(settings.integer("num_experts_per_tok"), num_experts),
-        normalise=bool(settings.get("norm_topk_prob", True)),
-        scoring="sigmoid",
-        num_groups=groups,
-        top_groups=min(settings.integer("topk_group", 1), groups),
-        group_best=min(2, num_experts // groups),
-        scale=settings.number("routed_scaling_factor", 1.0),
-    )
 
 
 def _require_supported(settings: Settings) -> None:
@@ -240,7 +223,7 @@ def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: 
         dt_bias=by_head("dt_bias"),
         conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
         conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
-        time_step_limit=_time_step_limit(settings),
+        time_step_limit=time_step_limit(settings),
     )
     into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
     return Mamba2Mixer(
@@ -287,7 +270,7 @@ def load_squared_relu_moe(
         weights.kernels,
         router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
         correction=weights.tensor(correction, dtype=torch.float32),
-        routing=_routing(settings, num_experts),
+        routing=grouped_routing(settings),
         experts=_load_experts(settings, weights, f"{prefix}.experts", latent_size or hidden),
         latent=latent,
         shared=load_squared_relu_mlp(weights, f"{prefix}.shared_experts", hidden, shared_size),

@@ -152,7 +152,13 @@ class StepProcessing:
             return None
         slots, positions = at.slots[scored.index], at.positions[scored.index]
         following = processing.sequences.token_ids[slots, positions + 1]
-        return score_prompt(scored, output.hidden.last, following, processing.model.compute_logits)
+        return score_prompt(
+            scored,
+            output.hidden.last,
+            following,
+            processing.table.prompt_temperature[slots],
+            processing.model.compute_logits,
+        )
 
 
 def _scored_rows(

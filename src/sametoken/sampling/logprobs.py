@@ -109,6 +109,7 @@ def score_prompt(
     scored: ScoredRows,
     hidden: Tensor,
     following: Tensor,
+    temperature: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
 ) -> TokenLogprobs:
     """Score the tokens that follow rows of a prompt, in chunks of rows.
@@ -117,12 +118,13 @@ def score_prompt(
         scored: rows, at least one.
         hidden: [T, hidden], after the final norm.
         following: [R] int64, the token after each row.
+        temperature: [R] fp32, divides each row's logits; 1 changes no bit.
         compute_logits: [L, hidden] to [L, V] fp32.
     """
     parts = []
     for first in range(0, following.shape[0], _PROMPT_ROWS_PER_CHUNK):
         chunk = slice(first, first + _PROMPT_ROWS_PER_CHUNK)
-        logits = compute_logits(hidden[scored.index[chunk]])
+        logits = compute_logits(hidden[scored.index[chunk]]) / temperature[chunk, None]
         owner, num_top = scored.owner[chunk], scored.num_top[chunk]
         parts.append(score_tokens(logits, following[chunk], owner, num_top, scored.width))
     return concatenate(parts)

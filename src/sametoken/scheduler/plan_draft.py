@@ -117,6 +117,7 @@ class PlanDraft:
                 bad_words_token_ids=admitted.bad_words_token_ids,
                 grammar=admitted.grammar,
                 request_id=admitted.request_id,
+                prompt_temperature=admitted.prompt_temperature,
             )
         )
 

@@ -26,6 +26,7 @@ class SamplingTable:
 
     Attributes:
         temperature: [S] fp32, 0 for greedy.
+        prompt_temperature: [S] fp32, above 0; see ``EngineRequest``.
         seed: [S] int64.
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
@@ -35,6 +36,7 @@ class SamplingTable:
     """
 
     temperature: Tensor
+    prompt_temperature: Tensor
     seed: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -52,6 +54,7 @@ class SamplingTable:
 
         return cls(
             temperature=full(0, torch.float32),
+            prompt_temperature=full(1, torch.float32),
             seed=full(0, torch.int64),
             top_k=full(0, torch.int64),
             top_p=full(1, torch.float64),
@@ -84,6 +87,7 @@ class SamplingTable:
         if params.seed is None and not greedy:
             raise InvariantError(f"the request of slot {slot} samples but has no seed")
         self.temperature[slot].fill_(0.0 if greedy else params.temperature)
+        self.prompt_temperature[slot].fill_(admission.prompt_temperature)
         self.seed[slot].fill_(params.seed or 0)
         self.top_k[slot].fill_(params.top_k)
         self.top_p[slot].fill_(params.top_p)

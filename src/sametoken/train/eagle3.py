@@ -27,13 +27,14 @@ from sametoken.train.distillation import (
     read_material,
     run,
 )
+from sametoken.train.llama import llama_config
 from sametoken.train.loop import Report
-from sametoken.train.networks import UNROLLED, UnrolledKV, llama_config, shifted
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
 from sametoken.train.results import HeadLayout, output_directory, write_head
 from sametoken.train.target import FrozenTarget
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
+from sametoken.train.unrolled import UNROLLED, UnrolledKV, shifted
 
 # Batches over which the scale of the target's states is measured.
 _SCALE_BATCHES = 4

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
+from sametoken.models.nemotron_h import LAYER_TYPES
 from sametoken.models.qwen3_5 import FULL, LINEAR
 from sametoken.train.acceptance import Acceptance, count_accepted
 from sametoken.train.compute import Compute, choose_compute
@@ -252,6 +253,8 @@ def lm_config(
     if options.architecture == "llama":
         names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
         return config | names | {"rope_parameters": rope, "rope_theta": 10000.0}
+    if options.architecture == "nemotron_h":
+        return config | _nemotron_h(options)
     kinds = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(options.num_layers)]
     return config | {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -267,6 +270,34 @@ def lm_config(
         "mtp_use_dedicated_embeddings": False,
         "rope_parameters": rope | {"partial_rotary_factor": 0.5},
         "partial_rotary_factor": 0.5,
+    }
+
+
+def _nemotron_h(options: LMOptions) -> dict[str, Any]:
+    """What a Nemotron-H's config.json has of its own."""
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": len(options.layer_letters),
+        "layers_block_type": [LAYER_TYPES[letter] for letter in options.layer_letters],
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-6,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": options.linear_value_heads,
+        "mamba_head_dim": options.linear_head_dim,
+        "n_groups": options.linear_key_heads,
+        "ssm_state_size": options.linear_head_dim,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        # transformers bounds the time steps of prompts by this, the engine by no more than 0.
+        "time_step_min": 0.0,
+        "n_routed_experts": options.num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": options.num_experts_per_tok,
+        "moe_intermediate_size": options.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": options.intermediate_size,
+        "num_nextn_predict_layers": int(options.mtp_steps > 0),
+        "mtp_layers_block_type": [LAYER_TYPES["*"], LAYER_TYPES["E"]],
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
@@ -17,9 +17,8 @@ from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
 from sametoken.train.loop import Report
 from sametoken.train.networks import (
-    HYBRIDS,
+    WITH_MODULE,
     DecoderNetwork,
-    MTPModule,
     in_drawing_order,
     load_decoder,
 )
@@ -27,6 +26,7 @@ from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
 from sametoken.train.results import output_directory, write_with_module
 from sametoken.train.target import TargetStates
+from sametoken.train.unrolled import DraftModule
 
 
 class FrozenHybrid:
@@ -51,19 +51,19 @@ class FrozenHybrid:
 
 
 class ModuleNetwork(HeadNetwork):
-    """The MTP module, with the head and rotary embedding of its target."""
+    """The MTP module, with the head of its target."""
 
-    def __init__(self, module: MTPModule, head: Tensor, rotary: nn.Module) -> None:
+    def __init__(self, module: DraftModule, head: Tensor) -> None:
         super().__init__()
         self.mtp = module
-        # A tuple hides them from ``parameters``: they are not trained.
-        self._frozen = (head, rotary)
+        # A tuple hides it from ``parameters``: it is not trained.
+        self._frozen = (head,)
 
     def unroll(
         self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
     ) -> Iterator[Tensor]:
         """See ``HeadNetwork``; ``auxiliary`` is [B, L, hidden], after the final norm."""
-        return self.mtp.unroll(embedding, token_ids, auxiliary, self._frozen[1], num_steps)
+        return self.mtp.unroll(embedding, token_ids, auxiliary, num_steps)
 
     @property
     def draft_head(self) -> Tensor:
@@ -100,10 +100,10 @@ def train_mtp(
     """
     began = time.monotonic()
     architecture = read_config(model).architecture
-    if architecture not in HYBRIDS or not model.is_dir():
+    if architecture not in WITH_MODULE or not model.is_dir():
         raise UnsupportedError(
             f"{model} is a {architecture}, for which no module for further tokens is trained",
-            f"use a checkpoint directory of one of {HYBRIDS}",
+            f"use a checkpoint directory of one of {WITH_MODULE}",
         )
     if model.resolve() == output.resolve():
         raise ConfigError(f"{output} is the target itself", "choose another output")
@@ -120,7 +120,7 @@ def train_mtp(
         )
         ready = Run(
             objective=HeadObjective(
-                ModuleNetwork(network.mtp, target.head, network.model.rotary_emb),
+                ModuleNetwork(network.mtp, target.head),
                 target,
                 torch.arange(target.config.vocab_size),
                 Unroll(module.ttt_steps, module.step_loss_decay),

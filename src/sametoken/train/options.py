@@ -10,6 +10,7 @@ from sametoken.errors import ConfigError
 
 MAX_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32")
+ARCHITECTURES = ("hybrid", "nemotron_h", "llama")
 
 
 def _validation() -> Any:
@@ -190,7 +191,8 @@ class LMOptions:
     """
 
     architecture: str = option(
-        "hybrid", "hybrid (Qwen3.5: three Gated DeltaNet layers, then full attention) or llama"
+        "hybrid",
+        "hybrid (Qwen3.5: three Gated DeltaNet layers, then full attention), nemotron_h or llama",
     )
     vocab_size: int = option(8192, "tokens of the tokenizer, at most")
     hidden_size: int = option(384, "elements of a hidden state")
@@ -199,16 +201,34 @@ class LMOptions:
     num_heads: int = option(6, "attention heads")
     num_kv_heads: int = option(2, "key-value heads")
     head_dim: int = option(64, "elements of an attention head")
-    linear_key_heads: int = option(4, "key heads of Gated DeltaNet")
-    linear_value_heads: int = option(8, "value heads of Gated DeltaNet")
-    linear_head_dim: int = option(64, "elements of a head of Gated DeltaNet")
+    linear_key_heads: int = option(4, "key heads of Gated DeltaNet; groups of Mamba-2")
+    linear_value_heads: int = option(8, "value heads of Gated DeltaNet; heads of Mamba-2")
+    linear_head_dim: int = option(64, "elements of their heads; width of Mamba-2's state too")
+    pattern: str | None = option(
+        None,
+        "layers of a nemotron_h: M for Mamba-2, * attention, E experts, - MLP; default the first "
+        "num_layers of MEM*E again and again",
+    )
+    num_experts: int = option(8, "experts of a nemotron_h's layer, beside the shared one")
+    num_experts_per_tok: int = option(2, "experts that a token meets")
+    moe_intermediate_size: int = option(384, "of an expert's MLP; the shared one has the MLP's")
     mtp_steps: int = option(3, "drafts in a row of the multi-token-prediction module; 0: none")
     mtp_weight: float = option(0.3, "weight of the module's loss")
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("hybrid", "llama"):
+        if self.architecture not in ARCHITECTURES:
             raise ConfigError(
-                f"architecture={self.architecture!r} is not known", "use hybrid or llama"
+                f"architecture={self.architecture!r} is not known", f"use one of {ARCHITECTURES}"
+            )
+        if self.pattern is not None and (not self.pattern or set(self.pattern) - set("M*E-")):
+            raise ConfigError(
+                f"pattern={self.pattern!r} is not possible", "use the letters M, *, E and -"
+            )
+        if not 0 < self.num_experts_per_tok <= self.num_experts or self.moe_intermediate_size < 1:
+            raise ConfigError(
+                f"{self.num_experts_per_tok} of {self.num_experts} experts of "
+                f"{self.moe_intermediate_size} features are not possible",
+                "use at least 1 of each, and no more than there are",
             )
         if self.architecture == "llama" and self.mtp_steps:
             raise ConfigError("a llama has no multi-token-prediction module", "set mtp_steps to 0")
@@ -226,6 +246,11 @@ class LMOptions:
                 )
         if self.head_dim % 4:
             raise ConfigError(f"head_dim={self.head_dim} is not possible", "use a multiple of 4")
+
+    @property
+    def layer_letters(self) -> str:
+        """The layers of a nemotron_h, a letter each."""
+        return self.pattern or ("MEM*E" * self.num_layers)[: self.num_layers]
 
 
 @dataclass(frozen=True, slots=True)

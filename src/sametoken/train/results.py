@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.io.files import LOCK, DirectoryLock
@@ -67,11 +67,7 @@ def write_decoder(
     Raises:
         ConfigError: the directory cannot be written.
     """
-    tensors = {}
-    for name, parameter in network.named_parameters():
-        rounded = parameter.detach().to(dtype)
-        parameter.data.copy_(rounded)
-        tensors[name] = rounded.cpu()
+    tensors = _rounded(network, dtype)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     _save(tensors, directory / SINGLE)
     _write_text(directory / "config.json", text)
@@ -80,18 +76,14 @@ def write_decoder(
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
     """Copy a checkpoint and write the network's MTP module, in bf16, beside its weights.
 
-    Files of weights are copied unchanged; the index no longer names an MTP module in them. The
-    network takes the rounded weights.
+    Files of weights are copied, without an older MTP module. The network takes the rounded weights.
 
     Raises:
         ConfigError: the directory cannot be written.
         CheckpointError: a file of weights cannot be read.
     """
-    tensors = {}
-    for name, parameter in network.mtp.named_parameters():
-        rounded = parameter.detach().to(torch.bfloat16)
-        parameter.data.copy_(rounded)
-        tensors[f"{PREFIX}.{name}"] = rounded.cpu()
+    module = _rounded(network.mtp, torch.bfloat16)
+    tensors = {f"{PREFIX}.{name}": tensor for name, tensor in module.items()}
     _save(tensors, directory / _MTP_SHARD)
     files: dict[str, str] = {}
     for path in sorted(source.iterdir()):
@@ -99,12 +91,29 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
             continue
         # A file of the usual name would be read without the index.
         name = _FIRST_SHARD if path.name == SINGLE else path.name
-        _copy(path, directory / name)
-        if path.suffix == ".safetensors":
-            kept = [key for key in _names_in(path) if not key.startswith(f"{PREFIX}.")]
-            files |= dict.fromkeys(kept, name)
+        if path.suffix != ".safetensors":
+            _copy(path, directory / name)
+            continue
+        names = _names_in(path)
+        kept = [key for key in names if not key.startswith(f"{PREFIX}.")]
+        if kept == names:
+            _copy(path, directory / name)
+        elif kept:
+            with safe_open(path, framework="pt") as file:
+                _save({key: file.get_tensor(key) for key in kept}, directory / name)
+        files |= dict.fromkeys(kept, name)
     files |= dict.fromkeys(tensors, _MTP_SHARD)
     _write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+
+
+def _rounded(network: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors on the host in the dtype, which the network takes over too."""
+    tensors = {}
+    for name, tensor in network.state_dict().items():
+        rounded = tensor.to(dtype)
+        tensor.copy_(rounded)
+        tensors[name] = rounded.cpu()
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)

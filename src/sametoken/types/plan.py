@@ -21,6 +21,7 @@ class Admission:
         bad_words_token_ids: token sequences that must not be completed.
         grammar: constrains the output.
         request_id: the owner of the slot, for host code that reads plans.
+        prompt_temperature: as in ``EngineRequest``.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class Admission:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     request_id: str = ""
+    prompt_temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class EngineRequest:
         grammar: the compiled ``params.structured_outputs``.
         num_speculative_tokens: limit on drafts per step for this request; None means k.
         use_prefix_cache: whether it reads cached blocks and caches its own.
+        prompt_temperature: above 0; log-probabilities of the prompt are of softmax(logits / this).
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest:
     grammar: Grammar | None = None
     num_speculative_tokens: int | None = None
     use_prefix_cache: bool = True
+    prompt_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.params.logit_bias is None:

@@ -87,11 +87,12 @@ def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_
     head = MTPCheckpoint(tmp_path, load_format="dummy").load(target, **OPTIONS)
     # Of four experts a row reads two.
     unread = 4 * experts_left * matrices * HIDDEN * EXPERTS["moe_intermediate_size"]
-    one_pass = head.fc.nbytes + head.layer.nbytes + head.lm_head.nbytes - unread
+    module = head.module
+    one_pass = module.fc.nbytes + module.layer.nbytes + head.lm_head.nbytes - unread
     mtp = SpeculativeConfig("mtp", 3)
     found = draft_elements(mtp, target.config, tmp_path)
     assert 4 * sum(found) == 3 * one_pass
-    mixture = head.layer.mlp.nbytes - unread if experts_left else 0
+    mixture = module.layer.mlp.nbytes - unread if experts_left else 0
     assert 4 * found.experts == 3 * mixture
 
 

@@ -31,6 +31,11 @@ def no_model(monkeypatch):
         (("model", "--url", NOBODY, "--dtype", "float8"), "dtype='float8'"),
         (("model", "--html", "/no/dir/audit.html"), "/no/dir/audit.html cannot be written"),
         (("model", "--prompts", "/no/file"), "/no/file cannot be read"),
+        (("model", "--trainer", "/no/file"), "/no/file cannot be read"),
+        (("--trainer", "/no/file"), "there is nothing to audit"),
+        (("model", "--trainer", "x", "--url", NOBODY), "--trainer takes no --url"),
+        (("model", "--trainer", "x", "--html", "/dev/null"), "--trainer takes no --url"),
+        (("model", "--checkpoint", "x"), "--checkpoint is of use with --trainer alone"),
     ],
 )
 def test_servers_options_and_files_come_first(arguments, why):

@@ -174,9 +174,9 @@ def test_a_model_without_shared_experts_runs(tmp_path):
     ("name", "changes", "error", "message"),
     [
         ("deepseek_v3", {"scoring_func": "softmax"}, UnsupportedError, "scoring_func='softmax'"),
-        ("deepseek_v3", {"n_group": 3}, CheckpointError, "8 experts in 2 of 3 groups"),
-        ("deepseek_v3", {"topk_group": 5}, CheckpointError, "in 5 of 4 groups"),
-        ("deepseek_v3", {"n_group": 8}, CheckpointError, "in 2 of 8 groups"),
+        ("deepseek_v3", {"n_group": 3}, CheckpointError, "8 experts in 2 of n_group=3 groups"),
+        ("deepseek_v3", {"topk_group": 5}, CheckpointError, "in 5 of n_group=4 groups"),
+        ("deepseek_v3", {"n_group": 8}, CheckpointError, "in 2 of n_group=8 groups"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, CheckpointError, "5 of 8 experts"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, CheckpointError, "qk_rope_head_dim=7 is odd"),
         ("deepseek_v3", {"kv_lora_rank": 2**40}, CheckpointError, "kv_lora_rank"),

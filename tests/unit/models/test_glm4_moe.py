@@ -124,7 +124,7 @@ def test_the_module_computes_what_it_is_defined_as(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert head.lm_head is target.head, "a copy of the target's is not kept"
     quantized = open_module(tmp_path).load(target, **options, max_positions=16, quantize_fp8=True)
-    plain, mixed = head.layer.mlp, quantized.layer.mlp
+    plain, mixed = head.module.layer.mlp, quantized.module.layer.mlp
     assert mixed.routed.nbytes == plain.routed.nbytes
     assert mixed.shared.nbytes < plain.shared.nbytes
 

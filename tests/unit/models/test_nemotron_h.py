@@ -147,7 +147,8 @@ def written(directory, changes):
         ({"block_configs": [3]}, "no list of objects"),
         ({"mamba_num_heads": 5}, "5 Mamba-2 heads in 2 groups"),
         ({"mamba_head_dim": 2**30}, "mamba_head_dim"),
-        ({"n_group": 3}, "4 experts in 3 groups"),
+        ({"n_group": 3}, "of 4 experts in 1 of n_group=3 groups"),
+        ({"n_group": 4, "num_experts_per_tok": 2}, "2 of 4 experts in 1 of n_group=4 groups"),
         ({"n_routed_experts": 10**9}, "n_routed_experts"),
     ],
 )

@@ -287,6 +287,24 @@ def test_prompt_scores_cover_more_rows_than_are_held_at_once():
         check_entry(entry, BY_TOKEN[prompt[position]], prompt[position + 1], 1)
 
 
+@each_kind
+def test_prompt_scores_are_at_the_temperature_of_each_request(steps):
+    params = SamplingParams(temperature=0.7, seed=1, prompt_logprobs=2)
+    rows = [
+        Row(
+            PROMPT, num_query=7, num_computed=0, params=params,
+            prompt_temperature=temperature,
+        )
+        for temperature in (0.5, 1.0, 3.0)
+    ]  # fmt: skip
+    case = case_of(rows)
+    judged = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
+    for row, result in zip(case.rows, judged.buffer.read(case.plan).requests, strict=True):
+        for position, entry in enumerate(result.prompt_logprobs):
+            logits = BY_TOKEN[PROMPT[position]] / row.prompt_temperature
+            check_entry(entry, logits, PROMPT[position + 1], 2)
+
+
 def test_prompt_scores_are_of_prompts_and_for_those_who_asked():
     assert prompt_entries((7,), SamplingParams(temperature=0.0, logprobs=3)) == []
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)

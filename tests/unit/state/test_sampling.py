@@ -22,10 +22,11 @@ def rules_of(table, slot):
 
 
 NO_RULES = [False, -1, 1.0, 0.0, 0.0]
+FREE = [0.0, 1.0, 0, 0, 1.0, 0.0, None, None]
 
 
 def snapshot(table, slot):
-    columns = ("temperature", "seed", "top_k", "top_p", "min_p")
+    columns = ("temperature", "prompt_temperature", "seed", "top_k", "top_p", "min_p")
     asked = (table.num_logprobs.get(slot), table.num_prompt_logprobs.get(slot))
     return [*(getattr(table, name)[slot].item() for name in columns), *asked]
 
@@ -37,7 +38,7 @@ def table():
 
 def test_slots_are_one_more_than_requests_and_start_greedy(table):
     assert table.temperature.shape == (4,)
-    assert all(snapshot(table, slot) == [0.0, 0, 0, 1.0, 0.0, None, None] for slot in range(4))
+    assert all(snapshot(table, slot) == FREE for slot in range(4))
 
 
 def test_admission_sets_one_slot_alone(table):
@@ -45,9 +46,9 @@ def test_admission_sets_one_slot_alone(table):
         temperature=0.5, seed=2**63 - 1, top_k=7, top_p=0.9, min_p=0.1, logprobs=0,
         prompt_logprobs=4,
     )  # fmt: skip
-    table.admit(Admission(1, (5,), 0, params))
-    assert snapshot(table, 1) == [0.5, 2**63 - 1, 7, 0.9, 0.1, 0, 4]
-    assert all(snapshot(table, slot) == [0.0, 0, 0, 1.0, 0.0, None, None] for slot in (0, 2, 3))
+    table.admit(Admission(1, (5,), 0, params, prompt_temperature=4.0))
+    assert snapshot(table, 1) == [0.5, 4.0, 2**63 - 1, 7, 0.9, 0.1, 0, 4]
+    assert all(snapshot(table, slot) == FREE for slot in (0, 2, 3))
     assert all(rules_of(table, slot) == NO_RULES for slot in range(4))
 
 
@@ -56,10 +57,10 @@ def test_admission_replaces_everything_of_the_former_request(table):
         temperature=0.5, seed=9, top_k=7, top_p=0.9, min_p=0.1, logprobs=1, prompt_logprobs=1,
         frequency_penalty=1.0, presence_penalty=-0.5, repetition_penalty=2.0, logit_bias={4: 1.0},
     )  # fmt: skip
-    table.admit(Admission(2, (5,), 0, former))
+    table.admit(Admission(2, (5,), 0, former, prompt_temperature=4.0))
     assert rules_of(table, 2) == [True, 0, 2.0, 1.0, -0.5]
     table.admit(Admission(2, (5,), 0, SamplingParams(temperature=0.0)))
-    assert snapshot(table, 2) == [0.0, 0, 0, 1.0, 0.0, None, None]
+    assert snapshot(table, 2) == FREE
     assert rules_of(table, 2) == NO_RULES
 
 

@@ -30,6 +30,9 @@ SMALL = LMOptions(
     mtp_steps=2,
 )
 LLAMA = replace(SMALL, architecture="llama", mtp_steps=0)
+NEMOTRON = replace(
+    SMALL, architecture="nemotron_h", pattern="ME*-", num_experts=4, moe_intermediate_size=24
+)
 LOOP = LoopOptions(
     steps=3,
     warmup_steps=2,
@@ -54,9 +57,10 @@ def train(output, sources, options, loop=LOOP, report=lambda now: None):
     return train_lm(output, sources, options, loop, report=report, announce=lambda line: None)
 
 
-def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_path):
+@pytest.mark.parametrize("options", [SMALL, NEMOTRON], ids=["hybrid", "nemotron_h"])
+def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_path, options):
     reports = []
-    result = train(tmp_path, sources, SMALL, replace(LOOP, steps=50), reports.append)
+    result = train(tmp_path, sources, options, replace(LOOP, steps=50), reports.append)
     assert reports[-1].loss < reports[0].loss - 1.5
     assert result.perplexity < 60
     assert len(result.acceptance) == 2
@@ -73,7 +77,7 @@ def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_p
     assert llm.speculation_metrics.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("options", [SMALL, LLAMA], ids=["hybrid", "llama"])
+@pytest.mark.parametrize("options", [SMALL, LLAMA, NEMOTRON], ids=["hybrid", "llama", "nemotron_h"])
 def test_transformers_computes_the_same_logits(sources, tmp_path, options):
     train(tmp_path, sources, options)
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +94,7 @@ def test_transformers_computes_the_same_logits(sources, tmp_path, options):
         assert logprob == pytest.approx(float(wanted[position - 1, prompt[position]]), abs=1e-3)
 
 
-@pytest.mark.parametrize("options", [SMALL, LLAMA], ids=["hybrid", "llama"])
+@pytest.mark.parametrize("options", [SMALL, LLAMA, NEMOTRON], ids=["hybrid", "llama", "nemotron_h"])
 def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path, options, cut_off):
     loop = replace(LOOP, steps=12, checkpoint_every=4)
     train(tmp_path / "a", sources, options, loop)
@@ -111,6 +115,8 @@ def test_there_is_something_to_resume(sources, tmp_path):
     [
         {"architecture": "gpt"},
         {"architecture": "llama"},
+        {"pattern": "MX"},
+        {"num_experts_per_tok": 9},
         {"num_heads": 3},
         {"linear_value_heads": 3, "linear_key_heads": 2},
         {"head_dim": 6},

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 from helpers.checkpoints import write_checkpoint, write_llama
 from helpers.hybrids import hybrid_config, hybrid_tensors, without_mtp
-from helpers.training import GREEDY, NUM_PROMPTS, open_llm, prompts_of
+from helpers.nemotron import write_nemotron
+from helpers.training import GREEDY, NUM_PROMPTS, open_llm, prompts_of, write_own_text
 from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.train.distillation import TrainingText
 from sametoken.train.mtp import train_mtp
 from sametoken.train.options import LoopOptions, MTPOptions
 
@@ -38,6 +40,12 @@ def target(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("target"), config, tensors)
 
 
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory):
+    """With a module, which the trained one takes the place of."""
+    return write_nemotron(tmp_path_factory.mktemp("nemotron"), 2, vocab_size=61, hidden_size=32)
+
+
 def ignore(_):
     pass
 
@@ -46,7 +54,11 @@ def train(target, output, text, *, loop=LOOP, report=ignore):
     return train_mtp(target, output, text, MODULE, loop, report=report, announce=ignore)
 
 
-def test_a_trained_module_is_accepted_as_training_said(target, text, tmp_path):
+@pytest.mark.parametrize("family", ["target", "nemotron"])
+def test_a_trained_module_is_accepted_as_training_said(request, tmp_path, family):
+    target = request.getfixturevalue(family)
+    write_own_text(target, tmp_path / "own.jsonl")
+    text = TrainingText(file=tmp_path / "own.jsonl")
     loop = replace(LOOP, steps=80, warmup_steps=10, batch_tokens=512)
     result = train(target, tmp_path, text, loop=loop)
     plain = open_llm(target).generate(prompts_of(), GREEDY)

@@ -7,20 +7,36 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from helpers.checkpoints import VOCAB, write_llama
+from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
 from helpers.forward import Bench
 from helpers.heads import OPTIONS, empty_kv, rows_of_one_slot
-from helpers.hybrids import FULL, LINEAR, hybrid_config, hybrid_tensors, write_hybrid
+from helpers.hybrids import FULL, LINEAR, hybrid_config, write_hybrid
+from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.model.gated_delta_rule.reference import advance
-from sametoken.train.networks import DecoderNetwork, delta_rule, in_drawing_order, load_decoder
+from sametoken.ops.model.mamba2.reference import advance as advance_mamba2
+from sametoken.train.nemotron_h import selective_scan
+from sametoken.train.networks import DecoderNetwork, in_drawing_order, load_decoder
+from sametoken.train.qwen3_5 import delta_rule
 
 STEPS = 3
 # Rows that transformers' gated delta rule takes at once.
 CHUNK = 64
+
+
+def write_latent_experts(directory):
+    changes = {"moe_latent_size": 8, "use_bias": True, "time_step_limit": [0.3, 0.9]}
+    config = nemotron_config("MEM*", **changes)
+    tensors = nemotron_tensors(config)
+    for index in (0, 2):
+        for name in ("in_proj", "out_proj"):
+            weight = tensors[f"backbone.layers.{index}.mixer.{name}.weight"]
+            tensors[f"backbone.layers.{index}.mixer.{name}.bias"] = weight[:, 0].clone()
+    return write_checkpoint(directory, config, tensors)
 
 
 def random_ids(length: int) -> torch.Tensor:
@@ -28,7 +44,7 @@ def random_ids(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 7, CHUNK + 5])
-@pytest.mark.parametrize("write", [write_llama, write_hybrid])
+@pytest.mark.parametrize("write", [write_llama, write_hybrid, write_nemotron, write_latent_experts])
 def test_states_and_logits_are_the_engine_s(tmp_path, write, length):
     write(tmp_path)
     options = OPTIONS | {"max_positions": 128}
@@ -43,15 +59,24 @@ def test_states_and_logits_are_the_engine_s(tmp_path, write, length):
     torch.testing.assert_close(logits, bench.model.compute_logits(wanted), rtol=1e-3, atol=1e-3)
 
 
-def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path):
-    write_hybrid(tmp_path)
+def module_tensor(directory, name):
+    """A tensor of the module as training has it: experts of one matrix are one tensor."""
+    tensors = load_file(directory / "model.safetensors")
+    if f"mtp.{name}" in tensors:
+        return tensors[f"mtp.{name}"]
+    experts, _, projection = name.rpartition(".")
+    return torch.stack([tensors[f"mtp.{experts}.{i}.{projection}.weight"] for i in range(4)])
+
+
+@pytest.mark.parametrize("write", [write_hybrid, write_nemotron])
+def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path, write):
+    write(tmp_path)
     target = load_model(tmp_path, **OPTIONS)
     head = MTPCheckpoint(tmp_path).load(target, **OPTIONS)
     network = load_decoder(tmp_path, mtp=True)
-    tensors = hybrid_tensors(hybrid_config("qwen3_5"))
     with torch.no_grad():
-        for name, parameter in network.mtp.named_parameters():
-            parameter.copy_(tensors[f"mtp.{name}"])
+        for name, tensor in network.mtp.state_dict().items():
+            tensor.copy_(module_tensor(tmp_path, name))
         token_ids = random_ids(10)
         states = torch.randn(1, 10, target.config.hidden_size)
         unrolled = [last[0] for last in network.unroll(token_ids, states, STEPS)]
@@ -103,7 +128,25 @@ def test_weights_are_drawn_in_an_order_that_transformers_does_not_set(tmp_path):
     assert drawn == wanted
 
 
+def test_a_new_nemotron_h_forgets_and_skips_as_mamba_2_begins(tmp_path):
+    network = DecoderNetwork(read_config(write_nemotron(tmp_path)), mtp=True)
+    network.initialise(0)
+    mixer = "model.layers.0.mixer"
+    tensors = network.state_dict()
+    assert torch.equal(tensors[f"{mixer}.D"], torch.ones(4))
+    assert not tensors[f"{mixer}.conv1d.bias"].any()
+    assert ((tensors[f"{mixer}.A_log"].exp() >= 1) & (tensors[f"{mixer}.A_log"].exp() <= 16)).all()
+    experts = tensors["model.layers.1.mixer.experts.down_proj"]
+    assert 0 < experts.std() < tensors["model.layers.1.mixer.experts.up_proj"].std()
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
+    puzzle = write_nemotron(tmp_path / "p", block_configs=[{"block_type": "moe"}])
+    with pytest.raises(UnsupportedError, match="of different sizes"):
+        DecoderNetwork(read_config(puzzle))
+    module = write_nemotron(tmp_path / "m", mtp_hybrid_override_pattern="EE")
+    with pytest.raises(UnsupportedError, match="is not trained"):
+        DecoderNetwork(read_config(module), mtp=True)
     with pytest.raises(UnsupportedError, match="cannot be trained"):
         DecoderNetwork(read_config(write_hybrid(tmp_path / "a", "qwen3_next")))
     llama = read_config(write_llama(tmp_path / "b"))
@@ -184,3 +227,43 @@ def test_gradients_of_the_delta_rule_are_those_of_the_rows():
     expected = torch.autograd.grad((rows(*given) * wanted).sum(), given)
     for name, one, other in zip(["q", "k", "v", "decay", "beta"], found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def scanned_by_rows(x, steps, rates, into, out_of):
+    outputs = torch.empty_like(x)
+    for batch in range(len(x)):
+        state = torch.zeros(*x.shape[2:], into.shape[-1])
+        for row in range(x.shape[1]):
+            part = (given[batch, row] for given in (x, into, out_of))
+            step = steps[batch, row]
+            outputs[batch, row] = advance_mamba2(state, *part, (step * rates).exp(), step)
+    return outputs
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
+@pytest.mark.parametrize("rate", [1e-6, 1.0, 1e4])
+def test_the_selective_scan_is_that_of_the_engine_s_rows(length, rate):
+    generator = torch.Generator().manual_seed(length)
+    x, into, out_of = (
+        torch.randn(2, length, *shape, generator=generator) for shape in ((4, 3), (2, 5), (2, 5))
+    )
+    steps = torch.rand(2, length, 4, generator=generator)
+    rates = -rate * torch.rand(4, generator=generator)
+    given = (x, steps, rates, into, out_of)
+    wanted = scanned_by_rows(*given)
+    torch.testing.assert_close(selective_scan(*given), wanted, rtol=1e-4, atol=1e-4)
+    given = [tensor.requires_grad_() for tensor in given]
+    gradients = torch.autograd.grad(selective_scan(*given).sum(), given)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_gradients_of_the_selective_scan_are_those_of_differences():
+    generator = torch.Generator().manual_seed(0)
+    x, into, out_of = (
+        torch.randn(1, 5, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 2), (1, 3), (1, 3))
+    )
+    steps = torch.rand(1, 5, 2, generator=generator, dtype=torch.float64)
+    rates = -torch.rand(2, generator=generator, dtype=torch.float64)
+    given = [tensor.requires_grad_() for tensor in (x, steps, rates, into, out_of)]
+    assert torch.autograd.gradcheck(selective_scan, given)

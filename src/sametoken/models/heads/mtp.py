@@ -27,43 +27,35 @@ Nemotron-3's module (``mtp_nemotron_h``) runs alike: its two layers of one mixer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 
-import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.linear import Linear
-from sametoken.layers.norm import RMSNorm
+from sametoken.errors import UnsupportedError
 from sametoken.layers.rotary import rotary_table
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
 from sametoken.models.heads.base import (
-    HeadCheckpoint,
     HeadStates,
     SharedWeights,
     load_lm_head,
-    require_sizes,
 )
-from sametoken.models.heads.mtp_form import Module, ModuleForm
+from sametoken.models.heads.mtp_form import (
+    ANOTHER_METHOD,
+    Module,
+    ModuleCheckpoint,
+    ModuleForm,
+    ModuleHead,
+)
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
-from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.models.loader import read_config
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
 from sametoken.models.registry import ARCHITECTURES
-from sametoken.ops.backend import AttentionRows, Kernels
-from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import UnquantizedWeight, Weight
-from sametoken.state.caches import ModelCache
 
 PREFIX = "mtp"
-_ANOTHER_METHOD = "another speculative method"
 
 
 class QwenForm:
@@ -82,7 +74,7 @@ class QwenForm:
             raise UnsupportedError(
                 f"{settings.location}: a multi-token-prediction module with its own embedding is "
                 "not supported",
-                f"use {_ANOTHER_METHOD}",
+                f"use {ANOTHER_METHOD}",
             )
 
     def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
@@ -104,91 +96,22 @@ _FORMS: dict[type[Decoder], ModuleForm] = {
 
 
 def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
-    """The form of an architecture's module; anything except one module of it is refused."""
+    """The form of an architecture's module."""
     architecture = ARCHITECTURES.get(config.architecture, Decoder)
     found = [form for family, form in _FORMS.items() if issubclass(architecture, family)]
     if not found:
         raise UnsupportedError(
             f"{directory}: method 'mtp' does not run with {config.architecture}",
-            f"use a Qwen3.5, Qwen3-Next or Nemotron-3 checkpoint, or {_ANOTHER_METHOD}",
+            f"use a Qwen3.5, Qwen3-Next or Nemotron-3 checkpoint, or {ANOTHER_METHOD}",
         )
-    settings = Settings(config.extra, str(directory))
-    num_layers = found[0].num_layers(settings)
-    if num_layers == 0:
-        raise _without_module(directory)
-    if num_layers != 1:
-        raise UnsupportedError(
-            f"{directory}: a multi-token-prediction module of {short(num_layers)} layers "
-            "is not supported",
-            f"use {_ANOTHER_METHOD}",
-        )
-    found[0].require(settings)
     return found[0]
 
 
-def _without_module(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} holds no multi-token-prediction module ({PREFIX}.*): it was trained without "
-        "one, or a conversion dropped it",
-        f"use the published checkpoint, or {_ANOTHER_METHOD}",
-    )
+class MTPHead(ModuleHead):
+    """See ``ModuleHead``; logits and the next row's state are of one state, after the norm."""
 
-
-@dataclass(frozen=True, slots=True)
-class MTPHead:
-    """The module's weights and its forward pass, as an ``EagleHead``.
-
-    Attributes:
-        embedding: [V, hidden], the target's.
-        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
-        caches: KV of the one layer.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
-    """
-
-    kernels: Kernels
-    embedding: UnquantizedWeight
-    embedding_norm: RMSNorm
-    hidden_norm: RMSNorm
-    fc: Linear
-    layer: DecoderLayer
-    norm: RMSNorm
-    lm_head: Weight
-    caches: tuple[PagedKV, ...]
-    token_ids: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all matrices except embedding and lm_head."""
-        return self.fc.nbytes + self.layer.nbytes
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` does not write to them."""
-        return self.kernels.take_rows(hidden.last, rows)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: Tensor | None = None,
-    ) -> HeadStates:
-        """Run rows over paged KV; see ``EagleHead.forward``."""
-        both = self.kernels.embed_beside(
-            token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
-        )
-        residual = self.fc(both)
-        layer = self.layer
-        attended = layer.attention(layer.input_norm(residual), rows, cache.kv(0), kept)
-        x, residual = layer.post_attention_norm.add(
-            attended, self.kernels.take_rows(residual, kept)
-        )
-        last, _ = self.norm.add(layer.mlp(x), residual)
-        return HeadStates(last, last)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
+    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
+        return HeadStates(normed, normed)
 
 
 def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
@@ -204,7 +127,7 @@ def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -
     )
 
 
-class MTPCheckpoint(HeadCheckpoint[MTPHead]):
+class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
     """The module in the target's directory.
 
     Raises:
@@ -217,20 +140,11 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
-        self.config = read_config(directory, load_format=load_format)
         self._form = _form_of(self.config, directory)
-        self.quantization = read_quantization(self.config.extra, str(directory))
-        fusion = f"{self._form.fusion}.weight"
-        if not self._is_dummy and fusion not in self._open_tensors().names():
-            raise _without_module(directory)
-
-    def require_fit(self, target: ModelConfig) -> None:
-        """Refuse a target of another vocabulary or hidden size."""
-        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
-
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the module reads the target's last hidden state."""
-        return ()
+        settings = Settings(self.config.extra, str(directory))
+        claimed = self._form.num_layers(settings)
+        self._require_module("multi-token-prediction", self.prefix, claimed, self._form.fusion)
+        self._form.require(settings)
 
     def _build(
         self,
@@ -239,15 +153,10 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
         max_positions: int,
         token_ids: Tensor | None,
     ) -> MTPHead:
-        module = self._form.load(self.config, reader, max_positions)
         return MTPHead(
             kernels=reader.kernels,
             embedding=shared.embedding,
-            embedding_norm=module.embedding_norm,
-            hidden_norm=module.hidden_norm,
-            fc=module.fc,
-            layer=module.layer,
-            norm=module.norm,
+            module=self._form.load(self.config, reader, max_positions),
             lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
             caches=(attention_cache(self.config, reader.dtype),),
             token_ids=token_ids,

@@ -1,16 +1,37 @@
-"""What families' multi-token-prediction (MTP) modules have in common."""
+"""What families' multi-token-prediction (MTP, NextN) modules have in common.
+
+Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
+p + 2. ``fc`` maps ``[norm(embedding) | norm(hidden)]``, 2h wide, to h; one layer follows, and runs
+for every further draft too.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import ModelConfig
+from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DecoderLayer
+from sametoken.models.heads.base import Head, HeadCheckpoint, HeadStates, require_sizes
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
+from sametoken.models.loader import read_config
+from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.cache_types import LayerCache
+from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.state.caches import ModelCache
+
+ANOTHER_METHOD = "another speculative method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +50,111 @@ class Module:
     fc: Linear
     layer: DecoderLayer
     norm: RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHead(ABC):
+    """A module's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's or equal to it.
+        module: the weights of its own.
+        lm_head: [V', hidden], as ``embedding``; V' is V, or the length of ``token_ids``.
+        caches: of the one layer.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    module: Module
+    lm_head: Weight
+    caches: tuple[LayerCache, ...]
+    token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices except embedding and lm_head."""
+        return self.module.fc.nbytes + self.module.layer.nbytes
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` does not write to them."""
+        return self.kernels.take_rows(hidden.last, rows)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: Tensor | None = None,
+    ) -> HeadStates:
+        """Run rows over the paged cache; see ``EagleHead.forward``."""
+        module, layer = self.module, self.module.layer
+        residual = module.fc(self._inputs(token_ids, hidden, rows))
+        attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
+        x, residual = layer.post_attention_norm.add(
+            attended, self.kernels.take_rows(residual, kept)
+        )
+        return self._states(*module.norm.add(layer.mlp(x), residual))
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
+        """[T, 2h]: normed embeddings beside normed states."""
+        return self.kernels.embed_beside(
+            token_ids, self.embedding, self.module.embedding_norm, hidden, self.module.hidden_norm
+        )
+
+    @abstractmethod
+    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
+        """Of the state [R, hidden] after the last norm, and before it."""
+        ...
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V'] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
+class ModuleCheckpoint(HeadCheckpoint[Head]):
+    """A module in the target's directory."""
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        self.config = read_config(directory, load_format=load_format)
+        self.quantization = read_quantization(self.config.extra, str(directory))
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a target of another vocabulary or hidden size."""
+        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the module reads the target's last hidden state."""
+        return ()
+
+    def _require_module(self, kind: str, prefix: str, num_layers: object, fusion: str) -> None:
+        """Refuse a checkpoint without a module, or with one that is not implemented.
+
+        Args:
+            kind: of module, for messages.
+            prefix: of its tensors.
+            num_layers: that the config claims, unchecked.
+            fusion: as in ``ModuleForm``.
+
+        Raises:
+            CheckpointError: no module.
+            UnsupportedError: not one layer.
+        """
+        if num_layers not in (0, 1):
+            raise UnsupportedError(
+                f"{self._directory}: a {kind} module of {short(num_layers)} layers "
+                "is not supported",
+                f"use {ANOTHER_METHOD}",
+            )
+        is_stored = self._is_dummy or f"{fusion}.weight" in self._open_tensors().names()
+        if num_layers == 0 or not is_stored:
+            raise CheckpointError(
+                f"{self._directory} holds no {kind} module ({prefix}*): it was trained without "
+                "one, or a conversion dropped it",
+                f"use the published checkpoint, or {ANOTHER_METHOD}",
+            )
 
 
 class ModuleForm(Protocol):

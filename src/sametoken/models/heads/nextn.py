@@ -20,104 +20,46 @@ Config key: ``num_nextn_predict_layers``; without it there is one layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.linear import Linear
-from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.errors import UnsupportedError
+from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
 from sametoken.models.heads.base import (
-    HeadCheckpoint,
     HeadStates,
     SharedWeights,
     load_lm_head,
     load_norm,
-    require_sizes,
 )
-from sametoken.models.load.quantization import read_quantization
+from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
-from sametoken.models.loader import read_config
 from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
-from sametoken.ops.backend import AttentionRows, Kernels
-from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import UnquantizedWeight, Weight
-from sametoken.state.caches import ModelCache
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.weight import UnquantizedWeight
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
-_ANOTHER_METHOD = "another speculative method"
 
 
-@dataclass(frozen=True, slots=True)
-class NextNHead:
-    """The module's weights and its forward pass, as an ``EagleHead``.
-
-    Attributes:
-        embedding: [V, hidden], the target's or equal to it.
-        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
-        caches: of the one layer.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
-    """
-
-    kernels: Kernels
-    embedding: UnquantizedWeight
-    embedding_norm: RMSNorm
-    hidden_norm: RMSNorm
-    fc: Linear
-    layer: DecoderLayer
-    norm: RMSNorm
-    lm_head: Weight
-    caches: tuple[LayerCache, ...]
-    token_ids: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all matrices except embedding and lm_head."""
-        return self.fc.nbytes + self.layer.nbytes
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` does not write to them."""
-        return self.kernels.take_rows(hidden.last, rows)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: Tensor | None = None,
-    ) -> HeadStates:
-        """Run rows over the paged cache; see ``EagleHead.forward``."""
-        residual, layer = self.fc(self._inputs(token_ids, hidden, rows)), self.layer
-        attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
-        x, residual = layer.post_attention_norm.add(
-            attended, self.kernels.take_rows(residual, kept)
-        )
-        last, feedback = self.norm.add(layer.mlp(x), residual)
-        return HeadStates(last, feedback)
+class NextNHead(ModuleHead):
+    """See ``ModuleHead``; the next row's state is the one before the norm."""
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
-        """[T, 2h]: normed embeddings, zeroed at position 0, beside normed states."""
-        both = self.kernels.embed_beside(
-            token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
-        )
+        """As ``ModuleHead._inputs``, with the embedding zeroed at position 0."""
+        both = super()._inputs(token_ids, hidden, rows)
         # A norm of zeros is zeros, so this is the norm of a zeroed embedding.
         both[:, : hidden.shape[1]].masked_fill_((rows.positions == 0)[:, None], 0.0)
         return both
 
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
+    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
+        return HeadStates(normed, residual)
 
 
-class NextNCheckpoint(HeadCheckpoint[NextNHead]):
+class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
     """The module in the target's directory.
 
     Raises:
@@ -129,23 +71,11 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
-        self.config = read_config(directory, load_format=load_format)
-        self.quantization = read_quantization(self.config.extra, str(directory))
         self._family = _family_of(self.config, directory)
         self.prefix = nextn_prefix(self.config)
-        if (
-            not self._is_dummy
-            and f"{self.prefix}eh_proj.weight" not in self._open_tensors().names()
-        ):
-            raise _without_module(directory, self.prefix)
-
-    def require_fit(self, target: ModelConfig) -> None:
-        """Refuse a target of another vocabulary or hidden size."""
-        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
-
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the module reads the target's last hidden state."""
-        return ()
+        settings = Settings(self.config.extra, str(directory))
+        claimed = settings.get("num_nextn_predict_layers", 1)
+        self._require_module("NextN", self.prefix, claimed, f"{self.prefix}eh_proj")
 
     def _build(
         self,
@@ -161,11 +91,13 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         return NextNHead(
             kernels=reader.kernels,
             embedding=self._own(reader, _EMBEDDING) or shared.embedding,
-            embedding_norm=load_norm(reader, f"{prefix}enorm", config),
-            hidden_norm=load_norm(reader, f"{prefix}hnorm", config),
-            fc=reader.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
-            layer=self._load_layer(reader, max_positions),
-            norm=load_norm(reader, f"{prefix}shared_head.norm", config),
+            module=Module(
+                embedding_norm=load_norm(reader, f"{prefix}enorm", config),
+                hidden_norm=load_norm(reader, f"{prefix}hnorm", config),
+                fc=reader.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
+                layer=self._load_layer(reader, max_positions),
+                norm=load_norm(reader, f"{prefix}shared_head.norm", config),
+            ),
             lm_head=load_lm_head(reader, whole, token_ids),
             caches=caches[-1:],
             token_ids=token_ids,
@@ -195,29 +127,13 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
 
 
 def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:
-    """The target's class; refuses another architecture, and other than one layer."""
+    """The target's class; another architecture is refused."""
     family = ARCHITECTURES.get(config.architecture)
     if family is None or not issubclass(family, NextNTarget):
         raise UnsupportedError(
-            f"{directory}: {config.architecture} has no NextN module", f"use {_ANOTHER_METHOD}"
-        )
-    num_layers = Settings(config.extra, str(directory)).get("num_nextn_predict_layers", 1)
-    if num_layers == 0:
-        raise _without_module(directory, nextn_prefix(config))
-    if num_layers != 1:
-        raise UnsupportedError(
-            f"{directory}: a NextN module of {short(num_layers)} layers is not supported",
-            f"use {_ANOTHER_METHOD}",
+            f"{directory}: {config.architecture} has no NextN module", f"use {ANOTHER_METHOD}"
         )
     return family
-
-
-def _without_module(directory: Path, prefix: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} holds no NextN module ({prefix}*): it was trained without one, or a "
-        "conversion dropped it",
-        f"use the published checkpoint, or {_ANOTHER_METHOD}",
-    )
 
 
 def _are_equal(source: TensorSource, name: str, other: str) -> bool:

@@ -8,10 +8,9 @@ called or sized by the file. torch's own weights-only unpickler then loads it, m
 
 from __future__ import annotations
 
-import math
 import pickletools
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as short
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.models.load.files import AGAIN
-from sametoken.models.load.weights import rows_per_chunk
+from sametoken.models.load.weights import FLOATING, TensorsByName
 
 #: Of the pickle in a file: that of 40,000 tensors.
 MAX_PICKLE_BYTES = 2**23
@@ -67,11 +66,10 @@ _GLOBALS = frozenset(
         *(f"torch {name}Storage" for name in _STORAGES),
     )
 )
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class PickledSource:
+class PickledSource(TensorsByName):
     """The tensors of pickled files, as a ``TensorSource``; the files stay mapped.
 
     Args:
@@ -85,22 +83,14 @@ class PickledSource:
     """
 
     def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
-        self.location = location
-        self._tensors: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for path in files:
             for name, tensor in load_tensors(path).items():
-                if name in self._tensors:
+                if name in found:
                     raise CheckpointError(f"tensor {name} is in {path.name} and in another", AGAIN)
                 if name.startswith(prefix):
-                    self._tensors[name] = tensor
-
-    def names(self) -> Collection[str]:
-        """Names in the files."""
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return tuple(self._tensors[name].shape)
+                    found[name] = tensor
+        super().__init__(location, found)
 
     def integers(self, name: str) -> Tensor:
         """A whole tensor of integers.
@@ -118,22 +108,12 @@ class PickledSource:
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor, as views of the mapped file."""
         tensor = self._tensors[name]
-        if tensor.dtype not in _FLOATING:
+        if tensor.dtype not in FLOATING:
             raise UnsupportedError(
                 f"tensor {name} of {self.location} has dtype {tensor.dtype}",
                 "use a checkpoint of unquantized weights",
             )
         yield from self.stored_chunks(name)
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
-        return self._tensors[name].dtype
-
-    def stored_chunks(self, name: str) -> Iterator[Tensor]:
-        """As ``chunks``, of any dtype; a scalar is one row."""
-        tensor = self._tensors[name]
-        rows = tensor if tensor.dim() else tensor[None]
-        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

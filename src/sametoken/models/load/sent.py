@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError, shown
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.weights import TensorSource, rows_per_chunk
-
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from sametoken.models.load.weights import FLOATING, TensorsByName, TensorSource
 
 
-class SentTensors:
+class SentTensors(TensorsByName):
     """A ``TensorSource`` over tensors in memory, which must not change while it is read.
 
     Args:
@@ -26,45 +23,26 @@ class SentTensors:
         WeightUpdateError: an item is no name with a tensor, or a name comes twice.
     """
 
-    location = "the update"
-
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for item in tensors:
             name, tensor = _pair_of(item)
-            if name in self._tensors:
+            if name in found:
                 raise WeightUpdateError(
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
                 )
-            self._tensors[name] = tensor.detach()
-
-    def names(self) -> Collection[str]:
-        """The names that were sent."""
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that was sent."""
-        return tuple(self._tensors[name].shape)
+            found[name] = tensor.detach()
+        super().__init__("the update", found)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Views of the tensor's rows; see ``TensorSource.chunks``."""
         tensor = self._tensors[name]
-        if tensor.dtype not in _FLOATING or tensor.layout != torch.strided:
+        if tensor.dtype not in FLOATING or tensor.layout != torch.strided:
             raise UnsupportedError(
                 f"tensor {name} of {self.location} is {tensor.layout} of {tensor.dtype}",
-                f"send dense tensors of {', '.join(map(str, _FLOATING))}",
+                f"send dense tensors of {', '.join(map(str, FLOATING))}",
             )
         yield from self.stored_chunks(name)
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor that was sent."""
-        return self._tensors[name].dtype
-
-    def stored_chunks(self, name: str) -> Iterator[Tensor]:
-        """As ``chunks``, of any dtype; a scalar is one row."""
-        tensor = self._tensors[name]
-        rows = tensor if tensor.dim() else tensor[None]
-        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
 
 
 def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:

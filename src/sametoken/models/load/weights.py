@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, groupby
@@ -57,6 +57,37 @@ class TensorSource(Protocol):
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype."""
         ...
+
+
+class TensorsByName:
+    """What sources over tensors that are in memory, or mapped, share.
+
+    Args:
+        location: as in ``TensorSource``.
+        tensors: dense tensors by name.
+    """
+
+    def __init__(self, location: str, tensors: Mapping[str, Tensor]) -> None:
+        self.location = location
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that exists."""
+        return tuple(self._tensors[name].shape)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that exists."""
+        return self._tensors[name].dtype
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """Views of the tensor's rows; a scalar is one row."""
+        tensor = self._tensors[name]
+        rows = tensor if tensor.dim() else tensor[None]
+        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
 
 
 class Split(Enum):

@@ -95,7 +95,7 @@ def test_sizes_of_puzzle_s_module_are_its_own(tmp_path):
     changes = {"mtp_block_configs": blocks, "mtp_n_routed_experts": 3}
     tensors = nemotron_tensors(nemotron_config(n_routed_experts=3, **own))
     write_checkpoint(tmp_path, nemotron_config(**changes), tensors)
-    mixture = MTPCheckpoint(tmp_path).load(SharedTarget(), **OPTIONS).layer.mlp
+    mixture = MTPCheckpoint(tmp_path).load(SharedTarget(), **OPTIONS).module.layer.mlp
     assert (mixture.routing.top_k, mixture.router.weight.out_features) == (1, 3)
 
 

@@ -1,0 +1,336 @@
+"""Audit a trainer: its log-probabilities of rollouts beside this engine's, and why they differ."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sametoken.audit.trainer_fit import (
+    MIN_TOKENS,
+    STALE,
+    TEMPERATURE,
+    TOKENS,
+    Fit,
+    cause_of,
+    fitted_temperature,
+)
+from sametoken.audit.trainer_rollouts import ScoredRollout
+from sametoken.audit.trainer_verdict import Group, TokenDifference, TrainerVerdict, WrongToken
+from sametoken.bench.report import environment
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
+from sametoken.engine.weights import MODEL
+from sametoken.errors import NumericalError, RequestError
+from sametoken.models.load.sent import source_of
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
+
+Build = Callable[[EngineConfig], EngineCore]
+
+#: Tokens of the rollouts by which a temperature is searched: each pass runs them all.
+_SEARCHED_TOKENS = 4096
+_MAX_SHOWN = 5
+
+
+def audit_trainer(
+    config: EngineConfig,
+    rollouts: Sequence[ScoredRollout],
+    *,
+    checkpoints: Sequence[Path] = (),
+    tokenizer: Tokenizer | None = None,
+    concurrency: int = 8,
+    announce: Callable[[str], None] = lambda text: None,
+    build: Build = build_engine,
+) -> TrainerVerdict:
+    """Score every rollout with this engine, and explain the differences.
+
+    The engine computes prompts, decodes and verifies drafts with the same bits, so what it says of
+    a whole rollout is what it said while it generated it, with any drafter.
+
+    Args:
+        config: with the weights that the rollouts are said to come from.
+        rollouts: at least one; each with the trainer's log-probabilities.
+        checkpoints: directories with other weights of the same model, which may fit better.
+        tokenizer: the model's, for texts and for rollouts with ``messages``.
+        concurrency: the most rollouts that are scored at once.
+        announce: called with one line per phase.
+        build: builds an engine.
+
+    Raises:
+        RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
+            chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
+            KV memory.
+        WeightUpdateError, UnsupportedError: the weights of a checkpoint cannot replace the model's.
+        NumericalError: the model gives NaN.
+    """
+    wrong = tuple(_wrong_tokens(rollouts, tokenizer))
+    core = build(replace(config, speculative_config=None))
+    scorer = Scorer(core, concurrency)
+    _require_possible(rollouts, scorer)
+    name = Path(config.model).name
+    announce(f"log-probabilities of {name}")
+    open_groups = [_Open.of(f"as given, with {name}", part, scorer) for part in _grouped(rollouts)]
+    differing = [one for one in open_groups if not one.given.is_exact]
+    for one in differing:
+        announce(f"{one.label}: other temperatures and other first tokens")
+        one.try_temperature(scorer)
+        one.try_first_token(scorer, core.resolved.model.bos_token_id)
+    for checkpoint in checkpoints if differing else ():
+        announce(f"weights of {checkpoint}")
+        core.use_weights(core.weights.load(source_of(checkpoint), MODEL))
+        for one in differing:
+            one.try_weights(scorer, str(checkpoint))
+    return TrainerVerdict(
+        model=name,
+        groups=tuple(one.explained(tokenizer) for one in open_groups),
+        wrong_tokens=wrong,
+        num_cut=sum(max(0, len(one.token_ids) - scorer.most_tokens) for one in rollouts),
+        environment=environment(core.resolved.device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The engine's log-probabilities of given tokens.
+
+    Attributes:
+        core: idle before and after.
+        concurrency: the most rollouts at once.
+    """
+
+    core: EngineCore
+    concurrency: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a rollout that can be scored: the engine samples one more."""
+        return self.core.resolved.max_model_len - 1
+
+    def scores(
+        self, sequences: Sequence[tuple[int, ...]], num_wanted: Sequence[int], temperature: float
+    ) -> list[Tensor]:
+        """Score the last tokens of sequences; those past ``most_tokens`` are cut off first.
+
+        Args:
+            sequences: token ids, at least two each.
+            num_wanted: how many of each sequence's last tokens.
+            temperature: the log-probabilities are of softmax(logits / temperature).
+
+        Returns:
+            By sequence, fp32 of the wanted tokens that are left.
+
+        Raises:
+            RequestError, NumericalError: as ``audit_trainer``.
+        """
+        waiting = deque(range(len(sequences)))
+        running: dict[str, list[float]] = {}
+        found: dict[int, Tensor] = {}
+        while waiting or running:
+            while waiting and len(running) < self.concurrency:
+                index = waiting.popleft()
+                self.core.add_request(self._request(index, sequences[index], temperature))
+                running[str(index)] = []
+            for update in self.core.step():
+                if update.failed:
+                    raise NumericalError(
+                        "the model gives NaN for a rollout", "check the weights and the dtype"
+                    )
+                scores = running[update.request_id]
+                for position in update.prompt_logprobs or ():
+                    scores.extend(candidate.logprob for candidate in position.values())
+                if update.samples:
+                    index = int(update.request_id)
+                    first = len(sequences[index]) - num_wanted[index] - 1
+                    found[index] = torch.tensor(scores[first:], dtype=torch.float32)
+                    del running[update.request_id]
+                    self.core.release(update.request_id)
+        while self.core.has_unfinished:
+            self.core.step()
+        return [found[index] for index in range(len(sequences))]
+
+    def _request(self, index: int, token_ids: tuple[int, ...], temperature: float) -> EngineRequest:
+        kept = token_ids[: self.most_tokens]
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        return EngineRequest(
+            str(index),
+            kept,
+            params,
+            len(kept) + 1,
+            use_prefix_cache=False,
+            prompt_temperature=temperature,
+        )
+
+
+@dataclass(slots=True)
+class _Open:
+    """Rollouts of one weight version and temperature while their differences are explained."""
+
+    rollouts: Sequence[ScoredRollout]
+    trainer: list[Tensor]
+    engine: list[Tensor]
+    given: Fit
+    others: list[Fit]
+
+    @classmethod
+    def of(cls, assumed: str, rollouts: Sequence[ScoredRollout], scorer: Scorer) -> _Open:
+        """Score the rollouts as they are."""
+        engine = _scored(scorer, rollouts, rollouts[0].temperature)
+        trainer = [
+            torch.tensor(one.logprobs[: len(scores)], dtype=torch.float64)
+            for one, scores in zip(rollouts, engine, strict=True)
+        ]
+        return cls(rollouts, trainer, engine, Fit.of(assumed, "", trainer, engine), [])
+
+    @property
+    def label(self) -> str:
+        """What the rollouts have in common."""
+        return _label(self.rollouts[0])
+
+    def try_temperature(self, scorer: Scorer) -> None:
+        """Search the temperature that fits a part of the rollouts, then compare all."""
+        if self.given.num_tokens < MIN_TOKENS:
+            return
+        count, num_tokens = 0, 0
+        while count < len(self.rollouts) and num_tokens < _SEARCHED_TOKENS:
+            num_tokens += len(self.rollouts[count].token_ids)
+            count += 1
+
+        def distance(temperature: float) -> float:
+            found = _scored(scorer, self.rollouts[:count], temperature)
+            return Fit.of("", "", self.trainer[:count], found).mean_abs
+
+        fitted = fitted_temperature(distance, self.rollouts[0].temperature)
+        if fitted != self.rollouts[0].temperature:
+            found = _scored(scorer, self.rollouts, fitted)
+            self._add(f"at temperature {fitted:.4g}", TEMPERATURE, found)
+
+    def try_first_token(self, scorer: Scorer, bos: int | None) -> None:
+        """Compare with the sequences without their first token, or with one more BOS."""
+        if self.given.num_tokens < MIN_TOKENS:
+            return
+        if all(one.prompt_len > 1 for one in self.rollouts):
+            assumed = "without the first token"
+            shorter = [one.token_ids[1:] for one in self.rollouts]
+            self._add(assumed, TOKENS, _scored(scorer, self.rollouts, None, shorter))
+        if bos is not None:
+            longer = [(bos, *one.token_ids) for one in self.rollouts]
+            self._add("after one more BOS", TOKENS, _scored(scorer, self.rollouts, None, longer))
+
+    def try_weights(self, scorer: Scorer, name: str) -> None:
+        """Compare with what other weights give, which the engine has now."""
+        found = _scored(scorer, self.rollouts, self.rollouts[0].temperature)
+        self._add(f"with the weights of {name}", STALE, found)
+
+    def _add(self, assumed: str, cause: str, engine: list[Tensor]) -> None:
+        # One more token before may cut one off, one less may let one in.
+        pairs = [
+            (one[: len(found)], found[: len(one)])
+            for one, found in zip(self.trainer, engine, strict=True)
+        ]
+        if any(len(one) for one, _ in pairs):
+            trainer, found = zip(*pairs, strict=True)
+            self.others.append(Fit.of(assumed, cause, trainer, found))
+
+    def explained(self, tokenizer: Tokenizer | None) -> Group:
+        """The finding, with the tokens that differ most."""
+        cause, best = cause_of(self.given, self.others)
+        first = self.rollouts[0]
+        return Group(
+            weight_version=first.weight_version,
+            temperature=first.temperature,
+            num_rollouts=len(self.rollouts),
+            cause=cause,
+            best=best,
+            given=self.given,
+            others=tuple(self.others),
+            largest=tuple(self._largest(tokenizer)),
+        )
+
+    def _largest(self, tokenizer: Tokenizer | None) -> Iterator[TokenDifference]:
+        distances = [
+            (ours.double() - theirs).abs()
+            for ours, theirs in zip(self.engine, self.trainer, strict=True)
+        ]
+        count = min(_MAX_SHOWN, self.given.num_tokens - self.given.num_equal)
+        flat = torch.cat(distances)
+        places = [(i, p) for i, one in enumerate(distances) for p in range(len(one))]
+        for place in flat.topk(count).indices.tolist():
+            index, position = places[place]
+            rollout = self.rollouts[index]
+            token_id = rollout.token_ids[rollout.prompt_len + position]
+            yield TokenDifference(
+                rollout=rollout.name,
+                position=position,
+                token_id=token_id,
+                text=None if tokenizer is None else tokenizer.decode_token(token_id),
+                trainer=float(self.trainer[index][position]),
+                engine=float(self.engine[index][position]),
+            )
+
+
+def _label(rollout: ScoredRollout) -> str:
+    version = "" if rollout.weight_version is None else f"weight version {rollout.weight_version}, "
+    return f"{version}temperature {rollout.temperature:g}"
+
+
+def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]:
+    """Rollouts that say the same of themselves, in the order of weight versions."""
+
+    def said(one: ScoredRollout) -> tuple[int, float]:
+        return (-1 if one.weight_version is None else one.weight_version, one.temperature)
+
+    for _, part in groupby(sorted(rollouts, key=said), said):
+        yield list(part)
+
+
+def _scored(
+    scorer: Scorer,
+    rollouts: Sequence[ScoredRollout],
+    temperature: float | None,
+    sequences: Sequence[tuple[int, ...]] | None = None,
+) -> list[Tensor]:
+    """The engine's scores of the answers; by default after the rollouts' own tokens."""
+    wanted = [len(one.token_ids) - one.prompt_len for one in rollouts]
+    own = [one.token_ids for one in rollouts] if sequences is None else sequences
+    return scorer.scores(own, wanted, temperature or rollouts[0].temperature)
+
+
+def _require_possible(rollouts: Sequence[ScoredRollout], scorer: Scorer) -> None:
+    vocab_size = scorer.core.resolved.model.vocab_size
+    for one in rollouts:
+        if max(one.token_ids) >= vocab_size:
+            raise RequestError(
+                f"rollout {one.name} has the token id {max(one.token_ids)}, the model has "
+                f"{vocab_size} tokens",
+                "audit with the model of the rollouts",
+            )
+        if one.prompt_len >= scorer.most_tokens:
+            raise RequestError(
+                f"rollout {one.name} has a prompt of {one.prompt_len} tokens, of which "
+                f"max_model_len leaves room for {scorer.most_tokens - 1}",
+                "raise max_model_len",
+            )
+
+
+def _wrong_tokens(
+    rollouts: Sequence[ScoredRollout], tokenizer: Tokenizer | None
+) -> Iterator[WrongToken]:
+    """The first difference of each prompt from what the chat template gives for its messages."""
+    for one in rollouts:
+        if one.messages is None:
+            continue
+        if tokenizer is None:
+            raise RequestError("messages need a tokenizer", "leave skip_tokenizer_init out")
+        text = tokenizer.apply_chat_template(list(one.messages), add_generation_prompt=True)
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        found = one.token_ids[: one.prompt_len]
+        if expected != found:
+            yield WrongToken.of(one.name, expected, found, tokenizer.decode_token)

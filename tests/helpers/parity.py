@@ -1,0 +1,82 @@
+"""Our models beside those of transformers that wrote their checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from transformers.utils import logging as transformers_logging
+
+from helpers.forward import CPU, Bench, their_greedy
+from helpers.thread_ranks import run_ranks
+from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.reference import ReferenceKernels
+
+transformers_logging.disable_progress_bar()
+BACKENDS = [ReferenceKernels(), select_kernels(CPU)]
+NUM_GREEDY = 5
+
+
+def drawn_models(max_examples: int) -> settings:
+    """The same random models in every run; none is shrunk."""
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def load(
+    path, kernels=BACKENDS[0], parallel=SINGLE_RANK, dtype=torch.float32, max_positions: int = 128
+):
+    return load_model(
+        path,
+        kernels=kernels,
+        dtype=dtype,
+        device=CPU,
+        max_positions=max_positions,
+        parallel=parallel,
+    )
+
+
+def saved_and_loaded(theirs, kernels, edit: Callable[[Path], None] | None = None, **options):
+    """Our model of theirs; ``edit`` may rewrite the checkpoint before it is read."""
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory, **options)
+        if edit is not None:
+            edit(Path(directory))
+        return load(directory, kernels)
+
+
+@torch.inference_mode()
+def their_logits(theirs, prompt: list[int]) -> torch.Tensor:
+    return theirs(torch.tensor([prompt])).logits[0]
+
+
+def require_logits(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
+    found = Bench(ours).logits(prompt, chunks)
+    assert (found - their_logits(theirs, prompt)).abs().max() < 1e-4
+
+
+def require_parity(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
+    """The same logits, and the same greedy continuation."""
+    require_logits(ours, theirs, prompt, chunks)
+    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
+    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
+
+
+def require_parity_of_ranks(path, prompt: list[int]) -> None:
+    """Two ranks have the same bits, near those of one."""
+    whole = Bench(load(path)).logits(prompt, [])
+    first, second = run_ranks(
+        2, lambda parallel: Bench(load(path, parallel=parallel)).logits(prompt, [7])
+    )
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)

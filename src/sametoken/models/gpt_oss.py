@@ -17,11 +17,10 @@ from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import softmax_routing
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import RotaryTable
+from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import ClampedExperts, Experts
 
@@ -89,7 +88,7 @@ class GptOssForCausalLM(Decoder):
         if weights.parallel.size > 1:
             experts = DividedExperts(weights.kernels, weights.parallel, own)
         # A softmax over the chosen logits is one over all, normalised.
-        routing = replace(softmax_routing(settings, normalise=True), normalise=True)
+        routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
         return RoutedExperts(weights.kernels, router, experts, routing)
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:

@@ -19,7 +19,8 @@ from torch import Tensor
 from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.weights import FLOATING, Part, Share, WeightReader, rows_per_chunk
+from sametoken.models.load.share import Share
+from sametoken.models.load.weights import FLOATING, Part, WeightReader, rows_per_chunk
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import Weight
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.share import Share, adjacent, of_rank
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
@@ -116,58 +117,6 @@ class Part:
     permutation: Tensor | None = None
     split: Split = Split.WHOLE
     output_sizes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of a tensor; a vector has only rows.
-
-    Attributes:
-        rows: ranges of the tensor's rows, consecutive in the share.
-        columns: range of the tensor's columns.
-        permutation: as in ``Part``.
-    """
-
-    rows: tuple[range, ...]
-    columns: range
-    permutation: Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the share."""
-        return sum(len(run) for run in self.rows)
-
-    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
-        """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""
-        offset = 0
-        for run in self.rows:
-            begin = max(run.start, first)
-            end = min(run.stop, first + chunk.shape[0])
-            if begin < end:
-                wanted = chunk[begin - first : end - first]
-                self._put(destination, offset + begin - run.start, wanted)
-            offset += len(run)
-
-    def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
-        """Copy rows of the tensor to the share's rows from ``row`` on."""
-        if wanted.dim() > 1:
-            wanted = wanted[:, self.columns.start : self.columns.stop]
-        rows = slice(row, row + wanted.shape[0])
-        if self.permutation is None:
-            destination[rows].copy_(wanted)
-        else:
-            destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
-
-
-def _of_rank(whole: range, parallel: TensorParallel) -> range:
-    size = len(whole) // parallel.size
-    return whole[parallel.rank * size : (parallel.rank + 1) * size]
-
-
-def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Consecutive ranges of the given sizes, starting at 0."""
-    ends = tuple(accumulate(counts))
-    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,12 +329,12 @@ class WeightReader:
 
     def share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
-        rows = _adjacent(part.output_sizes or (part.rows,))
+        rows = adjacent(part.output_sizes or (part.rows,))
         columns = range(row_shape[0] if row_shape else 1)
         if part.split is Split.ROWS:
-            rows = tuple(_of_rank(run, self.parallel) for run in rows)
+            rows = tuple(of_rank(run, self.parallel) for run in rows)
         elif part.split is Split.COLUMNS:
-            columns = _of_rank(columns, self.parallel)
+            columns = of_rank(columns, self.parallel)
         return Share(rows, columns, part.permutation)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:

@@ -155,11 +155,12 @@ def _sums(
 
 
 @triton.jit
-def _with_biases(acc, up, biases, is_feature, N: tl.constexpr, GATED: tl.constexpr):
-    """Add the biases of the features at ``biases``, and with GATED those of up."""
-    acc += tl.load(biases, is_feature, other=0.0).to(tl.float32)[:, None]
+def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.constexpr):
+    """Add an expert's biases, and with GATED those of up."""
+    own = biases + expert * (2 * N if GATED else N) + feature
+    acc += tl.load(own, feature < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        up += tl.load(biases + N, is_feature, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(own + N, feature < N, other=0.0).to(tl.float32)[:, None]
     return acc, up
 
 
@@ -222,8 +223,6 @@ def _expert_kernel(
         if GROUPED:
             w_at_groups = own_scales + feature * W_GROUPS
             up_at_groups = up_scales + feature * W_GROUPS
-    if biases is not None:
-        biases += expert * (2 * N if GATED else N) + feature
     count = tl.load(counts + expert)
     members += expert * num_pairs
     for first in range(0, count, BLOCK_ROWS):
@@ -244,7 +243,7 @@ def _expert_kernel(
             if GATED:
                 up = scaled(up, up_scales, feature, is_feature, x_scales, x_row, is_pair)
         if biases is not None:
-            acc, up = _with_biases(acc, up, biases, is_feature, N, GATED)
+            acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
         dtype = out.dtype.element_ty
         if ACTIVATION != "none":
             acc = _activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)

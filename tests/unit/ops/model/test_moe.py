@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from helpers.compiled import compile_launches
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
 from sametoken.ops.model import moe as reference
@@ -175,6 +176,20 @@ def test_clamped_experts_with_biases(rows, count, top_k, hidden, inner, dtype):
             torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=tolerance)
         alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone(), out_dtype)
         assert torch.equal(alone, actual[-1:])
+
+
+def test_clamped_experts_compile(tmp_path):
+    code = """
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.weight import ClampedExperts
+
+gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
+clamped = ClampedExperts(1.702, 7.0, gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous())
+chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+StackedExperts(gate_up, down, clamped=clamped)(down[0, :4, :64].contiguous(), chosen, weights)
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2
 
 
 def by_definition(x, gate_up, down, clamped, chosen, weights):

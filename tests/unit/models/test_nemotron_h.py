@@ -15,7 +15,7 @@ from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.settings import Settings
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.nemotron_h import NemotronHForCausalLM, _time_step_limit
+from sametoken.models.nemotron_h import NemotronHForCausalLM, time_step_limit
 from sametoken.ops.cache_types import PagedKV, Recurrent, Stateless
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.model.mamba2.rule import Mamba2
@@ -108,13 +108,13 @@ def test_memory_is_planned_by_the_largest_of_puzzle_s_experts(tmp_path):
     ],
 )
 def test_limits_of_time_steps_as_configs_write_them(given, limit):
-    assert _time_step_limit(Settings({"time_step_limit": given}, "")) == limit
+    assert time_step_limit(Settings({"time_step_limit": given}, "")) == limit
 
 
 @pytest.mark.parametrize("given", [[0.0], [3, 1], "all", [0.0, None], [math.nan, 1.0]])
 def test_other_limits_of_time_steps_are_refused(given):
     with pytest.raises(CheckpointError, match="time_step_limit"):
-        _time_step_limit(Settings({"time_step_limit": given}, ""))
+        time_step_limit(Settings({"time_step_limit": given}, ""))
 
 
 @pytest.mark.parametrize(

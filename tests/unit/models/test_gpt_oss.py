@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from helpers.checkpoints import write_checkpoint
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, Bench
+from sametoken.engine.build import _attention_kernels
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model
+from sametoken.ops.model.attention import hopper
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -106,3 +110,19 @@ def test_new_weights_reach_sinks_and_biases(tmp_path):
     reader = WeightReader(open_weights(path), ReferenceKernels(), torch.float32, CPU)
     Replacement.of(live, live.reloaded(reader)).write()
     assert torch.equal(logits_of(live), logits_of(load(path)))
+
+
+def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, monkeypatch):
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    found = []
+    for name in ("gpt_oss", "qwen2"):
+        target = load(write_family(tmp_path / name, name))
+        requested = SimpleNamespace(
+            architecture=target.config,
+            dtype=(torch.bfloat16, "asked for"),
+            device=torch.device("cuda"),
+        )
+        backend = SimpleNamespace(model=SimpleNamespace(name="triton"))
+        config = SimpleNamespace(block_size=64)
+        found.append(_attention_kernels(backend, requested, config, target))
+    assert found == ["triton", "gluon"]

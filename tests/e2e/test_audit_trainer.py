@@ -16,6 +16,7 @@ from helpers.chat_model import write_chat_model
 from helpers.forward import Bench
 from helpers.parity import BACKENDS, load
 from sametoken import LLM, SamplingParams
+from sametoken.audit import trainer_audit
 from sametoken.audit.trainer_audit import audit_trainer
 from sametoken.audit.trainer_fit import EQUAL, STALE, TEMPERATURE, TIES, TOKENS, UNEXPLAINED
 from sametoken.audit.trainer_rollouts import scored_by
@@ -176,6 +177,36 @@ def test_a_prompt_that_is_not_the_template_s_is_shown_at_its_first_difference(
     wanted = [place % length for length in lengths]
     assert [one["position"] for one in found["wrong_tokens"]] == wanted
     assert {one["how"] for one in found["wrong_tokens"]} == {how}
+
+
+def test_one_token_that_is_off_is_shown_with_both_values(tmp_path, models, outputs):
+    rows = rows_of(outputs, Trainer(models["now"]))
+    wanted = rows[1]["logprobs"][5]
+    rows[1]["logprobs"] = [*rows[1]["logprobs"][:5], wanted - 2, *rows[1]["logprobs"][6:]]
+    code, found = audited(tmp_path, models, rows)
+    assert (code, found["summary"]) == (1, UNEXPLAINED)
+    (shown,) = found["groups"][0]["largest"]
+    assert (shown["rollout"], shown["position"]) == ("2", 5)
+    assert (shown["trainer"], shown["engine"]) == (wanted - 2, wanted)
+    assert shown["token_id"] == rows[1]["token_ids"][rows[1]["prompt_length"] + 5]
+
+
+def test_a_temperature_is_searched_by_few_tokens_and_compared_over_all(
+    tmp_path, models, outputs, monkeypatch
+):
+    counted, scores = [], trainer_audit.Scorer.scores
+
+    def watched(scorer, sequences, *arguments):
+        counted.append(len(sequences))
+        return scores(scorer, sequences, *arguments)
+
+    monkeypatch.setattr(trainer_audit, "_SEARCHED_TOKENS", 1)
+    monkeypatch.setattr(trainer_audit.Scorer, "scores", watched)
+    code, found = audited(tmp_path, models, rows_of(outputs, Trainer(models["now"], 0.8)))
+    assert (code, found["summary"]) == (1, TEMPERATURE)
+    assert found["groups"][0]["best"]["num_tokens"] == 3 * 24
+    assert counted[0] == counted[-1] == 3
+    assert counted.count(1) > 20
 
 
 def test_noise_without_a_cause_is_unexplained(tmp_path, models, outputs):

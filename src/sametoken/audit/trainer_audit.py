@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
@@ -35,8 +36,8 @@ from sametoken.types.sampling_params import SamplingParams
 
 Build = Callable[[EngineConfig], EngineCore]
 
-#: Tokens of the rollouts by which a temperature is searched: each pass runs them all.
-_SEARCHED_TOKENS = 4096
+#: Tokens of the rollouts by which a temperature is searched: each of some 45 passes runs them.
+_SEARCHED_TOKENS = 1024
 _MAX_SHOWN = 5
 
 
@@ -80,7 +81,7 @@ def audit_trainer(
     open_groups = [_Open.of(f"as given, with {name}", part, scorer) for part in _grouped(rollouts)]
     differing = [one for one in open_groups if not one.given.is_exact]
     for one in differing:
-        announce(f"{one.label}: other temperatures and other first tokens")
+        announce("other temperatures and other first tokens")
         one.try_temperature(scorer)
         one.try_first_token(scorer, core.resolved.model.bos_token_id)
     for checkpoint in checkpoints if differing else ():
@@ -190,25 +191,28 @@ class _Open:
         return cls(rollouts, trainer, engine, Fit.of(assumed, "", trainer, engine), [])
 
     @property
-    def label(self) -> str:
-        """What the rollouts have in common."""
-        return _label(self.rollouts[0])
+    def temperature(self) -> float:
+        """What the rollouts say it is."""
+        return self.rollouts[0].temperature
 
     def try_temperature(self, scorer: Scorer) -> None:
         """Search the temperature that fits a part of the rollouts, then compare all."""
         if self.given.num_tokens < MIN_TOKENS:
             return
-        count, num_tokens = 0, 0
-        while count < len(self.rollouts) and num_tokens < _SEARCHED_TOKENS:
-            num_tokens += len(self.rollouts[count].token_ids)
-            count += 1
+        lengths = [len(one.token_ids) for one in self.rollouts]
+        shortest = sorted(range(len(lengths)), key=lengths.__getitem__)
+        before = accumulate((lengths[index] for index in shortest), initial=0)
+        searched = [
+            index for index, past in zip(shortest, before, strict=False) if past < _SEARCHED_TOKENS
+        ]
+        rollouts = [self.rollouts[index] for index in searched]
+        trainer = [self.trainer[index] for index in searched]
 
         def distance(temperature: float) -> float:
-            found = _scored(scorer, self.rollouts[:count], temperature)
-            return Fit.of("", "", self.trainer[:count], found).mean_abs
+            return Fit.of("", "", trainer, _scored(scorer, rollouts, temperature)).mean_abs
 
-        fitted = fitted_temperature(distance, self.rollouts[0].temperature)
-        if fitted != self.rollouts[0].temperature:
+        fitted = fitted_temperature(distance, self.temperature)
+        if fitted != self.temperature:
             found = _scored(scorer, self.rollouts, fitted)
             self._add(f"at temperature {fitted:.4g}", TEMPERATURE, found)
 
@@ -217,16 +221,17 @@ class _Open:
         if self.given.num_tokens < MIN_TOKENS:
             return
         if all(one.prompt_len > 1 for one in self.rollouts):
-            assumed = "without the first token"
             shorter = [one.token_ids[1:] for one in self.rollouts]
-            self._add(assumed, TOKENS, _scored(scorer, self.rollouts, None, shorter))
+            found = _scored(scorer, self.rollouts, self.temperature, shorter)
+            self._add("without the first token", TOKENS, found)
         if bos is not None:
             longer = [(bos, *one.token_ids) for one in self.rollouts]
-            self._add("after one more BOS", TOKENS, _scored(scorer, self.rollouts, None, longer))
+            found = _scored(scorer, self.rollouts, self.temperature, longer)
+            self._add("after one more BOS", TOKENS, found)
 
     def try_weights(self, scorer: Scorer, name: str) -> None:
         """Compare with what other weights give, which the engine has now."""
-        found = _scored(scorer, self.rollouts, self.rollouts[0].temperature)
+        found = _scored(scorer, self.rollouts, self.temperature)
         self._add(f"with the weights of {name}", STALE, found)
 
     def _add(self, assumed: str, cause: str, engine: list[Tensor]) -> None:
@@ -245,7 +250,7 @@ class _Open:
         first = self.rollouts[0]
         return Group(
             weight_version=first.weight_version,
-            temperature=first.temperature,
+            temperature=self.temperature,
             num_rollouts=len(self.rollouts),
             cause=cause,
             best=best,
@@ -260,11 +265,10 @@ class _Open:
             for ours, theirs in zip(self.engine, self.trainer, strict=True)
         ]
         count = min(_MAX_SHOWN, self.given.num_tokens - self.given.num_equal)
-        flat = torch.cat(distances)
-        places = [(i, p) for i, one in enumerate(distances) for p in range(len(one))]
-        for place in flat.topk(count).indices.tolist():
-            index, position = places[place]
-            rollout = self.rollouts[index]
+        starts = list(accumulate(map(len, distances), initial=0))
+        for place in torch.cat(distances).topk(count).indices.tolist():
+            index = bisect_right(starts, place) - 1
+            position, rollout = place - starts[index], self.rollouts[index]
             token_id = rollout.token_ids[rollout.prompt_len + position]
             yield TokenDifference(
                 rollout=rollout.name,
@@ -274,11 +278,6 @@ class _Open:
                 trainer=float(self.trainer[index][position]),
                 engine=float(self.engine[index][position]),
             )
-
-
-def _label(rollout: ScoredRollout) -> str:
-    version = "" if rollout.weight_version is None else f"weight version {rollout.weight_version}, "
-    return f"{version}temperature {rollout.temperature:g}"
 
 
 def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]:
@@ -294,13 +293,13 @@ def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]
 def _scored(
     scorer: Scorer,
     rollouts: Sequence[ScoredRollout],
-    temperature: float | None,
+    temperature: float,
     sequences: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Tensor]:
     """The engine's scores of the answers; by default after the rollouts' own tokens."""
     wanted = [len(one.token_ids) - one.prompt_len for one in rollouts]
     own = [one.token_ids for one in rollouts] if sequences is None else sequences
-    return scorer.scores(own, wanted, temperature or rollouts[0].temperature)
+    return scorer.scores(own, wanted, temperature)
 
 
 def _require_possible(rollouts: Sequence[ScoredRollout], scorer: Scorer) -> None:

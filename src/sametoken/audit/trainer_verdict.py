@@ -14,7 +14,7 @@ _CAUSES = (UNEXPLAINED, TOKENS, STALE, TEMPERATURE, TIES, EQUAL)
 _REMEDIES = {
     TOKENS: "give the trainer the token ids of the rollout, not its text",
     STALE: "give engine and trainer the same weights before the next rollout",
-    TEMPERATURE: "divide the trainer's logits by the temperature of the rollout",
+    TEMPERATURE: "divide the trainer's logits by the rollout's temperature, and state it",
     TIES: "the trainer's kernels round otherwise",
     UNEXPLAINED: "compare the masks, the positions and the order of the trainer's tokens",
 }

@@ -59,6 +59,11 @@ class ScoredRows:
         return cls(index, owners, num_top, width)
 
 
+def log_probabilities(logits: Tensor) -> Tensor:
+    """[R, V] fp32 logits to log-probabilities, as the engine reports them and a trainer repeats."""
+    return logits.log_softmax(dim=-1)
+
+
 def score_tokens(
     logits: Tensor, chosen: Tensor, owner: Tensor, num_top: Tensor, width: int
 ) -> TokenLogprobs:
@@ -74,7 +79,7 @@ def score_tokens(
         width: N of the result, at most V.
     """
     width = min(width, logits.shape[1])
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = log_probabilities(logits)
     order = _order_keys(logits)
     column = chosen[:, None]
     top_ids = _ID_MASK - (order.topk(width, dim=-1).values & _ID_MASK)

@@ -392,7 +392,7 @@ def _is_finite(tensor: Tensor) -> bool:
     if tensor.dtype == torch.float8_e4m3fn:
         # NaN is the only such number, with either sign.
         return not (tensor.view(torch.uint8).bitwise_or(0x80) == 0xFF).any()
-    low, high = torch.aminmax(tensor)
+    low, high = torch.aminmax(tensor.detach())
     return math.isfinite(low) and math.isfinite(high)
 
 

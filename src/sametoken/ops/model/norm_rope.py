@@ -43,20 +43,30 @@ def rope_and_cache(
     qk_norm: QKNorm | None,
 ) -> Tensor:
     """See ``Kernels.rope_and_cache``."""
+    q, k, v = normed_and_rotated(qkv, shape, rotary, rows.positions, qk_norm)
+    block_size = kv.keys.shape[2]
+    blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+    kv.keys[blocks, :, offsets] = k.to(kv.keys.dtype)
+    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
+    return q.to(qkv.dtype)
+
+
+def normed_and_rotated(
+    qkv: Tensor,
+    shape: AttentionShape,
+    rotary: RotaryTable,
+    positions: Tensor,
+    qk_norm: QKNorm | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, q|k|v] to q and k in fp32, normed and rotated, and v as it is: [T, heads, head_dim]."""
     parts = qkv.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in parts)
     q, k = q.float(), k.float()
     if qk_norm is not None:
         q = _normed(q, qk_norm.q_weight, qk_norm.eps)
         k = _normed(k, qk_norm.k_weight, qk_norm.eps)
-    cos = rotary.cos[rows.positions].unsqueeze(1)
-    sin = rotary.sin[rows.positions].unsqueeze(1)
-
-    block_size = kv.keys.shape[2]
-    blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
-    kv.keys[blocks, :, offsets] = _rotated(k, cos, sin).to(kv.keys.dtype)
-    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
-    return _rotated(q, cos, sin).to(qkv.dtype)
+    cos, sin = rotary.cos[positions].unsqueeze(1), rotary.sin[positions].unsqueeze(1)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin), v
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,238 @@
+"""Kernels with gradients: a kernel runs forward, a formula in fp32 gives the gradients.
+
+A kernel gets the arguments that it gets in the engine. The backward pass evaluates the formula
+again, in plain PyTorch, from the inputs that the kernel had; nothing in between is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from sametoken.ops.backend import AttentionShape
+from sametoken.ops.weight import UnquantizedWeight
+from sametoken.sampling.logprobs import log_probabilities
+
+T = TypeVar("T")
+#: One tensor or several.
+Formula = Callable[..., Any]
+
+#: Rows whose logits are in memory at once: 256 of 150k are 154 MB.
+SCORED_ROWS = 256
+
+
+def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T:
+    """``kernel(*inputs)``, with the gradients of ``formula(*inputs)``.
+
+    Args:
+        kernel: its outputs share no memory with the inputs.
+        formula: the same of inputs in fp32, differentiable.
+        inputs: any floating dtypes.
+    """
+    out: T = _apply(_Recomputed, kernel, formula, *inputs)
+    return out
+
+
+def product(
+    packed: UnquantizedWeight,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``packed.matmul(x, bias, out_dtype)``, with gradients by the unpacked ``matrix``, [N, K].
+
+    As ``recomputed``, but no product is computed twice.
+    """
+    out: Tensor = _apply(_Product, packed, out_dtype, x, matrix, bias)
+    return out
+
+
+def packed_attention(
+    kernel: Callable[[Tensor], Tensor],
+    qkv: Sequence[Tensor],
+    shape: AttentionShape,
+    lengths: Sequence[int],
+) -> Tensor:
+    """A kernel's causal attention over packed sequences, with gradients sequence by sequence.
+
+    The backward pass has the weights of one sequence of length n in memory: n^2 per head, in fp32.
+
+    Args:
+        kernel: of q; reads the same k and v from KV memory.
+        qkv: q, k and v, [T, heads, head_dim] each.
+        shape: of the layer.
+        lengths: of the sequences, T in total.
+    """
+    out: Tensor = _apply(_PackedAttention, kernel, shape, lengths, *qkv)
+    return out
+
+
+def token_logprobs(
+    compute_logits: Callable[[Tensor], Tensor], hidden: Tensor, matrix: Tensor, chosen: Tensor
+) -> Tensor:
+    """Log-probabilities of chosen tokens, with the logits of ``SCORED_ROWS`` rows in memory.
+
+    The backward pass computes the logits again, by the same kernels, and adds the gradients of the
+    head's matrix in fp32.
+
+    Args:
+        compute_logits: [L, hidden] to [L, V] fp32, differentiable; multiplies by ``matrix``.
+        hidden: [L, hidden], after the final norm.
+        matrix: [V, hidden], the head's.
+        chosen: [L] int64.
+
+    Returns:
+        [L] fp32.
+    """
+    out: Tensor = _apply(_TokenLogprobs, compute_logits, chosen, hidden, matrix)
+    return out
+
+
+def gradients(
+    formula: Formula, inputs: Sequence[Tensor], needed: Sequence[bool], of: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of a formula at the inputs, in fp32, each rounded once to its input's dtype.
+
+    Args:
+        formula: of the inputs in fp32.
+        inputs: any floating dtypes.
+        needed: the inputs whose gradient is wanted; None is returned for the others.
+        of: the gradients of the formula's outputs.
+    """
+    leaves = [tensor.detach().float() for tensor in inputs]
+    wanted = [leaf.requires_grad_() for leaf, wants in zip(leaves, needed, strict=True) if wants]
+    with torch.enable_grad():
+        outputs = formula(*leaves)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    # Some outputs depend on inputs alone whose gradient nobody wants.
+    pairs = [(out, one.float()) for out, one in zip(outputs, of, strict=True) if out.requires_grad]
+    outputs, of = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, of))
+    return [
+        next(found).to(tensor.dtype) if wants else None
+        for tensor, wants in zip(inputs, needed, strict=True)
+    ]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Causal attention within one sequence: [n, heads, head_dim] each -> [n, q_size]."""
+    grouped = torch.unflatten(q, 1, (shape.num_kv_heads, -1))
+    scores = torch.einsum("ngrd,mgd->grnm", grouped, k) * shape.scale
+    places = torch.arange(q.shape[0], device=q.device)
+    behind = places[:, None] - places
+    unseen = (behind < 0) | (behind >= (shape.sliding_window or q.shape[0]))
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("grnm,mgd->ngrd", weights, v).flatten(1)
+
+
+def _apply(function: type[Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+class _Recomputed(Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Formula, formula: Formula, *inputs: Tensor) -> Any:
+        ctx.formula = formula
+        ctx.save_for_backward(*inputs)
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *gradients(ctx.formula, ctx.saved_tensors, needed, of)
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: UnquantizedWeight,
+        out_dtype: torch.dtype | None,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+    ) -> Any:
+        ctx.save_for_backward(x, matrix)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return packed.matmul(x, bias, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        x, matrix = ctx.saved_tensors
+        _, _, of_x, of_matrix, of_bias = ctx.needs_input_grad
+        wide = of[0].float()
+        return (
+            None,
+            None,
+            (wide @ matrix.float()).to(x.dtype) if of_x else None,
+            (wide.mT @ x.float()).to(matrix.dtype) if of_matrix else None,
+            wide.sum(dim=0).to(ctx.bias_dtype) if of_bias else None,
+        )
+
+
+class _PackedAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: Callable[[Tensor], Tensor],
+        shape: AttentionShape,
+        lengths: Sequence[int],
+        *qkv: Tensor,
+    ) -> Any:
+        ctx.shape, ctx.lengths = shape, lengths
+        ctx.save_for_backward(*qkv)
+        return kernel(qkv[0])
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        needed, shape = ctx.needs_input_grad[3:], ctx.shape
+        columns = [torch.split(tensor, ctx.lengths) for tensor in (*ctx.saved_tensors, *of)]
+        parts: list[list[Any]] = [
+            gradients(lambda q, k, v: attended(q, k, v, shape), qkv, needed, [piece])
+            for *qkv, piece in zip(*columns, strict=True)
+        ]
+        by_input = zip(*parts, strict=True)
+        joined = [torch.cat(pieces) if pieces[0] is not None else None for pieces in by_input]
+        return None, None, None, *joined
+
+
+class _TokenLogprobs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute_logits: Callable[[Tensor], Tensor],
+        chosen: Tensor,
+        hidden: Tensor,
+        matrix: Tensor,
+    ) -> Any:
+        ctx.compute_logits = compute_logits
+        ctx.save_for_backward(chosen, hidden, matrix)
+        pairs = zip(torch.split(hidden, SCORED_ROWS), torch.split(chosen, SCORED_ROWS), strict=True)
+        return torch.cat([_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        chosen, hidden, matrix = ctx.saved_tensors
+        _, _, of_hidden, of_matrix = ctx.needs_input_grad
+        by_hidden = torch.zeros_like(hidden)
+        by_matrix = torch.zeros_like(matrix, dtype=torch.float32) if of_matrix else None
+        for first in range(0, hidden.shape[0], SCORED_ROWS):
+            at = slice(first, first + SCORED_ROWS)
+            rows = hidden[at].detach().requires_grad_()
+            with torch.enable_grad():
+                logprobs = _chosen_logprobs(ctx.compute_logits(rows), chosen[at])
+            wanted = (rows, matrix) if of_matrix else (rows,)
+            by_hidden[at], *rest = torch.autograd.grad(logprobs, wanted, of[0][at])
+            if by_matrix is not None:
+                by_matrix += rest[0]
+        of_matrices = None if by_matrix is None else by_matrix.to(matrix.dtype)
+        return None, None, by_hidden if of_hidden else None, of_matrices
+
+
+def _chosen_logprobs(logits: Tensor, chosen: Tensor) -> Tensor:
+    return log_probabilities(logits).gather(1, chosen[:, None]).squeeze(1)

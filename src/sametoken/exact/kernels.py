@@ -1,0 +1,235 @@
+"""The engine's kernels, differentiable: the same ones, called with the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sametoken.errors import UnsupportedError
+from sametoken.exact.functions import packed_attention, product, recomputed
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    Kernels,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+    Routing,
+)
+from sametoken.ops.model.activation import silu_mul
+from sametoken.ops.model.moe import SeparateExperts, moe_gate
+from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
+from sametoken.ops.reference import ComposedKernels
+from sametoken.ops.weight import ClampedExperts, UnquantizedWeight, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedKV(LayerKV):
+    """One layer's KV memory in a pass, and what was written to it as tensors with gradients.
+
+    Attributes:
+        lengths: of the packed sequences.
+        written: keys and values [T, num_kv_heads, head_dim]; written by ``rope_and_cache``.
+    """
+
+    lengths: Sequence[int]
+    written: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiableWeight:
+    """``UnquantizedWeight`` whose products carry gradients.
+
+    Attributes:
+        packed: the engine's weight, which computes every product.
+        matrix: [N, K], the same values; gradients go to it.
+    """
+
+    packed: UnquantizedWeight
+    matrix: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.packed.out_features
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.packed.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both copies."""
+        return self.packed.nbytes + self.matrix.nbytes
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See ``Weight.matmul``."""
+        return product(self.packed, x, self.matrix, bias, out_dtype)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        """See ``Weight.gated_matmul``."""
+        return recomputed(
+            lambda x, matrix: self.packed.gated_matmul(x),
+            lambda x, matrix: silu_mul(x @ matrix.mT),
+            x,
+            self.matrix,
+        )
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """See ``UnquantizedWeight.rows``."""
+        return recomputed(
+            lambda matrix: self.packed.rows(token_ids),
+            lambda matrix: F.embedding(token_ids, matrix),
+            self.matrix,
+        )
+
+    def quantize_fp8(self) -> NoReturn:
+        """Refused: products of a target are exact."""
+        raise UnsupportedError("fp8 products have no gradients here", "leave fp8 out")
+
+
+_DENSE = "use a dense decoder (docs/rollouts.md)"
+
+
+class DifferentiableKernels:
+    """The operations of dense decoders, and of experts on a CPU, with gradients.
+
+    Contracts are those of ``Kernels``. An operation that is not here is refused by name.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.name = kernels.name
+        self.require = kernels.require
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(f"the operation {name} has no gradients", _DENSE)
+
+    def pack(self, weight: Tensor) -> DifferentiableWeight:
+        """See ``Packing.pack``; ``weight`` carries gradients to the parameters."""
+        return DifferentiableWeight(self._kernels.pack(weight.detach()), weight)
+
+    def pack_experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        clamped: ClampedExperts | None = None,
+    ) -> SeparateExperts:
+        """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
+        if clamped is not None:
+            raise UnsupportedError("clamped experts have no gradients", _DENSE)
+        if not isinstance(self._kernels, ComposedKernels):
+            raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
+        return SeparateExperts(tuple(gate_up), tuple(down))
+
+    def moe_gate(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Kernels.moe_gate``: what CPU backends run is plain PyTorch."""
+        return moe_gate(logits, routing, bias)
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        """See ``Kernels.take_rows``."""
+        return states if rows is None else states.index_select(0, rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels.rms_norm``."""
+        return recomputed(
+            lambda x, weight: self._kernels.rms_norm(x, weight, eps),
+            lambda x, weight: rms_norm(x, weight, eps),
+            x,
+            weight,
+        )
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Kernels.add_rms_norm``; the kernel gets copies, as it may write to both."""
+        return recomputed(
+            lambda x, residual, weight: self._kernels.add_rms_norm(
+                x.clone(), residual.clone(), weight, eps
+            ),
+            lambda x, residual, weight: add_rms_norm(x, residual, weight, eps),
+            x,
+            residual,
+            weight,
+        )
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.gelu_mul``."""
+        return recomputed(self._kernels.gelu_mul, _gelu_mul, gate_up)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """See ``Kernels.soft_cap``."""
+        return recomputed(
+            lambda logits: self._kernels.soft_cap(logits, cap),
+            lambda logits: cap * torch.tanh(logits / cap),
+            logits,
+        )
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """See ``Kernels.rope_and_cache``; keys and values are also kept with their gradients."""
+        assert isinstance(kv, RecordedKV)
+
+        weights = () if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
+
+        def norm_of(both: tuple[Tensor, ...]) -> QKNorm | None:
+            return QKNorm(both[0], both[1], qk_norm.eps) if qk_norm else None
+
+        def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
+            block_size = kv.keys.shape[2]
+            blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+            return q, kv.keys[blocks, :, offsets], kv.values[blocks, :, offsets]
+
+        def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))
+
+        q: Tensor
+        q, *kv.written[:] = recomputed(run, formula, qkv, *weights)
+        return q
+
+    def attention(
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``Kernels.attention``."""
+        assert isinstance(kv, RecordedKV)
+        if sinks is not None:
+            raise UnsupportedError("attention sinks have no gradients", _DENSE)
+        return packed_attention(
+            lambda q: self._kernels.attention(q, shape, rows, kv),
+            (q, *kv.written),
+            shape,
+            kv.lengths,
+        )
+
+
+def differentiable(kernels: Kernels) -> Kernels:
+    """Kernels with gradients, which refuse by name what they lack."""
+    return cast("Kernels", DifferentiableKernels(kernels))
+
+
+def _gelu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -1,0 +1,182 @@
+"""``ExactModel``: the engine's decoder over the parameters of a ``torch.nn.Module``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sametoken.config import EngineConfig
+from sametoken.engine.resolve import (
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_sizes,
+)
+from sametoken.errors import CheckpointError, NumericalError
+from sametoken.exact.functions import token_logprobs
+from sametoken.exact.kernels import DifferentiableWeight, differentiable
+from sametoken.exact.packed import PackedSequences, require_sequences
+from sametoken.layers.rotary import DRAFT_POSITIONS
+from sametoken.models.decoder import HEAD, Decoder
+from sametoken.models.load.quantization import require_unquantized
+from sametoken.models.load.weights import TensorSource, WeightReader
+from sametoken.models.loader import open_checkpoint
+from sametoken.models.names import resolve_model
+from sametoken.models.registry import model_class
+from sametoken.ops.dispatch import select_kernels
+
+
+class ExactModel(nn.Module):
+    """A model whose log-probabilities are, bit for bit, those of ``LLM`` with the same weights.
+
+    Its forward pass is the engine's own decoder, run by the engine's own kernels, over whole
+    sequences; gradients are those of the same operations in fp32 (``exact.functions``). Weights are
+    packed from the parameters in every forward pass, so that no optimizer leaves them stale.
+
+    Parameters have the names of the checkpoint: ``llm.update_weights(model.state_dict().items())``.
+    They may be converted to another dtype, as by ``model.float()`` for an optimizer; a pass rounds
+    them to ``dtype``, as an update of the engine does.
+
+    Args:
+        model: as for ``LLM``.
+        dtype: the engine's: "auto", "bfloat16" or "float32".
+        device: the engine's: "auto", "cpu" or "cuda".
+        max_model_len: the most tokens of a sequence; the engine's, if a checkpoint's rotary
+            settings depend on it (LongRoPE).
+
+    Raises:
+        ConfigError, CheckpointError: as ``LLM``.
+        UnsupportedError: the model has a layer without gradients, or quantized weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        options = EngineConfig(model=model, dtype=dtype, device=device, max_model_len=max_model_len)
+        where = resolve_device(options)
+        checkpoint = open_checkpoint(resolve_model(model, lambda text: None))
+        self.config = checkpoint.config
+        require_unquantized(self.config.extra, model, "an exact model")
+        self._dtype, _ = resolve_dtype(options, self.config.dtype)
+        self._block_size = resolve_sizes(options, where).block_size
+        self._max_model_len = resolve_max_model_len(options, self.config)
+        for name, parameter in self._read(checkpoint.open_tensors(), where).items():
+            _attach(self, name, parameter)
+
+    def forward(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities of tokens, each given all tokens before it.
+
+        Args:
+            sequences: token ids, prompt and answer together; of any lengths.
+            starts: by sequence, index of the first scored token, as the length of its prompt;
+                by default 1.
+
+        Returns:
+            By sequence, [length - start] fp32: of the model's unprocessed logits, as ``logprobs``
+            of ``SamplingParams`` are.
+
+        Raises:
+            RequestError: a sequence is too long, has no token to score, or a token that the model
+                lacks.
+            NumericalError: a parameter is NaN, infinite, or of another shape.
+        """
+        starts = [1] * len(sequences) if starts is None else starts
+        require_sequences(
+            sequences, starts, longest=self._max_model_len, vocab_size=self.config.vocab_size
+        )
+        device = next(self.parameters()).device
+        try:
+            decoder = self._decoder(_NamedTensors(dict(self.named_parameters())), device)
+        except CheckpointError as error:
+            raise NumericalError(error.cause, "look at the optimizer's last step") from error
+        packed = PackedSequences.of(sequences, starts, self._block_size, device)
+        hidden = decoder.forward(packed.token_ids, packed.rows, packed.cache(decoder.caches)).last
+        head = decoder.head
+        assert isinstance(head, DifferentiableWeight)
+        scored = token_logprobs(
+            decoder.compute_logits,
+            hidden.index_select(0, packed.scored),
+            head.matrix,
+            packed.chosen,
+        )
+        # No views: FSDP2 hooks the outputs.
+        return tuple(part.clone() for part in torch.split(scored, [*packed.num_scored]))
+
+    def _read(self, source: TensorSource, device: torch.device) -> dict[str, nn.Parameter]:
+        """The tensors that the decoder reads, and a tied embedding once."""
+        tensors = _FirstRead(source, self._dtype, device)
+        with torch.no_grad():
+            self._decoder(tensors, device)
+        tied = self.config.tie_word_embeddings
+        return {
+            name: nn.Parameter(tensor)
+            for name, tensor in tensors.found.items()
+            if not (tied and name.endswith(HEAD))
+        }
+
+    def _decoder(self, tensors: TensorSource, device: torch.device) -> Decoder:
+        kernels = differentiable(select_kernels(device))
+        reader = WeightReader(tensors, kernels, self._dtype, device)
+        positions = self._max_model_len + DRAFT_POSITIONS
+        return model_class(self.config.architecture)(self.config, reader, max_positions=positions)
+
+
+class _NamedTensors:
+    """A ``TensorSource`` over tensors in memory, which carry their gradients."""
+
+    location = "the module"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The whole tensor, as a copy in chunks would be a node of the graph for each."""
+        yield self._tensors[name]
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    stored_chunks = chunks
+
+
+class _FirstRead:
+    """A ``TensorSource`` that keeps, in ``found``, what is read of another one."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+        self.location, self.found = source.location, dict[str, Tensor]()
+        self.names, self.shape, self.stored_dtype = source.names, source.shape, source.stored_dtype
+        self._source, self._dtype, self._device = source, dtype, device
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        if name not in self.found:
+            parts = [part.to(self._device, self._dtype) for part in self._source.chunks(name)]
+            self.found[name] = torch.cat(parts)
+        yield self.found[name]
+
+    stored_chunks = chunks
+
+
+def _attach(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)

@@ -1,0 +1,134 @@
+"""Packed sequences as rows of one forward pass, and KV memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import RequestError
+from sametoken.exact.kernels import RecordedKV
+from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.cache_types import LayerCache, PagedKV
+from sametoken.state.caches import ModelCache
+from sametoken.state.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Whole sequences of any lengths, one after the other; each has a slot and blocks of its own.
+
+    Attributes:
+        lengths: of the sequences, T in total.
+        token_ids: [T] int64.
+        rows: their slots, positions and KV addresses.
+        scored: [L] int64, the rows that predict the scored tokens.
+        chosen: [L] int64, the scored tokens.
+        num_scored: by sequence, L in total.
+        num_blocks, block_size: of the KV memory, without the reserved block.
+    """
+
+    lengths: tuple[int, ...]
+    token_ids: Tensor
+    rows: AttentionRows
+    scored: Tensor
+    chosen: Tensor
+    num_scored: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        block_size: int,
+        device: torch.device,
+    ) -> PackedSequences:
+        """Lay out sequences that ``require_sequences`` accepts."""
+        lengths = tuple(map(len, sequences))
+        firsts = (0, *accumulate(lengths))
+        counts = [-(-length // block_size) for length in lengths]
+        first_blocks = (0, *accumulate(counts))
+        num_blocks, width = first_blocks[-1], max(counts)
+        table = [
+            [*range(first, last), *[num_blocks] * (width - (last - first))]
+            for first, last in pairwise(first_blocks)
+        ]
+        places = [(slot, at) for slot, length in enumerate(lengths) for at in range(length)]
+        slots, positions = upload(places, device).t().contiguous().unbind(0)
+        block_table = upload([*table, [num_blocks] * width], device)
+        kv_slots = block_table[slots, positions // block_size] * block_size + positions % block_size
+        runs = RowRuns(len(lengths), max(lengths), upload(firsts, device), 0, 0)
+        scored = [
+            first + at
+            for first, length, start in zip(firsts, lengths, starts, strict=False)
+            for at in range(start - 1, length - 1)
+        ]
+        token_ids = upload([*chain(*sequences)], device)
+        index = upload(scored, device)
+        return cls(
+            lengths=lengths,
+            token_ids=token_ids,
+            rows=AttentionRows(positions, slots, kv_slots, block_table, runs),
+            scored=index,
+            chosen=token_ids[index + 1],
+            num_scored=tuple(n - start for n, start in zip(lengths, starts, strict=True)),
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+
+    def cache(self, caches: Sequence[LayerCache]) -> ModelCache:
+        """KV memory for a pass; layers of one form share it, as each ends before the next."""
+        shared: dict[PagedKV, tuple[Tensor, ...]] = {}
+        layers = []
+        for cache in caches:
+            # Other layers have operations without gradients.
+            assert isinstance(cache, PagedKV)
+            form = replace(cache, window=None)
+            if form not in shared:
+                shared[form] = tuple(
+                    torch.zeros(
+                        self.num_blocks + 1, *shape, dtype=dtype, device=self.token_ids.device
+                    )
+                    for shape, dtype in form.block_shapes(self.block_size)
+                )
+            keys, values = shared[form]
+            layers.append(RecordedKV(keys, values, self.lengths))
+        return ModelCache(tuple(layers), (), (), self.num_blocks, None)
+
+
+def require_sequences(
+    sequences: Sequence[Sequence[int]], starts: Sequence[int], *, longest: int, vocab_size: int
+) -> None:
+    """Refuse sequences that cannot be scored.
+
+    Args:
+        sequences: token ids.
+        starts: by sequence, index of the first scored token.
+        longest: the most tokens of a sequence.
+        vocab_size: token ids are below it.
+
+    Raises:
+        RequestError: names the sequence.
+    """
+    if not sequences or len(starts) != len(sequences):
+        raise RequestError(
+            f"{len(starts)} starts for {len(sequences)} sequences",
+            "give at least one sequence, and one start for each",
+        )
+    for index, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
+        if not 1 <= start < len(ids) <= longest:
+            raise RequestError(
+                f"sequence {index} has {len(ids)} tokens, to be scored from {start} on",
+                f"give at most {longest} tokens (max_model_len), at least one of them scored, and "
+                "none of them the first",
+            )
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise RequestError(
+                f"sequence {index} has a token outside the vocabulary 0..{vocab_size - 1}",
+                "give token ids of this model",
+            )

@@ -13,6 +13,7 @@ from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkp
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
+from helpers.mxfp4 import write_mxfp4
 from helpers.nemotron import write_nemotron
 from helpers.quantized import (
     STATIC,
@@ -85,7 +86,8 @@ def ran(path, spec: dict | None, steps: str = "compact", prompts=PROMPTS, **opti
     return drafted, recorded.rows
 
 
-def require_same(path, spec: dict, dtype: str) -> None:
+def require_same(path, spec: dict, dtype: str) -> int:
+    """Returns how many drafts were accepted in the last run."""
     plain, truth = ran(path, None, dtype=dtype, max_num_seqs=1)
     for steps, chunk in (("compact", 16), ("static", 8)):
         drafted, rows = ran(
@@ -96,6 +98,7 @@ def require_same(path, spec: dict, dtype: str) -> None:
         same = [torch.equal(row, truth[key]) for key, row in rows.items() if key in truth]
         assert all(same)
         assert len(same) >= len(PROMPTS) * MAX_TOKENS
+    return drafted.accepted
 
 
 @pytest.mark.parametrize(
@@ -147,3 +150,7 @@ def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
 def test_nor_of_a_target_in_four_bits(tmp_path):
     config, stored = gptq_llama()
     require_same(write_checkpoint(tmp_path, config, stored), NGRAM, "bfloat16")
+
+
+def test_nor_of_experts_in_mxfp4_behind_sinks(tmp_path):
+    assert require_same(write_mxfp4(tmp_path), NGRAM, "bfloat16") > 0

@@ -330,7 +330,7 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        attention_kernels=_attention_kernels(backend, requested, config, target.caches),
+        attention_kernels=_attention_kernels(backend, requested, config, target),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
@@ -347,14 +347,14 @@ def _load(
 
 
 def _attention_kernels(
-    backend: Backend, requested: _Requested, config: EngineConfig, caches: tuple[LayerCache, ...]
+    backend: Backend, requested: _Requested, config: EngineConfig, target: Decoder
 ) -> str:
-    model, (dtype, _) = requested.architecture, requested.dtype
+    model, (dtype, _), device = requested.architecture, requested.dtype, requested.device
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    name, device = backend.model.name, requested.device
-    if not any(isinstance(cache, PagedKV) for cache in caches):
-        return name
-    return attention_kernels(name, shape, dtype, config.block_size, device)
+    if not any(isinstance(cache, PagedKV) for cache in target.caches):
+        return backend.model.name
+    name, size, sinks = backend.model.name, config.block_size, target.has_sinks
+    return attention_kernels(name, shape, dtype, size, device, has_sinks=sinks)
 
 
 def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:

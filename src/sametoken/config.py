@@ -23,12 +23,15 @@ __all__ = [
     "DEFAULT_MODEL",
     "DUMMY",
     "MODEL_HELP",
+    "PROCESSED_LOGPROBS",
+    "RAW_LOGPROBS",
     "EngineConfig",
     "SpeculativeConfig",
     "option",
 ]
 
 DUMMY = "dummy"
+RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 DEFAULT_MODEL = "smollm2"
 MODEL_HELP = (
     "checkpoint directory, GGUF file, Hugging Face hub id as org/name[@revision], smollm2, "
@@ -120,6 +123,12 @@ class EngineConfig:
         "ranks that share the model, each with a shard of every layer and its own GPU",
         "-tp",
         limits=(1, 64),
+    )
+    logprobs_mode: str = option(
+        RAW_LOGPROBS,
+        "log-probabilities of output tokens: raw_logprobs of the model, or processed_logprobs of "
+        "what tokens are chosen from, after penalties, masks, temperature and truncation",
+        choices=(RAW_LOGPROBS, PROCESSED_LOGPROBS),
     )
     load_format: str = option(
         "auto",

@@ -83,7 +83,7 @@ class CheckpointError(SametokenError):
 
 
 class WeightUpdateError(SametokenError, ValueError):
-    """New weights do not fit the running model; it keeps the old ones, to the bit."""
+    """New weights do not fit the running model, or do not come; it keeps the old ones."""
 
 
 class UnsupportedError(SametokenError):

@@ -242,6 +242,40 @@ class LLM:
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
             return self._engine.use_weights(new, version)
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether ``sleep`` has been called, and ``wake_up`` has not ended it."""
+        return self._engine.is_sleeping
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back while no request runs; none may come before ``wake_up``.
+
+        Args:
+            level: 1 gives back KV and the prefix cache; 2 the target's weights too, which must
+                then be updated before all is awake. On a CPU weights are in host memory anyway.
+
+        Raises:
+            RequestError: there is no such level, or requests are unfinished.
+            UnsupportedError: on a GPU, and with several ranks, memory cannot be given back.
+            EngineDeadError: the engine failed.
+        """
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            if self._outputs.num_unfinished:
+                raise RequestError("requests are unfinished", "let them end first")
+            self._engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep, or that of some parts.
+
+        Args:
+            tags: of "weights" and "kv_cache"; None for both. Requests run once both are awake.
+
+        Raises:
+            RequestError: there is no such part, or weights that were dropped have not come back.
+        """
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            self._engine.wake_up(tags)
+
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.
 
@@ -291,6 +325,8 @@ class LLM:
         completions = [completion for request in requests for completion in request.completions]
         num_added = 0
         with self._exclusive.held(interrupts.check):
+            if self._engine.is_sleeping:
+                raise RequestError("the engine sleeps", "call wake_up first")
             try:
                 for completion in completions:
                     self._engine.add_request(completion)

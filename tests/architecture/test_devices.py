@@ -17,6 +17,7 @@ CHECKED = ("layers", "drafters", "models", "sampling", "runner", "state", "distr
 ALLOWED = {
     ("models/load/dummy.py", "dummy_reader"): "shapes alone, on the device that has no memory",
     ("runner/graphs.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
+    ("distributed/trainer_group.py", "_require_backend"): "NCCL is refused where there is no GPU",
     ("distributed/process_group.py", "join"): "each device has its own library",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",

@@ -32,6 +32,7 @@ ENGINE = {
     "swap_space": 4.0,
     "tensor_parallel_size": 1,
     "load_format": "auto",
+    "logprobs_mode": "raw_logprobs",
     "speculative_config": None,
 }
 OWN_ENGINE_OPTIONS = {

@@ -16,6 +16,7 @@ from helpers.gguf_files import convert
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
+from helpers.mxfp4 import write_mxfp4
 from helpers.nemotron import write_nemotron
 from helpers.quantized import (
     STATIC,
@@ -89,7 +90,8 @@ def ran(path, spec: dict | None, steps: str = "compact", prompts=PROMPTS, **opti
     return drafted, recorded.rows
 
 
-def require_same(path, spec: dict, dtype: str, **options) -> None:
+def require_same(path, spec: dict, dtype: str, **options) -> int:
+    """Returns how many drafts were accepted in the last run."""
     plain, truth = ran(path, None, dtype=dtype, max_num_seqs=1, **options)
     for steps, chunk in (("compact", 16), ("static", 8)):
         drafted, rows = ran(
@@ -100,6 +102,7 @@ def require_same(path, spec: dict, dtype: str, **options) -> None:
         same = [torch.equal(row, truth[key]) for key, row in rows.items() if key in truth]
         assert all(same)
         assert len(same) >= len(PROMPTS) * MAX_TOKENS
+    return drafted.accepted
 
 
 @pytest.mark.parametrize(
@@ -199,3 +202,7 @@ def test_weights_in_a_gguf_file_s_bits_do_not_change(tmp_path):
     core = build_engine(EngineConfig.from_options(model=str(path), **options))
     with pytest.raises(UnsupportedError, match="do not change under load_format 'gguf-packed'"):
         core.weights.load(None, "model")
+
+
+def test_nor_of_experts_in_mxfp4_behind_sinks(tmp_path):
+    assert require_same(write_mxfp4(tmp_path), NGRAM, "bfloat16") > 0

@@ -20,7 +20,7 @@ from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_latent, write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.updates import NGRAM, PROMPTS, engine, params, said, same_weights, tensors_of
-from sametoken.errors import UnsupportedError, WeightUpdateError
+from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.models.in_place import Replacement
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -233,3 +233,58 @@ def test_extraction_keeps_one_set_of_weights(llamas, tmp_path):
     live = engine(llamas[0], spec)
     with pytest.raises(UnsupportedError, match="extraction"):
         live.update_weights(llamas[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen3_5", "nemotron", "deepseek_v3", "phi3"])
+def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
+    old, new = (WRITERS[name](tmp_path / str(seed), seed) for seed in (0, 1))
+    built, live = engine(new), engine(old, NGRAM)
+    before = said(live)
+    live.sleep()
+    assert live.is_sleeping
+    with pytest.raises(RequestError, match="wake_up"):
+        live.generate(PROMPTS[:1], params())
+    live.wake_up()
+    assert said(live) == before
+    assert max(one.metrics.num_cached_tokens for one in live.generate(PROMPTS, params())) > 0
+    live.sleep(2)
+    assert live.generate_stream(PROMPTS[0]) is not None
+    with pytest.raises(RequestError, match="update the weights"):
+        live.wake_up()
+    # Whatever is in memory that was given back: nothing of it is read.
+    for tensor in (*live._engine._sleep.memory.kv, *live._engine._sleep.memory.weights):
+        tensor.view(torch.uint8).fill_(63)
+    with pytest.raises(WeightUpdateError):
+        live.update_weights([])
+    live.update_weights(tensors_of(new).items())
+    live.wake_up()
+    assert said(live) == said(built)
+    live._engine.scheduler.check_integrity()
+
+
+def test_running_requests_need_their_kv(llamas):
+    live = engine(llamas[0])
+    stream = live.generate_stream(PROMPTS[0], params())
+    next(stream)
+    with pytest.raises(RequestError, match="unfinished"):
+        live.sleep()
+    core = live._engine
+    with pytest.raises(RequestError, match="requests run"):
+        core.sleep(1)
+    stream.close()
+    live.sleep()
+    live.wake_up(["kv_cache"])
+    live.wake_up(["weights"])
+
+
+def test_a_drafter_waits_for_the_targets_weights(llamas, tmp_path):
+    head = write_safeailab(tmp_path / "head", head_tensors(0))
+    spec = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
+    live, built = (engine(path, spec) for path in llamas)
+    live.sleep(2)
+    with pytest.raises(WeightUpdateError, match="update the model first"):
+        live.update_weights(tensors_of(head).items(), target="drafter")
+    live.update_weights(tensors_of(llamas[1]).items())
+    live.wake_up()
+    assert said(live) == said(built)
+    assert same_weights(live, built)

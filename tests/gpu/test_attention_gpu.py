@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from helpers.rows import runs_of
 from sametoken.ops.backend import (
@@ -64,12 +65,15 @@ class Scene:
         shape = replace(self.shape, sliding_window=sliding_window)
         return attention(q, shape, rows, self.kv, **options)
 
-    def exact(self, slot, position, sliding_window=None):
+    def exact(self, slot, position, sliding_window=None, sinks=None):
         first = max(0, position + 1 - sliding_window) if sliding_window else 0
         k, v = self.history[:, slot, first : position + 1].double().transpose(1, 2)
         grouped = self.queries[slot, position].double().unflatten(0, (len(k), -1))
-        weights = torch.softmax(grouped @ k.mT * self.shape.scale, dim=-1)
-        return (weights @ v).flatten()
+        scores = grouped @ k.mT * self.shape.scale
+        if sinks is not None:
+            beside = sinks.double().view(*scores.shape[:2], 1)
+            scores, v = torch.cat((scores, beside), 2), F.pad(v, (0, 0, 0, 1))
+        return (torch.softmax(scores, dim=-1) @ v).flatten()
 
 
 def window(slot, last, width):
@@ -129,6 +133,25 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
                 assert torch.equal(verified, expected), (last, width, form)
     exact = torch.stack([scene.exact(0, position, sliding_window) for _, position in whole])
     assert (prefill.double() - exact).norm() / exact.norm() < 6e-3
+
+
+@pytest.mark.parametrize("level", [0.0, 300.0, -300.0])
+@pytest.mark.parametrize("sliding_window", [None, 128])
+def test_sinks_keep_the_law_and_overflow_nowhere(sliding_window, level):
+    scene = Scene(AttentionShape(64, 8, 64))
+    sinks = level + torch.linspace(-3, 3, 64, device="cuda")
+    options = {"sliding_window": sliding_window, "sinks": sinks}
+    tile = tile_of(scene.shape)
+    whole = [(0, position) for position in range(1100)]
+    prefill = scene.run(whole, 1100, config=config_of("sequential", 32, tile=tile), **options)
+    for position in (0, 1, 63, 64, 127, 128, 255, 256, 257, 700, 1099):
+        for form in FORMS:
+            config = config_of(form, tile=tile)
+            alone = scene.run([(0, position)], window=1, config=config, **options)
+            assert torch.equal(alone[0], prefill[position]), (position, form)
+    exact = torch.stack([scene.exact(0, at, sliding_window, sinks) for _, at in whole])
+    assert (prefill.double() - exact).norm() <= 6e-3 * exact.norm() + 1e-30
+    assert prefill.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model import activation as activation_reference
 from sametoken.ops.model import norm_rope as norm_reference
 from sametoken.ops.model import norm_rope_triton as norm_rope
-from sametoken.ops.model.activation_triton import gelu_mul, silu_mul, soft_cap
+from sametoken.ops.model.activation_triton import clamped_swiglu, gelu_mul, silu_mul, soft_cap
 from sametoken.ops.model.embedding_triton import (
     embed_beside,
     embedding,
@@ -97,6 +97,16 @@ def test_gated_activations(width, run):
     for first, count in COMPANIES:
         some = slice(first, first + count)
         assert torch.equal(run(gate_up[some].clone()), whole[some])
+
+
+@pytest.mark.parametrize("width", [97, 2880])
+def test_clamped_swiglu(width):
+    gate_up = 4 * noise(ROWS, 2 * width)
+    whole = clamped_swiglu(gate_up, 1.702, 7.0)
+    close(whole.cpu(), activation_reference.clamped_swiglu(gate_up.cpu(), 1.702, 7.0))
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        assert torch.equal(clamped_swiglu(gate_up[some].clone(), 1.702, 7.0), whole[some])
 
 
 def test_soft_cap():

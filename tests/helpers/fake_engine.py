@@ -28,6 +28,7 @@ SUMMARY = EngineSummary(
     dtype="float32",
     method="ngram",
     num_speculative_tokens=4,
+    world_size=1,
     synthetic=(),
     settings=(),
 )

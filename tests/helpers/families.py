@@ -12,6 +12,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     Ministral3Config,
     MinistralConfig,
@@ -49,6 +50,17 @@ YARN = {
     "beta_slow": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+
+#: As gpt-oss has it: the borders of its ramp are not rounded.
+OPEN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 
 
@@ -160,6 +172,25 @@ def glm4_moe(draw) -> dict:
     }
 
 
+def gpt_oss(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    rope = OPEN_YARN | {
+        "truncate": draw(st.booleans()),
+        "factor": draw(st.sampled_from([2.0, 8.0])),
+    }
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "num_local_experts": draw(st.sampled_from([2, 5])),
+        "num_experts_per_tok": draw(st.integers(1, 2)),
+        "sliding_window": draw(st.sampled_from([2, 5, 36])),
+        "layer_types": draw(st.sampled_from([None, [draw(kinds), draw(kinds), draw(kinds)]])),
+        "swiglu_alpha": draw(st.sampled_from([1.702, 0.7])),
+        "swiglu_limit": draw(st.sampled_from([0.3, 7.0])),
+        "attention_bias": draw(st.booleans()),
+        "rope_parameters": rope,
+    }
+
+
 #: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
 FAMILIES = {
     "qwen2": (Qwen2Config, qwen2, {}),
@@ -215,6 +246,18 @@ FAMILIES = {
         Glm4MoeConfig,
         glm4_moe,
         GLM | {"head_dim": 16, "n_group": 2, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        gpt_oss,
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.5,
+            "rope_parameters": OPEN_YARN,
+        },
     ),
     "qwen3_moe": (
         Qwen3MoeConfig,

@@ -147,6 +147,7 @@ class Case:
         chances: Chances | None = None,
         parallel=SINGLE_RANK,
         ops=None,
+        logprobs_mode: str = "raw_logprobs",
     ) -> Judged:
         """One whole step in one of ``STEPS``; the logits of its windows are given."""
         vocab_size = logits.shape[1] if logits is not None else vocab_size
@@ -170,7 +171,7 @@ class Case:
         if logits is not None:
             model.rows.update(self._by_place(logits))
         processing = LogitsProcessing(
-            self.sequences, model, kernels, self.table, self.grammars, parallel
+            self.sequences, model, kernels, self.table, self.grammars, parallel, logprobs_mode
         )
         known = step.ops.known_drafts(self.sequences, list(self.slots))
         layout, buffer = StepLayout.of(self.plan, known), ring.acquire()

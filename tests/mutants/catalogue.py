@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sametoken.drafters.combined import CascadeDrafter, SharedDrafter
 from sametoken.drafters.context import DraftContext
@@ -28,7 +30,10 @@ from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNHead
 from sametoken.ops.model import moe
+from sametoken.ops.model.attention import triton as attention_triton
+from sametoken.ops.model.attention.arithmetic import with_sink
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
 from sametoken.ops.step import (
     compact,
@@ -93,6 +98,13 @@ NEXTN = (
 LATENT_BITS = (
     "tests/e2e/test_parity_latent.py"
     "::test_a_row_has_the_same_bits_in_every_chunk[deepseek_v3-dtype0]"
+)
+SINKS_ONCE = (
+    "tests/unit/ops/model/attention/test_triton.py"
+    "::test_sinks_join_once_whatever_the_number_of_splits[None-config1]"
+)
+SINKS_BITS = (
+    "tests/e2e/test_parity_families.py::test_a_row_has_the_same_bits_in_every_chunk[gpt_oss-dtype0]"
 )
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
@@ -835,6 +847,32 @@ def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
         return replace(verdict, next_token=(verdict.next_token + 1) % 7)
 
     patch.setattr(Step, "_verify", mutant)
+
+
+# Attention sinks
+
+
+@triton.jit
+def _twice_in_merges(acc, total, peak, sink, scale, KV_LEFT: tl.constexpr):
+    """Twice the weight where the results of several programs are merged, one query at a time."""
+    if acc.shape[1] == 1:
+        sink += 0.6931472
+    return with_sink(acc, total, peak, sink, scale, KV_LEFT)
+
+
+@mutant("sink-added-twice-by-the-merge-of-splits", LAW, SINKS_ONCE, "position")
+def merges_add_a_sink_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention_triton, "with_sink", _twice_in_merges)
+
+
+@mutant("sink-left-out-by-rows-alone", LAW, SINKS_BITS, "tokens")
+def rows_alone_have_no_sinks(patch: pytest.MonkeyPatch) -> None:
+    attention = ReferenceKernels.attention
+
+    def mutant(self, q, shape, rows, kv, sinks=None):
+        return attention(self, q, shape, rows, kv, sinks if len(q) > 1 else None)
+
+    patch.setattr(ReferenceKernels, "attention", mutant)
 
 
 # Latent attention

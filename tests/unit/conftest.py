@@ -101,6 +101,8 @@ def resolved(tokenizer) -> ResolvedConfig:
 class ScriptedEngine:
     """Emits each request's script, one window a step; results lag by ``lag`` steps."""
 
+    is_sleeping = False
+
     def __init__(self, resolved: ResolvedConfig, windows, lag: int = 0) -> None:
         self.resolved = resolved
         self.windows = [list(script) for script in windows]

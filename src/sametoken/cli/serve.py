@@ -64,6 +64,11 @@ def serve(
     limits = ServingLimits(**_take(ServingLimits, options))
     server = _server_config(_take(ServerConfig, options))
     ray_config = _ray_config(_take(RayConfig, options), ray)
+    if ray_config is not None and server.weight_transfer_config is not None:
+        raise ConfigError(
+            "weight_transfer_config changes one engine, and Ray has several replicas",
+            "serve each engine alone, or leave one of both out",
+        )
     engine_config = EngineConfig.from_options(model=at_revision(model, revision), **options)
     check_certificate(server)
     if ray_config is not None:

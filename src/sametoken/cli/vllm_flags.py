@@ -16,8 +16,9 @@ _SAME = """
     model revision tokenizer chat_template generation_config dtype device seed load_format
     max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_memory_bytes
     gpu_memory_utilization num_gpu_blocks_override enable_prefix_caching enforce_eager
-    swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs host port
-    api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile tool_call_parser
+    swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
+    host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
+    tool_call_parser weight_transfer_config
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
 """
 SAME = tuple(_SAME.split())

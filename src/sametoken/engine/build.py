@@ -34,9 +34,10 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.sleep import memory_of
 from sametoken.engine.step_memory import StepMemory
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
-from sametoken.engine.weights import FixedWeights, LiveWeights, Weights
+from sametoken.engine.weights import weights_of
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -45,7 +46,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
-from sametoken.models.loader import GGUF_PACKED, load_model, read_config
+from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
 from sametoken.ops.backend import AttentionShape
@@ -142,22 +143,13 @@ def build_engine(
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
-            weights = _weights(loaded, ranks)
-            return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks, weights)
+            shared, resolved = ranks.parallel.size > 1, loaded.resolved
+            weights = weights_of(loaded.target, loaded.drafter, resolved, shared=shared)
+            memory = memory_of(runner.step, shared=shared)
+            return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
     except BaseException:
         extraction.close()
         raise
-
-
-def _weights(loaded: _Loaded, ranks: Ranks) -> Weights:
-    if ranks.parallel.size > 1:
-        return FixedWeights("tensor parallelism")
-    if not isinstance(loaded.extraction, NoExtraction):
-        return FixedWeights("extraction of hidden states")
-    resolved = loaded.resolved
-    if resolved.config.load_format == GGUF_PACKED:
-        return FixedWeights(f"load_format {GGUF_PACKED!r}")
-    return LiveWeights(loaded.target, loaded.drafter, resolved.dtype, resolved.device)
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
@@ -196,7 +188,7 @@ def _silent(text: str) -> None:
 
 def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
     resolved, memory, backend = loaded.resolved, loaded.memory, loaded.backend
-    config, device = resolved.config, resolved.device
+    config, device, mode = resolved.config, resolved.device, resolved.config.logprobs_mode
     kv = _allocate(loaded, loaded.target.caches)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
@@ -226,7 +218,7 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     )
     grammars = SlotGrammars(sequences)
     processing = LogitsProcessing(
-        sequences, loaded.target, backend.model, table, grammars, ranks.parallel
+        sequences, loaded.target, backend.model, table, grammars, ranks.parallel, mode
     )
     caches = (kv, *drafter.kv_caches)
     return StepRunner(
@@ -338,7 +330,7 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        attention_kernels=_attention_kernels(backend, requested, config, target.caches),
+        attention_kernels=_attention_kernels(backend, requested, config, target),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
@@ -355,14 +347,14 @@ def _load(
 
 
 def _attention_kernels(
-    backend: Backend, requested: _Requested, config: EngineConfig, caches: tuple[LayerCache, ...]
+    backend: Backend, requested: _Requested, config: EngineConfig, target: Decoder
 ) -> str:
-    model, (dtype, _) = requested.architecture, requested.dtype
+    model, (dtype, _), device = requested.architecture, requested.dtype, requested.device
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    name, device = backend.model.name, requested.device
-    if not any(isinstance(cache, PagedKV) for cache in caches):
-        return name
-    return attention_kernels(name, shape, dtype, config.block_size, device)
+    if not any(isinstance(cache, PagedKV) for cache in target.caches):
+        return backend.model.name
+    name, size, sinks = backend.model.name, config.block_size, target.has_sinks
+    return attention_kernels(name, shape, dtype, size, device, has_sinks=sinks)
 
 
 def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.weights import FixedWeights, NewWeights, Weights
-from sametoken.errors import EngineDeadError
+from sametoken.engine.sleep import DROP_WEIGHTS, FixedMemory, Memory, Sleep
+from sametoken.engine.weights import MODEL, FixedWeights, NewWeights, Weights
+from sametoken.errors import EngineDeadError, RequestError, WeightUpdateError
 from sametoken.extraction.recording import Extraction, NoExtraction
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
@@ -37,6 +38,7 @@ class EngineCore:
         extraction: Extraction | None = None,
         peers: Peers | None = None,
         weights: Weights | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
@@ -44,6 +46,7 @@ class EngineCore:
         self._extraction = extraction or NoExtraction()
         self.peers = peers or NoPeers()
         self.weights = weights or FixedWeights("models that were built by hand")
+        self._sleep = Sleep(memory or FixedMemory("models that were built by hand"))
         self._in_flight: deque[PendingOutput] = deque()
         # Of steps that were processed before new weights came, for the next call of ``step``.
         self._ready: tuple[RequestUpdate, ...] = ()
@@ -64,9 +67,45 @@ class EngineCore:
             WeightUpdateError: the version does not fit; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
+        if self._sleep.lacks_weights and not new.of_target:
+            raise WeightUpdateError(
+                "a drafter may share weights that were dropped", "update the model first"
+            )
         version = new.version_after(self.scheduler.weight_version, version)
         self._guarded(lambda: self._write(new, version))
         return version
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether some part sleeps, so that ``step`` may not be called."""
+        return bool(self._sleep.asleep)
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until ``wake_up``; requests that wait go on waiting.
+
+        Args:
+            level: 1 gives back KV and prefix cache; 2 the target's weights too.
+
+        Raises:
+            RequestError: there is no such level, or requests run.
+            UnsupportedError: this engine's memory cannot be given back.
+            EngineDeadError: the engine has failed, or a step fails now.
+        """
+        if level == DROP_WEIGHTS:
+            self.weights.require_target(MODEL)
+        self._guarded(self._land)
+        if self.scheduler.num_running or self.scheduler.num_swapped:
+            raise RequestError("requests run, whose KV is needed", "let them end first")
+        self.scheduler.forget_prefixes()
+        self._sleep.begin(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End the sleep of "weights" and "kv_cache", or of one of them.
+
+        Raises:
+            RequestError: there is no such part, or the weights were dropped and not updated.
+        """
+        self._sleep.end(tags)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -123,17 +162,23 @@ class EngineCore:
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
     def _write(self, new: NewWeights, version: int) -> None:
-        while self._in_flight:
-            self._ready += self._process_oldest()
+        self._land()
         new.replacement.write()
         if new.of_target:
             self.scheduler.begin_weights(version)
+            if new.replacement.pairs:
+                self._sleep.lacks_weights = False
+
+    def _land(self) -> None:
+        while self._in_flight:
+            self._ready += self._process_oldest()
 
     def _step(self) -> tuple[RequestUpdate, ...]:
         ready, self._ready = self._ready, ()
         return ready + self._advance()
 
     def _advance(self) -> tuple[RequestUpdate, ...]:
+        self._sleep.require_awake()
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))

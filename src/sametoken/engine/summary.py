@@ -17,7 +17,7 @@ _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
-_ATTENTION = "gluon on Hopper GPUs in bf16 and fp16, else as kernels"
+_ATTENTION = "gluon on Hopper GPUs in bf16 and fp16 without sinks, else as kernels"
 _NO_RECURRENT = "the model has no recurrent layers"
 
 
@@ -43,6 +43,7 @@ class EngineSummary:
         device, dtype: as text, for example "cuda" and "bfloat16".
         method: the speculative method's label; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
+        world_size: ranks that share the model.
         synthetic: labels of synthetic parts, to show beside every result.
         settings: every setting with its reason.
     """
@@ -56,6 +57,7 @@ class EngineSummary:
     dtype: str
     method: str | None
     num_speculative_tokens: int
+    world_size: int
     synthetic: tuple[str, ...]
     settings: tuple[Setting, ...]
 
@@ -74,6 +76,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         dtype=str(resolved.dtype).removeprefix("torch."),
         method=speculative.label if speculative else None,
         num_speculative_tokens=config.num_speculative_tokens,
+        world_size=config.tensor_parallel_size,
         synthetic=config.synthetic,
         settings=explanation(resolved),
     )

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sametoken.drafters.base import LoadedDrafter
+from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import (
     CheckpointError,
     DrafterMismatchError,
@@ -23,12 +24,15 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
-from sametoken.models.loader import low_mmap_threshold
+from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold
 from sametoken.ops.backend import Kernels
+from sametoken.types.speculative_methods import EXTRACT
 
 MODEL, DRAFTER = "model", "drafter"
 #: Versions are 64-bit numbers in prefix cache keys.
 _MAX_VERSION = 2**63 - 1
+#: Times the weights' bytes that a trainer may send.
+_WIDEST = 4
 _ALL = "send every tensor of the checkpoint, under its Hugging Face name"
 
 
@@ -43,6 +47,11 @@ class NewWeights:
 
     replacement: Replacement
     of_target: bool
+
+    @classmethod
+    def same(cls) -> NewWeights:
+        """The target's own weights, for another version."""
+        return cls(Replacement(()), of_target=True)
 
     def version_after(self, current: int, wanted: int | None) -> int:
         """The version once they are in use: the wanted one, or the next; a drafter's keep it.
@@ -67,6 +76,15 @@ class NewWeights:
 
 class Weights(Protocol):
     """The weights of an engine, which may be replaced."""
+
+    def require_target(self, target: str) -> int:
+        """The most bytes that a trainer may send for a target of ``load``.
+
+        Raises:
+            WeightUpdateError: there is no such target.
+            UnsupportedError: this engine's weights cannot change.
+        """
+        ...
 
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """Load and check a full set of weights; nothing that runs is changed.
@@ -93,9 +111,17 @@ class FixedWeights:
 
     why: str
 
+    def require_target(self, target: str) -> int:
+        """Refuse; see ``Weights``."""
+        raise self._refusal
+
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """Refuse; see ``Weights``."""
-        raise UnsupportedError(
+        raise self._refusal
+
+    @property
+    def _refusal(self) -> UnsupportedError:
+        return UnsupportedError(
             f"weights do not change under {self.why}", "build another engine with the new weights"
         )
 
@@ -115,16 +141,24 @@ class LiveWeights:
     dtype: torch.dtype
     device: torch.device
 
+    def require_target(self, target: str) -> int:
+        """See ``Weights``."""
+        if target not in (MODEL, DRAFTER):
+            raise WeightUpdateError(
+                f"target={shown(target)} is no part of an engine", f"use {MODEL!r} or {DRAFTER!r}"
+            )
+        if target == DRAFTER and self.drafter.reload is None:
+            raise WeightUpdateError("this engine's drafter has no weights", "leave it out")
+        # float64 in place of 16 bits.
+        return _WIDEST * (self.model.weights_bytes + self.drafter.weights_bytes)
+
     @low_mmap_threshold()
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 
         If none of the module's tensors are there, it stays as it is.
         """
-        if target not in (MODEL, DRAFTER):
-            raise WeightUpdateError(
-                f"target={shown(target)} is no part of an engine", f"use {MODEL!r} or {DRAFTER!r}"
-            )
+        self.require_target(target)
         try:
             return self._load(source, target)
         except (CheckpointError, UnsupportedError, DrafterMismatchError) as error:
@@ -146,8 +180,7 @@ class LiveWeights:
             )
             if not self._brings_module(source):
                 return NewWeights(Replacement.of(self.model, model), of_target=True)
-        if drafter.reload is None:
-            raise WeightUpdateError("this engine's drafter has no weights", "leave it out")
+        assert drafter.reload is not None
         head = drafter.reload(source, model, kernels)
         replacement = Replacement.of((self.model, drafter.model), (model, head))
         return NewWeights(replacement, target == MODEL)
@@ -155,3 +188,23 @@ class LiveWeights:
     def _brings_module(self, source: TensorSource) -> bool:
         prefix = self.drafter.in_target
         return prefix is not None and any(name.startswith(prefix) for name in source.names())
+
+
+def weights_of(
+    model: Decoder, drafter: LoadedDrafter, resolved: ResolvedConfig, *, shared: bool
+) -> Weights:
+    """The weights of an engine that was built.
+
+    Args:
+        model, drafter: as loaded.
+        resolved: the engine's settings.
+        shared: whether several ranks share the model.
+    """
+    if shared:
+        return FixedWeights("tensor parallelism")
+    speculative = resolved.config.speculative_config
+    if speculative is not None and speculative.method == EXTRACT:
+        return FixedWeights("extraction of hidden states")
+    if resolved.config.load_format == GGUF_PACKED:
+        return FixedWeights(f"load_format {GGUF_PACKED!r}")
+    return LiveWeights(model, drafter, resolved.dtype, resolved.device)

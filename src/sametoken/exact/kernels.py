@@ -25,7 +25,7 @@ from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import ClampedExperts, UnquantizedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,9 @@ class DifferentiableWeight:
         raise UnsupportedError("fp8 products have no gradients here", "leave fp8 out")
 
 
+_DENSE = "use a dense decoder (docs/rollouts.md)"
+
+
 class DifferentiableKernels:
     """The operations of dense decoders, and of experts on a CPU, with gradients.
 
@@ -108,16 +111,21 @@ class DifferentiableKernels:
         self.require = kernels.require
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(
-            f"the operation {name} has no gradients", "use a dense decoder (docs/rollouts.md)"
-        )
+        raise UnsupportedError(f"the operation {name} has no gradients", _DENSE)
 
     def pack(self, weight: Tensor) -> DifferentiableWeight:
         """See ``Packing.pack``; ``weight`` carries gradients to the parameters."""
         return DifferentiableWeight(self._kernels.pack(weight.detach()), weight)
 
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
+    def pack_experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        clamped: ClampedExperts | None = None,
+    ) -> SeparateExperts:
         """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
+        if clamped is not None:
+            raise UnsupportedError("clamped experts have no gradients", _DENSE)
         if not isinstance(self._kernels, ComposedKernels):
             raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
         return SeparateExperts(tuple(gate_up), tuple(down))
@@ -198,10 +206,17 @@ class DifferentiableKernels:
         return q
 
     def attention(
-        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Kernels.attention``."""
         assert isinstance(kv, RecordedKV)
+        if sinks is not None:
+            raise UnsupportedError("attention sinks have no gradients", _DENSE)
         return packed_attention(
             lambda q: self._kernels.attention(q, shape, rows, kv),
             (q, *kv.written),

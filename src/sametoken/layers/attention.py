@@ -28,6 +28,7 @@ class Attention:
         qkv: fused projection to [q | k | v].
         output: projection of the heads to the hidden size.
         qk_norm: per-head norm of q and k before RoPE, if any.
+        sinks: [num_heads] fp32, a logit per head without a value, if any (``Kernels.attention``).
     """
 
     kernels: Kernels
@@ -36,6 +37,7 @@ class Attention:
     output: Projection
     rotary: RotaryTable
     qk_norm: QKNorm | None = None
+    sinks: Tensor | None = None
 
     def __call__(
         self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
@@ -47,9 +49,8 @@ class Attention:
         q = self.kernels.rope_and_cache(
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
         )
-        return self.output(
-            self.kernels.take_rows(self.kernels.attention(q, self.shape, rows, kv), kept)
-        )
+        attended = self.kernels.attention(q, self.shape, rows, kv, self.sinks)
+        return self.output(self.kernels.take_rows(attended, kept))
 
     @property
     def nbytes(self) -> int:

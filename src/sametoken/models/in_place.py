@@ -59,6 +59,11 @@ class Replacement:
                 tensor.copy_(values)
 
 
+def tensors_of(node: object) -> tuple[Tensor, ...]:
+    """The distinct tensors of a model or head."""
+    return tuple({one.data_ptr(): one for _, one in _tensors(node, "")}.values())
+
+
 def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors below a node by their place; kernels, whose tensors are none, are skipped."""
     if isinstance(node, Tensor):

@@ -147,7 +147,7 @@ def load_model(
     build = partial(
         architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
     )
-    quantization = _formats(checkpoint, str(path), load_format, device, parallel)
+    quantization = _formats(checkpoint, str(path), load_format, parallel)
     if load_format == DUMMY:
         reader = dummy_reader(
             Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
@@ -163,14 +163,13 @@ def _formats(
     checkpoint: Checkpoint,
     path: str,
     load_format: str,
-    device: torch.device,
     parallel: TensorParallel,
 ) -> Quantization:
     """How the checkpoint's matrices are stored and stay."""
     if load_format != GGUF_PACKED or not isinstance(checkpoint, GGUFCheckpoint):
         return read_quantization(checkpoint.config.extra, path)
-    if device.type != "cpu" or parallel.size > 1:
+    if parallel.size > 1:
         raise ConfigError(
-            f"load_format={load_format!r} runs on one CPU rank only", "use load_format 'gguf'"
+            f"load_format={load_format!r} runs on one rank only", "use load_format 'gguf'"
         )
     return checkpoint.blocks()

@@ -12,6 +12,7 @@ from sametoken.models.deepseek import (
 )
 from sametoken.models.gemma3 import Gemma3ForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
+from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
 from sametoken.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
@@ -34,6 +35,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "KimiK2ForCausalLM": DeepseekV3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,

@@ -293,6 +293,13 @@ class Kernels(Packing, Protocol):
         """
         ...
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """``(u + 1) * g * sigmoid(alpha * g)``, rounded once: [T, 2I] = [gate | up] -> [T, I].
+
+        g is the gate, at most ``limit``, and u is up, from ``-limit`` to ``limit``.
+        """
+        ...
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """``cap * tanh(logits / cap)`` of [L, V] fp32."""
         ...
@@ -327,12 +334,19 @@ class Kernels(Packing, Protocol):
         ...
 
     def attention(
-        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each row over its slot's KV: [T, H, D] -> [T, H * D].
 
         KV is read in splits of fixed size anchored at position 0, merged in order, so decode,
-        verify and prefill rows of equal position have equal bits.
+        verify and prefill rows of equal position have equal bits. ``sinks``, [H] fp32, finite and
+        contiguous, is a logit per head that takes part in the softmax and has no value: it joins
+        the merged splits once, as a last split of total weight 1 whose values are 0.
         """
         ...
 

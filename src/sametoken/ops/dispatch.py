@@ -55,13 +55,19 @@ def select_backend(device: torch.device) -> Backend:
 
 
 def attention_kernels(
-    kernels: str, shape: AttentionShape, dtype: torch.dtype, block_size: int, device: torch.device
+    kernels: str,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    *,
+    has_sinks: bool,
 ) -> str:
     """What computes attention where ``kernels`` serve: ``gluon`` on Hopper, else themselves."""
     if device.type == "cuda":
         from sametoken.ops.model.attention import hopper
 
-        if hopper.serves(shape, dtype, block_size, device):
+        if hopper.serves(shape, dtype, block_size, device, has_sinks=has_sinks):
             return "gluon"
     return kernels
 

@@ -42,7 +42,14 @@ from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, UnquantizedWeight, Weight
+from sametoken.ops.weight import (
+    ClampedExperts,
+    Fp8Matrix,
+    Int4Matrix,
+    IntegerMatrix,
+    UnquantizedWeight,
+    Weight,
+)
 
 
 class ComposedKernels:
@@ -64,9 +71,13 @@ class ComposedKernels:
         return StackedWeight(tuple(weights), activation.silu_mul)
 
     def pack_experts(
-        self: Kernels, gate_up: Sequence[Weight], down: Sequence[Weight]
+        self: Kernels,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        clamped: ClampedExperts | None = None,
     ) -> SeparateExperts:
-        return SeparateExperts(tuple(gate_up), tuple(down), self.relu_squared)
+        activations = (self.relu_squared, self.clamped_swiglu)
+        return SeparateExperts(tuple(gate_up), tuple(down), *activations, clamped)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
@@ -169,6 +180,9 @@ class ReferenceKernels(ComposedKernels):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.gelu_mul(gate_up)
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return activation.clamped_swiglu(gate_up, alpha, limit)
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         return activation.soft_cap(logits, cap)
 
@@ -187,9 +201,14 @@ class ReferenceKernels(ComposedKernels):
         return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
 
     def attention(
-        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return attention.attention(q, shape, rows, kv)
+        return attention.attention(q, shape, rows, kv, sinks)
 
     def require_latent(self, shape: LatentShape) -> None:
         """Accept every shape."""

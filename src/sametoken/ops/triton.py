@@ -53,6 +53,7 @@ from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.weight import (
+    ClampedExperts,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
@@ -139,6 +140,9 @@ class TritonKernels:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.gelu_mul(gate_up)
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return activation.clamped_swiglu(gate_up, alpha, limit)
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         return activation.soft_cap(logits, cap)
 
@@ -189,17 +193,23 @@ class TritonKernels:
 
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> DeviceWeight:
         """Refuse: there is no kernel."""
-        raise UnsupportedError("the bits of a GGUF file are kept on a CPU only", "let them expand")
+        raise UnsupportedError(
+            "the bits of a GGUF file are kept on a CPU only", "use load_format 'gguf'"
+        )
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)
 
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
+    def pack_experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        clamped: ClampedExperts | None = None,
+    ) -> StackedExperts:
         first, first_scales, first_rounding = _stacked(gate_up)
         second, second_scales, second_rounding = _stacked(down)
-        return StackedExperts(
-            first, second, first_scales, second_scales, first_rounding, second_rounding
-        )
+        scales, roundings = (first_scales, second_scales), (first_rounding, second_rounding)
+        return StackedExperts(first, second, *scales, *roundings, clamped)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
@@ -218,13 +228,19 @@ class TritonKernels:
         return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
 
     def attention(
-        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        if hopper.serves(shape, q.dtype, kv.keys.shape[2], q.device):
+        block_size, has_sinks = kv.keys.shape[2], sinks is not None
+        if hopper.serves(shape, q.dtype, block_size, q.device, has_sinks=has_sinks):
             if self._arrived is None:
                 self._arrived = hopper.counters(q.device)
             return hopper.attention(q, shape, rows, kv, self._arrived)
-        return attention.attention(q, shape, rows, kv)
+        return attention.attention(q, shape, rows, kv, sinks)
 
     def require_latent(self, shape: LatentShape) -> None:
         fits = shape.rank <= MAX_RANK and shape.rope_dim <= MAX_ROPE_DIM

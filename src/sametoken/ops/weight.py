@@ -147,6 +147,27 @@ class UnquantizedWeight(Weight, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedExperts:
+    """What gpt-oss's experts have beside their matrices: biases, and a gate within limits.
+
+    Attributes:
+        alpha, limit: as in ``Kernels.clamped_swiglu``.
+        gate_up: [E, 2I] = [gate | up], the first product's biases.
+        down: [E, H], the second's; zeros on all ranks but one, as partial sums are added.
+    """
+
+    alpha: float
+    limit: float
+    gate_up: Tensor
+    down: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the biases."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
 class Experts(Protocol):
     """The experts of a mixture-of-experts layer, in the layout of their products."""
 
@@ -158,7 +179,8 @@ class Experts(Protocol):
     ) -> Tensor:
         """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` over each row's experts.
 
-        Without gates, of ``down.matmul(relu_squared(up.matmul(x)))``.
+        Without gates, of ``down.matmul(relu_squared(up.matmul(x)))``; with ``ClampedExperts``, of
+        ``down.matmul(clamped_swiglu(gate_up.matmul(x)))``, biases added to both.
 
         Added in fp32, in an order that depends on the row only, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
@@ -201,10 +223,15 @@ class Packing(Protocol):
         """Weights of equal in_features as one, with their rows in this order."""
         ...
 
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
+    def pack_experts(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        clamped: ClampedExperts | None = None,
+    ) -> Experts:
         """Take over [gate | up] and down of E experts; the caller drops its own references.
 
         Experts whose first matrix is as wide as the second is deep are not gated: up and down,
-        with ``relu_squared`` between.
+        with ``relu_squared`` between. ``clamped`` gives gated ones biases and another gate.
         """
         ...

@@ -6,13 +6,15 @@ previous step's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sametoken.config import PROCESSED_LOGPROBS, RAW_LOGPROBS
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM
 from sametoken.ops.backend import Kernels, SampledRows
@@ -35,7 +37,7 @@ class StepLogitsProcessor(Protocol):
         ...
 
     def process(self, output: ForwardOutput) -> None:
-        """Keep raw logits for log-probabilities, then process the logits in place."""
+        """Process the logits in place; those that log-probabilities need are kept."""
         ...
 
     def gather_logprobs(self, tokens: Tensor) -> None:
@@ -53,6 +55,8 @@ class LogitsProcessing:
         table: sampling parameters by slot.
         grammars: grammars by slot.
         parallel: the ranks that share the model; only rank 0, which decides, has grammars.
+        logprobs_mode: whether log-probabilities of output tokens are the model's, or those of the
+            distribution that they are chosen from.
     """
 
     sequences: Sequences
@@ -61,6 +65,7 @@ class LogitsProcessing:
     table: SamplingTable
     grammars: SlotGrammars
     parallel: TensorParallel = SINGLE_RANK
+    logprobs_mode: str = RAW_LOGPROBS
 
     def admit(self, admission: Admission) -> None:
         """Set a slot's parameters, replacing those of its previous request."""
@@ -95,7 +100,7 @@ class StepProcessing:
     layout: StepLayout
     buffer: HostBuffer
     _pending_masks: PendingMasks | None = None
-    _scored: tuple[ScoredRows, Tensor] | None = None
+    _scored: tuple[ScoredRows, Callable[[], Tensor]] | None = None
     _prompt_logprobs: TokenLogprobs | None = None
 
     def start_masks(self) -> None:
@@ -108,7 +113,7 @@ class StepProcessing:
         """See ``StepLogitsProcessor``."""
         logits, rules = output.logits, self.processing.table.rules
         self._prompt_logprobs = self._score_prompt(output)
-        self._scored = self._keep_raw(logits)
+        self._scored = self._keep(output)
         has_rules = any(slot in rules.edits or slot in rules.counters for slot in self.layout.slots)
         if not has_rules and self._pending_masks is None:
             return
@@ -125,14 +130,28 @@ class StepProcessing:
         """See ``StepLogitsProcessor``."""
         logprobs = None
         if self._scored is not None:
-            scored, raw = self._scored
-            logprobs = score_rows(scored, raw, tokens.index_select(0, scored.index))
+            scored, logits = self._scored
+            logprobs = score_rows(scored, logits(), tokens.index_select(0, scored.index))
         self.buffer.keep(logprobs, self._prompt_logprobs)
 
-    def _keep_raw(self, logits: Tensor) -> tuple[ScoredRows, Tensor] | None:
-        requested = self.processing.table.num_logprobs
+    def _keep(self, output: ForwardOutput) -> tuple[ScoredRows, Callable[[], Tensor]] | None:
+        """The rows with log-probabilities requested, and what gives their logits later."""
+        logits, requested = output.logits, self.processing.table.num_logprobs
         scored = _scored_rows(requested, self.layout.windows(), logits.device)
-        return None if scored is None else (scored, logits.index_select(0, scored.index))
+        if scored is None:
+            return None
+        if self.processing.logprobs_mode == PROCESSED_LOGPROBS:
+            return scored, partial(self._processed, output, scored.index)
+        raw = logits.index_select(0, scored.index)
+        return scored, lambda: raw
+
+    def _processed(self, output: ForwardOutput, index: Tensor) -> Tensor:
+        """Logits of the tokens' distribution, which the second half has truncated in place."""
+        slots = output.x.sampled.slots.index_select(0, index)
+        temperature = self.processing.table.temperature.index_select(0, slots)
+        # Greedy rows have no temperature.
+        temperature = torch.where(temperature > 0, temperature, 1.0)
+        return output.logits.index_select(0, index) / temperature[:, None]
 
     def _apply_masks(self, pending: PendingMasks, logits: Tensor) -> None:
         """Apply grammar masks; the host makes them while the device computes the logits."""

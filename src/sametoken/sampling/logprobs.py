@@ -67,12 +67,12 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def score_tokens(
     logits: Tensor, chosen: Tensor, owner: Tensor, num_top: Tensor, width: int
 ) -> TokenLogprobs:
-    """Score chosen tokens against raw logits, as vLLM's ``raw_logprobs`` does.
+    """Score chosen tokens against logits.
 
     Ties rank by token id, lowest first, in ``chosen_ranks`` and in the top tokens.
 
     Args:
-        logits: [R, V] fp32, the model's unprocessed output.
+        logits: [R, V] fp32, the model's output, raw or processed.
         chosen: [R] int64, the tokens to score.
         owner: [R] int64, ascending.
         num_top: [R] int64, top tokens requested, 0..width.
@@ -94,19 +94,19 @@ def score_tokens(
     )
 
 
-def score_rows(scored: ScoredRows, raw: Tensor, chosen: Tensor) -> TokenLogprobs:
+def score_rows(scored: ScoredRows, logits: Tensor, chosen: Tensor) -> TokenLogprobs:
     """Score chosen tokens in chunks of rows.
 
     Args:
         scored: logits rows, at least one.
-        raw: [R, V] fp32, their unprocessed logits.
+        logits: [R, V] fp32, of these rows.
         chosen: [R] int64.
     """
     parts = []
     for first in range(0, chosen.shape[0], _ROWS_PER_CHUNK):
         chunk = slice(first, first + _ROWS_PER_CHUNK)
         owner, num_top = scored.owner[chunk], scored.num_top[chunk]
-        parts.append(score_tokens(raw[chunk], chosen[chunk], owner, num_top, scored.width))
+        parts.append(score_tokens(logits[chunk], chosen[chunk], owner, num_top, scored.width))
     return concatenate(parts)
 
 

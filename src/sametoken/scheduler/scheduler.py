@@ -154,6 +154,10 @@ class Scheduler:
         for request in (*self._running.values(), *self._swapped.values()):
             request.weight_versions = (request.weight_versions[0], version)
 
+    def forget_prefixes(self) -> None:
+        """No later request reads KV of blocks that are free now; prefixes in swap space stay."""
+        self._memory.pool.forget_prefixes()
+
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Remove a request that is finished or aborted; unknown ids are ignored.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.config import EngineConfig
+from sametoken.distributed.trainer_group import Rendezvous
 from sametoken.engine.build import build_engine
 from sametoken.engine.input_processor import (
     InputProcessor,
@@ -21,11 +22,20 @@ from sametoken.engine.input_processor import (
     default_sampling_params,
 )
 from sametoken.engine.summary import EngineSummary
-from sametoken.errors import ConfigError, RequestError, SametokenError, shown
+from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
-from sametoken.serving.messages import Build
+from sametoken.serving.messages import (
+    Build,
+    ChangeWeights,
+    FinishUpdate,
+    JoinTrainer,
+    NameWeights,
+    StartUpdate,
+    TakeWeights,
+    TensorForm,
+)
 from sametoken.serving.stats import EngineStats
 from sametoken.text.grammar.trials import AT_ONCE, TIME_LIMIT, ProcessTrials, busy
 from sametoken.text.tokenizer import (
@@ -259,7 +269,54 @@ class AsyncLLM:
             WeightUpdateError, CheckpointError, UnsupportedError: as ``LLM.update_weights``.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        return await self._client.change_weights(str(path), version, target)
+        return await self._client.update(
+            lambda ticket: ChangeWeights(ticket, str(path), version, target)
+        )
+
+    async def join_trainer(self, at: Rendezvous) -> None:
+        """Join a trainer's process group, in place of the one before.
+
+        Raises:
+            WeightUpdateError: it does not come within ``at.timeout_s``.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        await self._client.update(lambda ticket: JoinTrainer(ticket, at))
+
+    async def start_update(self, target: str = "model") -> None:
+        """Begin an update in parts; what was taken for another one is dropped.
+
+        Raises:
+            WeightUpdateError, UnsupportedError: there is no such target, or it cannot change.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        await self._client.update(lambda ticket: StartUpdate(ticket, target))
+
+    async def take_weights(self, weights: str | Path | Sequence[TensorForm]) -> None:
+        """Take a part of an update: a directory with all tensors, or tensors of the trainer.
+
+        Args:
+            weights: a directory as the engine process finds it, or what the trainer's group sends
+                now, in this order. If they do not come, the update and the group are dropped.
+
+        Raises:
+            WeightUpdateError: no update has begun, they do not come, or they are too many.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        taken = str(weights) if isinstance(weights, str | Path) else tuple(weights)
+        await self._client.update(lambda ticket: TakeWeights(ticket, taken))
+
+    async def finish_update(self, version: int | None = None) -> int:
+        """Replace all weights by those that were taken; as ``update_weights``."""
+        return await self._client.update(lambda ticket: FinishUpdate(ticket, version))
+
+    async def name_weights(self, version: int) -> int:
+        """Give the weights, which stay, a larger version; as ``update_weights``."""
+        return await self._client.update(lambda ticket: NameWeights(ticket, version))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether ``pause`` has been called, and no ``resume`` since."""
+        return self._client.is_paused
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop all steps, and return once they have stopped; requests that come wait.
@@ -281,6 +338,38 @@ class AsyncLLM:
     async def resume(self) -> None:
         """Step again; errors as in ``pause``."""
         await self._client.resume()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether ``sleep`` has been called, and ``wake_up`` has not ended it."""
+        return self._client.is_sleeping
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause, and give memory back as ``LLM.sleep``; requests that come wait.
+
+        Args:
+            level: 1 or 2, as there.
+            mode: "abort" or "wait", as in ``pause``: no KV is kept.
+
+        Raises:
+            RequestError: there is no such level or mode.
+            UnsupportedError: on a GPU, and with several ranks, memory cannot be given back.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        if mode == "keep":
+            raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
+        was_paused = self.is_paused
+        await self.pause(mode)
+        try:
+            await self._client.sleep(level)
+        except (RequestError, UnsupportedError):
+            if not (was_paused or self.is_sleeping):
+                await self.resume()
+            raise
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
+        await self._client.wake_up(None if tags is None else tuple(tags))
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those in flight have ended.

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.weights import NewWeights
-from sametoken.errors import SametokenError, WeightUpdateError
-from sametoken.models.load.sent import source_of
-from sametoken.serving.messages import Answer, ChangeWeights, Pause, Resume
+from sametoken.errors import (
+    RequestError,
+    SametokenError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from sametoken.serving.messages import (
+    Answer,
+    ChangeWeights,
+    FallAsleep,
+    FinishUpdate,
+    NameWeights,
+    Pause,
+    Resume,
+    WakeUp,
+)
+from sametoken.serving.weight_updates import Done, WeightCommand, WeightUpdates
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Within the engine process: the weights of a ``ChangeWeights``, or why there are none."""
-
-    message: ChangeWeights
-    weights: NewWeights | SametokenError
-
-
-Command = Pause | Resume | ChangeWeights | Loaded
+Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand | Done
 
 
 class Control:
@@ -33,7 +36,7 @@ class Control:
 
     Args:
         engine: the engine.
-        post: brings a ``Loaded`` to ``handle``, from any thread.
+        post: brings a ``Done`` to ``handle``, from any thread.
         answer: sends an ``Answer``.
     """
 
@@ -41,8 +44,8 @@ class Control:
         self, engine: EngineCore, post: Callable[[Any], None], answer: Callable[[Any], None]
     ) -> None:
         self._engine = engine
-        self._post = post
-        self._answer = answer
+        self._updates = WeightUpdates(engine.weights, post)
+        self._send = answer
         self._paused = False
         # Pauses that wait for running requests.
         self._waiting: list[int] = []
@@ -63,15 +66,41 @@ class Control:
             self._engine.scheduler.admits = False
             self._paused = not message.wait
             self.note_step()
-        elif isinstance(message, Resume):
-            self._paused = True
-            self.note_step()
-            self._paused, self._engine.scheduler.admits = False, True
-            self._answer(Answer(message.ticket))
-        elif isinstance(message, ChangeWeights):
-            threading.Thread(target=self._load, args=(message,), daemon=True).start()
+        elif isinstance(message, Resume | FallAsleep | WakeUp):
+            self._answer(self._obey(message))
+        elif isinstance(message, Done):
+            self._answer(self._use(message))
+            self._updates.used()
         else:
-            self._use(message)
+            self._updates.begin(message)
+
+    def _obey(self, message: Resume | FallAsleep | WakeUp) -> Answer:
+        try:
+            if isinstance(message, FallAsleep):
+                if not self._paused:
+                    raise RequestError("the engine runs", "pause it first")
+                self._engine.sleep(message.level)
+            elif isinstance(message, WakeUp):
+                self._engine.wake_up(message.tags)
+                if not self._engine.is_sleeping:
+                    self._resume()
+            elif self._engine.is_sleeping:
+                raise RequestError("the engine sleeps", "wake it up, which resumes too")
+            else:
+                self._resume()
+        except (RequestError, WeightUpdateError, UnsupportedError) as error:
+            return Answer(message.ticket, error=error)
+        return Answer(message.ticket)
+
+    def _resume(self) -> None:
+        # Pauses that wait end here.
+        self._paused = True
+        self.note_step()
+        self._paused, self._engine.scheduler.admits = False, True
+
+    def _answer(self, answer: Answer) -> None:
+        sleeps = self._engine.is_sleeping
+        self._send(replace(answer, paused=self._paused, sleeps=sleeps))
 
     def note_step(self) -> None:
         """Begin and answer pauses that need not wait any longer; call it after each step."""
@@ -83,27 +112,14 @@ class Control:
                 self._answer(Answer(ticket))
             self._waiting.clear()
 
-    def _load(self, message: ChangeWeights) -> None:
-        loaded: NewWeights | SametokenError
+    def _use(self, done: Done) -> Answer:
+        message, result = done.message, done.result
+        if isinstance(result, SametokenError):
+            return Answer(message.ticket, error=result)
+        if not isinstance(result, NewWeights):
+            return Answer(message.ticket)
+        assert isinstance(message, ChangeWeights | FinishUpdate | NameWeights)
         try:
-            source = source_of(Path(message.path))
-            loaded = self._engine.weights.load(source, message.target)
-        except SametokenError as error:
-            loaded = error
-        except Exception as error:
-            loaded = WeightUpdateError(
-                f"the new weights cannot be loaded: {error!r}", "see the log"
-            )
-        self._post(Loaded(message, loaded))
-
-    def _use(self, loaded: Loaded) -> None:
-        ticket, weights = loaded.message.ticket, loaded.weights
-        if isinstance(weights, SametokenError):
-            self._answer(Answer(ticket, error=weights))
-            return
-        try:
-            version = self._engine.use_weights(weights, loaded.message.version)
+            return Answer(message.ticket, self._engine.use_weights(result, message.version))
         except WeightUpdateError as error:
-            self._answer(Answer(ticket, error=error))
-        else:
-            self._answer(Answer(ticket, version))
+            return Answer(message.ticket, error=error)

@@ -15,22 +15,25 @@ from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.errors import DrainingError, OverloadedError, RequestError, SametokenError
+from sametoken.serving.control import Command
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import QueueBound, ServingLimits
 from sametoken.serving.messages import (
     Answer,
     Build,
-    ChangeWeights,
+    FallAsleep,
     Pause,
     Refused,
     Release,
     Resume,
     StepReport,
     Submit,
+    WakeUp,
 )
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
+from sametoken.serving.weight_updates import WeightCommand
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.request import EngineRequest
@@ -73,7 +76,7 @@ class EngineClient:
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
-        self._paused = False
+        self._paused = self._sleeps = False
         self._tickets = itertools.count()
         self._answers: dict[int, asyncio.Future[int]] = {}
         self.supervisor = Supervisor(process, config, build, limits, self)
@@ -158,22 +161,49 @@ class EngineClient:
         await self._command(lambda ticket: Pause(ticket, wait))
 
     async def resume(self) -> None:
-        """Let the engine step again; errors as in ``require_ready``."""
+        """Let the engine step again; errors as in ``require_ready``, or it sleeps."""
         self.require_ready()
-        self._paused = False
         await self._command(Resume)
 
-    async def change_weights(self, path: str, version: int | None, target: str) -> int:
-        """Replace the weights; returns their version. Errors as in ``LLM.update_weights``."""
+    async def sleep(self, level: int) -> None:
+        """Give the engine's memory back, in a pause; errors as in ``EngineCore.sleep``."""
         self.require_ready()
-        return await self._command(lambda ticket: ChangeWeights(ticket, path, version, target))
+        await self._command(lambda ticket: FallAsleep(ticket, level))
+
+    async def wake_up(self, tags: tuple[str, ...] | None) -> None:
+        """End a sleep, and the pause with it; errors as in ``EngineCore.wake_up``."""
+        self.require_ready()
+        await self._command(lambda ticket: WakeUp(ticket, tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, in whole or in part."""
+        return self._sleeps
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a pause holds or begins; an engine that died has none."""
+        return self._paused
+
+    async def update(self, message: Callable[[int], WeightCommand]) -> int:
+        """Carry out a command about weights, made for a ticket.
+
+        Returns:
+            The version of the weights if it changed them, else 0.
+
+        Raises:
+            WeightUpdateError, CheckpointError, UnsupportedError: it is refused; see the messages.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        self.require_ready()
+        return await self._command(message)
 
     def abort_all(self) -> None:
         """End every request with the output so far."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    async def _command(self, message: Callable[[int], Pause | Resume | ChangeWeights]) -> int:
+    async def _command(self, message: Callable[[int], Command]) -> int:
         ticket = next(self._tickets)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[ticket] = answer
@@ -184,7 +214,11 @@ class EngineClient:
             del self._answers[ticket]
 
     def _take_answer(self, message: Answer) -> None:
-        if message.error is None and message.version > self._queue.load.weight_version:
+        self._paused, self._sleeps = message.paused, message.sleeps
+        load = self._queue.load
+        if message.error is None and message.version > load.weight_version:
+            # The report that has it follows the answer.
+            self._queue.note_load(replace(load, weight_version=message.version))
             self._release_replay(self._audit.begin_weights())
         answer = self._answers.get(message.ticket)
         if answer is None or answer.done():
@@ -198,7 +232,7 @@ class EngineClient:
 
     def engine_died(self, cause: SametokenError) -> None:
         """See ``Listener``: every unfinished request fails."""
-        self._paused = False
+        self._paused = self._sleeps = False
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sametoken.config import EngineConfig
+from sametoken.distributed.trainer_group import Rendezvous
 from sametoken.engine.core import EngineCore
 from sametoken.engine.summary import EngineSummary
 from sametoken.errors import SametokenError
@@ -15,6 +16,15 @@ from sametoken.types.request import EngineRequest, RequestUpdate
 
 #: Makes an engine; pickled by name. The function argument reports slow work in words.
 Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """Name, dtype (as in ``torch.bfloat16``, without "torch.") and shape of a tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 # To the engine
@@ -59,6 +69,22 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class FallAsleep:
+    """Give memory back, in a pause; as ``EngineCore.sleep``."""
+
+    ticket: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """End a sleep, or that of some parts; once all is awake, the pause ends too."""
+
+    ticket: int
+    tags: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeWeights:
     """Replace the weights by those of a directory; as ``LLM.update_weights``."""
 
@@ -66,6 +92,46 @@ class ChangeWeights:
     path: str
     version: int | None
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTrainer:
+    """Join a trainer's process group, in place of the one before."""
+
+    ticket: int
+    at: Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class StartUpdate:
+    """Begin an update of "model" or "drafter"; what was sent of another one is dropped."""
+
+    ticket: int
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWeights:
+    """Weights of the update: a directory with all of them, or tensors that the trainer sends."""
+
+    ticket: int
+    weights: str | tuple[TensorForm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishUpdate:
+    """Replace the weights by those that were taken since ``StartUpdate``."""
+
+    ticket: int
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NameWeights:
+    """Give the weights, which stay, another version."""
+
+    ticket: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +174,15 @@ class Answer:
 
     Attributes:
         ticket: the command's.
-        version: of the weights after a ``ChangeWeights``.
+        version: of the weights, after they or it have changed; else 0.
+        paused, sleeps: whether the engine is paused, and sleeps, now.
     """
 
     ticket: int
     version: int = 0
     error: SametokenError | None = None
+    paused: bool = False
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

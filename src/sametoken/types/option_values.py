@@ -60,8 +60,13 @@ def option(
     return field(default=default, metadata=metadata, repr=not secret)
 
 
-def json_object(text: str) -> Mapping[str, Any]:
-    """Parse a speculative config from JSON text.
+def json_object(text: str, name: str, example: str) -> Mapping[str, Any]:
+    """Parse an option from JSON text.
+
+    Args:
+        text: the option's value.
+        name: the option, for the error.
+        example: a right value.
 
     Raises:
         ConfigError: it is not a JSON object.
@@ -72,11 +77,11 @@ def json_object(text: str) -> Mapping[str, Any]:
         # Also raised for integers of thousands of digits and for deep nesting.
         where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise ConfigError(
-            f"speculative config is not JSON: {getattr(error, 'msg', error)}{where}",
-            'give an object such as {"method": "ngram", "num_speculative_tokens": 5}',
+            f"{name} is not JSON: {getattr(error, 'msg', error)}{where}",
+            f"give an object such as {example}",
         ) from error
     if not isinstance(value, dict):
-        raise ConfigError("speculative config is not a JSON object", "wrap it in braces")
+        raise ConfigError(f"{name} is not a JSON object", "wrap it in braces")
     return value
 
 

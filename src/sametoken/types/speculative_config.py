@@ -64,6 +64,8 @@ HEAD_NUM_TOKENS = 4
 ADAPTIVE, FIXED = "adaptive", "fixed"
 # Prefix of a key's name in an error.
 _SPECULATIVE = "speculative config: "
+# What JSON is wanted for, with an example.
+_JSON = ("speculative config", '{"method": "ngram", "num_speculative_tokens": 5}')
 
 
 def cascade_label(cascade: str | None, own: str) -> str:
@@ -294,7 +296,8 @@ class SpeculativeConfig:
             return value
         if isinstance(value, str):
             # No JSON object is an identifier, and every method's name is one.
-            value = {"method": value} if value.isidentifier() else json_object(value)
+            is_name = value.isidentifier()
+            value = {"method": value} if is_name else json_object(value, *_JSON)
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"speculative_config={shown(value)} is not possible", "give a mapping or its JSON"

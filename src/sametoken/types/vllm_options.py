@@ -307,10 +307,10 @@ VLLM_OPTIONS = (
         instead="use --ray --replicas N, which sends equal beginnings to one engine",
     ),
     VllmOptions(
-        "a model is loaded until the server ends",
+        "an engine sleeps on a CPU alone, and needs no flag for it",
         switches="enable_sleep_mode",
         accepted=_OFF,
-        instead="stop the server to free its memory",
+        instead="use --weight-transfer-config, with which the server answers /sleep",
     ),
     VllmOptions(
         "no traces are sent",
@@ -322,7 +322,7 @@ VLLM_OPTIONS = (
         "a request asks for what its answer shows",
         switches="return_tokens_as_token_ids enable_force_include_usage enable_per_request_metrics",
         accepted=_OFF,
-        instead="send return_token_ids, stream_options or include_speculation_stats",
+        instead="send return_tokens_as_token_ids, stream_options or include_speculation_stats",
     ),
     VllmOptions(
         "answers carry their id in the body",

@@ -164,7 +164,7 @@ class ScriptedWeights:
     """Weights that write down when they are written."""
 
     def __init__(self, log: list[str]) -> None:
-        self.replacement = SimpleNamespace(write=lambda: log.append("write"))
+        self.replacement = SimpleNamespace(write=lambda: log.append("write"), pairs=((), ()))
 
     def load(self, source, target: str) -> NewWeights:
         return NewWeights(self.replacement, target == "model")

@@ -83,6 +83,7 @@ def test_row_operations(kernels, dtype, hidden):
     assert_rows_independent(kernels.sigmoid_mul, x, residual)
     gate_up = torch.cat((x, residual), dim=1)
     assert_rows_independent(kernels.gelu_mul, gate_up)
+    assert_rows_independent(lambda x: kernels.clamped_swiglu(x, 1.7, 0.9), gate_up)
     assert_rows_independent(lambda x: kernels.soft_cap(x, 2.5), x.float())
     for exact in (weight, weight.float()):
         gated = functools.partial(kernels.gated_rms_norm, weight=exact, eps=1e-5)
@@ -111,6 +112,7 @@ def test_rows_of_nan_change_no_other_row(kernels, dtype):
         lambda x: kernels.gated_rms_norm(x, x, norm, 1e-5),
         lambda x: kernels.sigmoid_mul(x, x),
         kernels.gelu_mul,
+        lambda x: kernels.clamped_swiglu(x, 1.7, 0.9),
         lambda x: kernels.soft_cap(x.float(), 2.5),
         routed,
     ):
@@ -177,14 +179,17 @@ def test_rope_and_cache(kernels, dtype, make_scene, with_norm):
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "sinks"),
     [
-        AttentionShape(9, 3, 64),
-        AttentionShape(4, 4, 40),
-        AttentionShape(4, 2, 40, sliding_window=9),
+        (AttentionShape(9, 3, 64), None),
+        (AttentionShape(4, 4, 40), None),
+        (AttentionShape(4, 2, 40, sliding_window=9), None),
+        (AttentionShape(4, 2, 40), torch.tensor([0.3, 2.0, -1.0, 6.0])),
     ],
 )
-def test_attention_is_one_function_for_prefill_decode_and_verify(kernels, dtype, make_scene, shape):
+def test_attention_is_one_function_for_prefill_decode_and_verify(
+    kernels, dtype, make_scene, shape, sinks
+):
     """Stretches of two slots as prefill chunks, windows and single rows."""
     length, stretches = 530, ((0, 20), (245, 262), (500, 530))
     history = normal(2, 2, length, shape.num_kv_heads, shape.head_dim, dtype=dtype)
@@ -196,7 +201,7 @@ def test_attention_is_one_function_for_prefill_decode_and_verify(kernels, dtype,
         slots = [slot for slot, first, last in parts for _ in range(first, last)]
         positions = [p for _, first, last in parts for p in range(first, last)]
         rows = scene.rows(slots, positions)
-        return kernels.attention(q[slots, positions], shape, rows, scene.kv)
+        return kernels.attention(q[slots, positions], shape, rows, scene.kv, sinks)
 
     together = attend([(s, *span) for s in (0, 1) for span in stretches], [length] * 2, 16, 0)
     assert not together.isnan().any()

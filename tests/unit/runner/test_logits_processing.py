@@ -236,6 +236,36 @@ def test_log_probabilities_are_of_raw_logits_for_those_who_asked(steps):
     check_entry(third[0], raw[5], judged.tokens[2][0], 0)
 
 
+@each_kind
+def test_processed_log_probabilities_are_of_what_tokens_are_chosen_from(steps):
+    biased = SamplingParams(temperature=0.0, logprobs=2, logit_bias={3: 100.0})
+    sampled = SamplingParams(
+        temperature=0.6,
+        seed=4,
+        logprobs=4,
+        top_k=3,
+        presence_penalty=1.5,
+        allowed_token_ids=ALLOWED,
+    )
+    rows = [
+        Row((1,), drafts=(2, 2)),
+        Row((1,), drafts=(3,), params=biased),
+        Row((1, 5), output=(2,), params=sampled),
+    ]
+    case, raw = case_of(rows), random_logits(6, 9)
+    judged = case.run(raw, steps=steps, logprobs_mode="processed_logprobs")
+    first, second, third = (row.logprobs for row in judged.buffer.read(case.plan).requests)
+    assert first is None
+    check_entry(second[0], oracle(raw[3], rows[1], 0), 3, 2)
+    check_entry(second[1], oracle(raw[4], rows[1], 1), 3, 2)
+    processed = oracle(raw[5], rows[2], 0) / 0.6
+    assert processed.isfinite().sum() == 3
+    check_entry(third[0], processed, judged.tokens[2][0], 4)
+
+
+ALLOWED = [0, 2, 3, 4, 6, 7]
+
+
 def test_a_request_that_has_left_widens_nothing():
     case = case_of([Row((1,), params=SamplingParams(temperature=0.0, logprobs=1))])
     case.table.admit(Admission(0, (1,), 0, SamplingParams(temperature=0.0, logprobs=7)))

@@ -8,15 +8,23 @@ from types import SimpleNamespace
 import pytest
 
 from sametoken.engine.weights import NewWeights
-from sametoken.errors import UnsupportedError, WeightUpdateError
-from sametoken.serving.control import Control, Loaded
-from sametoken.serving.messages import Answer, ChangeWeights, Pause, Resume
+from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
+from sametoken.serving.control import Control
+from sametoken.serving.messages import Answer, ChangeWeights, FallAsleep, Pause, Resume, WakeUp
+from sametoken.serving.weight_updates import Done
 
 
 class Engine:
     """Has work, and weights that are loaded from anywhere but from "bad"."""
 
     has_unfinished = True
+    is_sleeping = False
+
+    def sleep(self, level: int) -> None:
+        self.is_sleeping = True
+
+    def wake_up(self, tags) -> None:
+        self.is_sleeping = tags is not None
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
@@ -37,7 +45,7 @@ class Engine:
 
 @pytest.fixture
 def scene(monkeypatch):
-    monkeypatch.setattr("sametoken.serving.control.source_of", lambda path: path)
+    monkeypatch.setattr("sametoken.serving.weight_updates.source_of", lambda path: path)
     engine, inbox, answers = Engine(), queue.SimpleQueue(), []
     return engine, Control(engine, inbox.put, answers.append), inbox, answers
 
@@ -45,18 +53,18 @@ def scene(monkeypatch):
 def test_a_pause_stops_at_once_or_after_the_running_requests(scene):
     engine, control, _, answers = scene
     control.handle(Pause(1, wait=False))
-    assert (control.may_step, answers) == (False, [Answer(1)])
+    assert (control.may_step, answers) == (False, [Answer(1, paused=True)])
     control.handle(Pause(2, wait=True))
     assert control.may_step
     assert not engine.scheduler.admits
     control.note_step()
-    assert answers == [Answer(1)]
+    assert answers == [Answer(1, paused=True)]
     engine.scheduler.num_running, engine.scheduler.num_swapped = 0, 1
     control.note_step()
     assert control.may_step
     engine.scheduler.num_swapped = 0
     control.note_step()
-    assert (control.may_step, answers) == (False, [Answer(1), Answer(2)])
+    assert (control.may_step, answers) == (False, [Answer(1, paused=True), Answer(2, paused=True)])
     control.handle(Resume(3))
     assert control.may_step
     assert engine.scheduler.admits
@@ -68,7 +76,7 @@ def test_no_pause_is_left_without_an_answer(scene):
     control.handle(Pause(1, wait=True))
     control.handle(Pause(2, wait=True))
     control.handle(Resume(3))
-    assert answers == [Answer(1), Answer(2), Answer(3)]
+    assert answers == [Answer(1, paused=True), Answer(2, paused=True), Answer(3)]
     assert control.may_step
 
 
@@ -86,8 +94,27 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
     _, control, inbox, answers = scene
     control.handle(ChangeWeights(7, "anywhere", version, target))
     loaded = inbox.get(timeout=10)
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, Done)
     assert answers == []
     control.handle(loaded)
     (answer,) = answers
     assert answer == expected if isinstance(expected, Answer) else type(answer.error) is expected
+
+
+def test_a_sleep_needs_a_pause_and_ends_it(scene):
+    engine, control, _, answers = scene
+    control.handle(FallAsleep(1, 1))
+    assert isinstance(answers.pop().error, RequestError)
+    control.handle(Pause(2, wait=False))
+    control.handle(FallAsleep(3, 1))
+    control.handle(Resume(4))
+    assert answers[:2] == [Answer(2, paused=True), Answer(3, paused=True, sleeps=True)]
+    assert isinstance(answers[2].error, RequestError)
+    assert not control.may_step
+    control.handle(WakeUp(5, ("weights",)))
+    assert answers[3] == Answer(5, paused=True, sleeps=True)
+    control.handle(WakeUp(6, None))
+    assert answers[4] == Answer(6)
+    assert control.may_step
+    engine.has_unfinished = False
+    assert not control.may_step

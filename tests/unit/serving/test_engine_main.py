@@ -21,6 +21,9 @@ from sametoken.types.sampling_params import SamplingParams
 class Engine:
     """Emits ``news`` step by step."""
 
+    weights = None
+    is_sleeping = False
+
     def __init__(self, *news) -> None:
         self.news = list(news)
         self.added: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import gguf
@@ -135,6 +136,47 @@ def test_a_tokenizer_file_alone_loads_but_has_no_chat_template(backend, tmp_path
         loaded.apply_chat_template([{"role": "user", "content": "hi"}])
     given = loaded.apply_chat_template([{"content": "hi"}], chat_template="{{ messages|length }}")
     assert given == "1"
+
+
+#: Of harmony's kind: a macro, a date, a namespace, and channels in the place of roles.
+HARMONY = """
+{%- macro message(role, channel, text, end) -%}
+<|start|>{{ role }}{% if channel %}<|channel|>{{ channel }}{% endif %}<|message|>{{ text }}{{ end }}
+{%- endmacro -%}
+{%- set system = namespace(text='Date: ' + strftime_now('%Y') + '\nReasoning: ') -%}
+{%- set system.text = system.text + (reasoning_effort or 'medium') -%}
+{{- message('system', none, system.text, '<|end|>') -}}
+{%- for one in messages -%}
+{%- if one.role == 'assistant' -%}
+{{- message('assistant', 'final', one.content, '<|end|>') -}}
+{%- elif one.role in ('user', 'developer') -%}
+{{- message(one.role, none, one.content, '<|end|>') -}}
+{%- else -%}
+{{- raise_exception('no role ' + one.role) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+
+
+def test_a_template_of_harmony_s_kind_is_rendered_like_any_other(tokenizer):
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    found = tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": "Why?"}],
+        chat_template=HARMONY,
+        add_generation_prompt=True,
+        reasoning_effort="low",
+    )
+    system, *others = found.split("<|end|>")
+    assert re.fullmatch(r"<\|start\|>system<\|message\|>Date: \d{4}\nReasoning: low", system)
+    assert others == [
+        "<|start|>user<|message|>2 + 2?",
+        "<|start|>assistant<|channel|>final<|message|>4",
+        "<|start|>user<|message|>Why?",
+        "<|start|>assistant",
+    ]
+    with pytest.raises(RequestError, match="no role tool"):
+        tokenizer.apply_chat_template([{"role": "tool"}], chat_template=HARMONY)
 
 
 def test_a_template_that_refuses_is_the_request_s_error(tokenizer):

@@ -37,7 +37,7 @@ class Limited:
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"k":' + "1" * 5000 + "}", "{", "nan"])
 def test_what_is_no_json_object_is_a_typed_error(text):
     with pytest.raises(ConfigError, match="is not"):
-        json_object(text)
+        json_object(text, "an option", "{}")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ from torch import Tensor
 from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.weights import FLOATING, Part, Share, WeightReader, rows_per_chunk
+from sametoken.models.load.share import Share
+from sametoken.models.load.weights import FLOATING, Part, WeightReader, rows_per_chunk
 from sametoken.ops.backend import Kernels
+from sametoken.ops.weight import Weight
 
 #: Standard deviation in the embedding and the head, which share their values.
 VOCABULARY_SCALE = 1.0
@@ -109,6 +111,13 @@ class DummyReader(WeightReader):
 @dataclass(frozen=True, slots=True)
 class ShapeReader(DummyReader):
     """Shapes only, on the "meta" device."""
+
+    def packed_stack(
+        self, count: int, in_features: int, part: Part, *, transposed: bool = False
+    ) -> list[Weight]:
+        """As ``WeightReader.packed_stack``."""
+        share = (self.share(part, (in_features,)),)
+        return [self.kernels.pack(self._empty(share, (in_features,))) for _ in range(count)]
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         self._read.add(part.name)

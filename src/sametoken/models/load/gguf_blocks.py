@@ -64,6 +64,9 @@ class Blocks:
         found = self.types.get(f"{module}.weight")
         return BlockFormat(found) if found in _UNPACKED else None
 
+    def stack_of(self, stack: str, source: TensorSource) -> None:
+        """None: the architectures have no experts."""
+
     def format_of_table(self, module: str, source: TensorSource) -> BlockFormat | None:
         """See ``Quantization``."""
         return self.format_of(module, source)

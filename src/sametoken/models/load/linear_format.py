@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -49,8 +50,21 @@ class TableFormat(LinearFormat, Protocol):
         ...
 
 
+class StackFormat(Protocol):
+    """How a checkpoint stores all experts' matrices of one product in quantized tensors."""
+
+    def matrices(
+        self, reader: WeightReader, count: int, in_features: int, part: Part
+    ) -> Iterator[Tensor]:
+        """Each expert's whole matrix, expanded: ``count`` of [part.rows, in_features], in order.
+
+        ``part`` is one of them, named by the stack. Errors as for ``LinearFormat.read``.
+        """
+        ...
+
+
 class Quantization(Protocol):
-    """The formats of a checkpoint's matrices."""
+    """The formats of a checkpoint's matrices, and of its experts where they are stacked."""
 
     def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
         """The format of a linear, by its name without ``.weight``; None: unquantized."""
@@ -58,6 +72,10 @@ class Quantization(Protocol):
 
     def format_of_table(self, module: str, source: TensorSource) -> TableFormat | None:
         """The same of an embedding or a head."""
+        ...
+
+    def stack_of(self, stack: str, source: TensorSource) -> StackFormat | None:
+        """The format of stacked experts, by the name of their tensor; None: unquantized."""
         ...
 
 
@@ -68,6 +86,9 @@ class _Unquantized:
         return None
 
     def format_of_table(self, module: str, source: TensorSource) -> None:
+        return None
+
+    def stack_of(self, stack: str, source: TensorSource) -> None:
         return None
 
 

@@ -7,6 +7,7 @@ Formats, as their writers define them:
 - ``fp8`` (DeepSeek's and Qwen's; transformers' FineGrainedFP8Config): all linears except
   ``modules_to_not_convert``.
 - ``gptq`` (AutoGPTQ, GPTQModel) and ``awq`` (AutoAWQ): all linears that are stored so.
+- ``mxfp4`` (gpt-oss; transformers' Mxfp4Config): stacked experts except ``modules_to_not_convert``.
 
 Every key is either understood or refused by its name.
 """
@@ -23,6 +24,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
+from sametoken.models.load.mxfp4 import Mxfp4Stack
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import TensorSource
 
@@ -95,8 +97,36 @@ class ByTarget:
         return group.format if group.format.covers(source, module) else None
 
     def format_of_table(self, module: str, source: TensorSource) -> None:
-        """See ``Quantization``: embeddings and heads stay in floats."""
-        return
+        """None: embeddings and heads stay in floats."""
+
+    def stack_of(self, stack: str, source: TensorSource) -> None:
+        """None: these formats store experts one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """``Quantization`` of stacked experts alone.
+
+    Attributes:
+        format: theirs.
+        ignored: modules that stay unquantized.
+    """
+
+    format: Mxfp4Stack
+    ignored: Targeted
+
+    def format_of(self, module: str, source: TensorSource) -> None:
+        """None: linears are unquantized."""
+
+    def format_of_table(self, module: str, source: TensorSource) -> None:
+        """None: embeddings and heads stay in floats."""
+
+    def stack_of(self, stack: str, source: TensorSource) -> Mxfp4Stack | None:
+        """See ``Quantization``."""
+        module = stack.rpartition(".")[0]
+        if self.ignored.rank(module) < 3 or not self.format.covers(source, stack):
+            return None
+        return self.format
 
 
 def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
@@ -209,6 +239,18 @@ def _all_stored(linear: LinearFormat) -> Quantization:
     """One format for every linear that is stored in it."""
     nothing = Targeted(frozenset(), (), False, None)
     return ByTarget((Targeted(frozenset(), (), True, linear),), nothing)
+
+
+def _read_mxfp4(settings: Settings) -> Quantization:
+    """``quant_method: mxfp4``."""
+    require_known(settings, used=("modules_to_not_convert",), unused=("quant_method", "dequantize"))
+    names = settings.names("modules_to_not_convert")
+    # As transformers matches them: an expression up to the end of a part of a name, or its ending.
+    starts = (_compiled(settings, name).pattern for name in names)
+    patterns = [rf"(?:{start})(?:(?<=\.)|(?=\.|$))" for start in starts]
+    patterns += [rf".*{re.escape(name)}$" for name in names]
+    expressions = tuple(map(re.compile, patterns))
+    return StackedExperts(Mxfp4Stack(), Targeted(frozenset(), expressions, False, None))
 
 
 def _read_compressed_tensors(settings: Settings) -> Quantization:
@@ -386,4 +428,5 @@ _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "mxfp4": _read_mxfp4,
 }

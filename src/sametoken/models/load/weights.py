@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.share import Share, adjacent, of_rank
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
@@ -119,58 +120,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's part of a tensor; a vector has only rows.
-
-    Attributes:
-        rows: ranges of the tensor's rows, consecutive in the share.
-        columns: range of the tensor's columns.
-        permutation: as in ``Part``.
-    """
-
-    rows: tuple[range, ...]
-    columns: range
-    permutation: Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the share."""
-        return sum(len(run) for run in self.rows)
-
-    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
-        """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""
-        offset = 0
-        for run in self.rows:
-            begin = max(run.start, first)
-            end = min(run.stop, first + chunk.shape[0])
-            if begin < end:
-                wanted = chunk[begin - first : end - first]
-                self._put(destination, offset + begin - run.start, wanted)
-            offset += len(run)
-
-    def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
-        """Copy rows of the tensor to the share's rows from ``row`` on."""
-        if wanted.dim() > 1:
-            wanted = wanted[:, self.columns.start : self.columns.stop]
-        rows = slice(row, row + wanted.shape[0])
-        if self.permutation is None:
-            destination[rows].copy_(wanted)
-        else:
-            destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
-
-
-def _of_rank(whole: range, parallel: TensorParallel) -> range:
-    size = len(whole) // parallel.size
-    return whole[parallel.rank * size : (parallel.rank + 1) * size]
-
-
-def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Consecutive ranges of the given sizes, starting at 0."""
-    ends = tuple(accumulate(counts))
-    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
 class WeightReader:
     """Reads tensors, checks them, and packs them for one backend.
 
@@ -207,19 +156,36 @@ class WeightReader:
         """An unpacked [part.rows, *row_shape] tensor in ``dtype``, by default the reader's."""
         return self.filled((part,), row_shape, dtype)
 
-    def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
-        """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix."""
-        self._require_shape(part.name, (count, part.rows, in_features))
+    def packed_stack(
+        self, count: int, in_features: int, part: Part, *, transposed: bool = False
+    ) -> list[Weight]:
+        """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix.
+
+        With ``transposed``, the tensor is [count, in_features, part.rows]. A stack in a format of
+        the checkpoint's quantization is expanded, a matrix at a time; errors as ``packed``.
+        """
         share = self.share(part, (in_features,))
         packed: list[Weight] = []
-        for chunk in self.source.chunks(part.name):
-            for matrix in chunk:
-                own = self._empty((share,), (in_features,))
-                share.copy(own, matrix, 0)
-                self.require_finite(own, part.name)
-                packed.append(self.kernels.pack(own))
-        self._read.add(part.name)
+        for matrix in self._matrices(count, in_features, part, transposed):
+            own = self._empty((share,), (in_features,))
+            share.copy(own, matrix, 0)
+            self.require_finite(own, part.name)
+            packed.append(self.kernels.pack(own))
         return packed
+
+    def _matrices(
+        self, count: int, in_features: int, part: Part, transposed: bool
+    ) -> Iterator[Tensor]:
+        """Whole matrices of a stack, [part.rows, in_features] each."""
+        stack = self.quantization.stack_of(part.name, self.source)
+        if stack is not None:
+            yield from stack.matrices(self, count, in_features, part)
+            return
+        stored = (in_features, part.rows) if transposed else (part.rows, in_features)
+        self._require_shape(part.name, (count, *stored))
+        for chunk in self.source.chunks(part.name):
+            yield from chunk.mT if transposed else chunk
+        self._read.add(part.name)
 
     def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
         """Stack the parts into one packed [sum of rows, in_features] weight.
@@ -374,12 +340,12 @@ class WeightReader:
 
     def share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
-        rows = _adjacent(part.output_sizes or (part.rows,))
+        rows = adjacent(part.output_sizes or (part.rows,))
         columns = range(row_shape[0] if row_shape else 1)
         if part.split is Split.ROWS:
-            rows = tuple(_of_rank(run, self.parallel) for run in rows)
+            rows = tuple(of_rank(run, self.parallel) for run in rows)
         elif part.split is Split.COLUMNS:
-            columns = _of_rank(columns, self.parallel)
+            columns = of_rank(columns, self.parallel)
         return Share(rows, columns, part.permutation)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:

@@ -33,6 +33,13 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return (gate * sigmoid(slope) * up).to(gate_up.dtype)
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See ``Kernels.clamped_swiglu``."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """See ``Kernels.soft_cap``."""
     return _by_row(torch.tanh, logits / cap) * cap

@@ -14,10 +14,21 @@ _BLOCK = 1024
 
 
 @triton.jit
+def clamped_swiglu_of(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """``Kernels.clamped_swiglu`` of fp32 values; NaN stays NaN."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, up)
+    up = tl.where(up < -LIMIT, -LIMIT, up)
+    return gate / (1.0 + tl.exp(-(ALPHA * gate))) * (up + 1.0)
+
+
+@triton.jit
 def _gated_kernel(
     gate_up,  # [T, 2 * WIDTH]
     out,  # [T, WIDTH]
-    GELU: tl.constexpr,
+    KIND: tl.constexpr,  # "silu_mul", "gelu_mul" or "clamped_swiglu"
+    ALPHA: tl.constexpr,  # of "clamped_swiglu", as is LIMIT
+    LIMIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -29,24 +40,32 @@ def _gated_kernel(
     source = gate_up + row * 2 * WIDTH + columns
     gate = tl.load(source, inside, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
-    slope = gate
-    if GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = gate / (1.0 + tl.exp(-slope)) * up
+    if KIND == "clamped_swiglu":
+        value = clamped_swiglu_of(gate, up, ALPHA, LIMIT)
+    else:
+        slope = gate
+        if KIND == "gelu_mul":
+            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        value = gate / (1.0 + tl.exp(-slope)) * up
     tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``activation.silu_mul``."""
-    return _gated(gate_up, gelu=False)
+    return _gated(gate_up, "silu_mul")
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """See ``Kernels.gelu_mul``."""
-    return _gated(gate_up, gelu=True)
+    return _gated(gate_up, "gelu_mul")
 
 
-def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See ``Kernels.clamped_swiglu``."""
+    return _gated(gate_up, "clamped_swiglu", alpha, limit)
+
+
+def _gated(gate_up: Tensor, kind: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
@@ -55,7 +74,9 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
         _gated_kernel[grid](
             gate_up,
             out,
-            GELU=gelu,
+            KIND=kind,
+            ALPHA=alpha,
+            LIMIT=limit,
             WIDTH=width,
             BLOCK=_BLOCK,
             num_warps=4,

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.model.activation_triton import clamped_swiglu_of
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.weight import Rounding
+from sametoken.ops.weight import ClampedExperts, Rounding
 
 _GROUP_BLOCK = 1024
 _COLUMNS = 1024
@@ -39,6 +40,7 @@ class StackedExperts:
         gate_up_scales, down_scales: fp32 scales of float8 matrices: [E, rows], or
             [E, rows, groups] by row and 128 features; None: not float8.
         gate_up_rounding, down_rounding: of activations before a float8 product; None: none.
+        clamped: biases and limits of clamped experts; None: of others.
     """
 
     gate_up: Tensor
@@ -47,11 +49,12 @@ class StackedExperts:
     down_scales: Tensor | None = None
     gate_up_rounding: Rounding | None = None
     down_rounding: Rounding | None = None
+    clamped: ClampedExperts | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices and scales."""
-        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales)
+        """Bytes of all matrices, scales and biases."""
+        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales, self.clamped)
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(
@@ -62,12 +65,22 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
-    """All experts' matrices of one product, as in ``StackedExperts``."""
+class _Matrices:
+    """All experts' matrices of one product, as in ``StackedExperts``, and their biases."""
 
     weight: Tensor
     scales: Tensor | None
     rounding: Rounding | None
+    biases: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """What follows a product; ``alpha`` and ``limit`` are those of "clamped_swiglu"."""
+
+    name: str
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +155,41 @@ def _sums(
 
 
 @triton.jit
-def _activated(sums, up, dtype: tl.constexpr, GATED: tl.constexpr):
-    """``silu(sums) * up`` or ``relu(sums)^2`` in fp32, of sums rounded to ``dtype``."""
-    rounded = sums.to(dtype).to(tl.float32)
+def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.constexpr):
+    """Add an expert's biases, and with GATED those of up."""
+    own = biases + expert * (2 * N if GATED else N) + feature
+    acc += tl.load(own, feature < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
+        up += tl.load(own + N, feature < N, other=0.0).to(tl.float32)[:, None]
+    return acc, up
+
+
+@triton.jit
+def _activated(
+    sums,
+    up,
+    dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The activation in fp32, of sums rounded to ``dtype``."""
+    rounded = sums.to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        return clamped_swiglu_of(rounded, up.to(dtype).to(tl.float32), ALPHA, LIMIT)
+    elif ACTIVATION == "silu_mul":
         return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
-    return tl.where(rounded < 0.0, 0.0, rounded * rounded)
+    else:
+        return tl.where(rounded < 0.0, 0.0, rounded * rounded)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
-    weight,  # [E, N, K]; [E, 2 * N, K] if the activation is "silu_mul"
+    weight,  # [E, N, K]; [E, 2 * N, K] before a gate
     w_scales,  # [E, N or 2 * N, W_GROUPS], or None
     x_scales,  # [rows, X_GROUPS], or None
+    biases,  # [E, N or 2 * N], or None
     counts,  # [E]
     members,  # [E, num_pairs]
     out,  # [num_pairs, N], written
@@ -163,15 +197,17 @@ def _expert_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # "silu_mul", "relu_squared" or "none"
+    ACTIVATION: tl.constexpr,  # "silu_mul", "clamped_swiglu", "relu_squared" or "none"
     W_GROUPS: tl.constexpr,
     X_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    ALPHA: tl.constexpr,  # of "clamped_swiglu", as is LIMIT
+    LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    GATED: tl.constexpr = ACTIVATION == "silu_mul"
+    GATED: tl.constexpr = ACTIVATION == "silu_mul" or ACTIVATION == "clamped_swiglu"
     GROUPED: tl.constexpr = W_GROUPS > 1 or X_GROUPS > 1
     W_STEP: tl.constexpr = 1 if W_GROUPS > 1 else 0
     X_STEP: tl.constexpr = 1 if X_GROUPS > 1 else 0
@@ -206,9 +242,11 @@ def _expert_kernel(
             acc = scaled(acc, own_scales, feature, is_feature, x_scales, x_row, is_pair)
             if GATED:
                 up = scaled(up, up_scales, feature, is_feature, x_scales, x_row, is_pair)
+        if biases is not None:
+            acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
         dtype = out.dtype.element_ty
         if ACTIVATION != "none":
-            acc = _activated(acc, up, dtype, GATED)
+            acc = _activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)
         at = out + pair[None, :] * N + feature[:, None]
         tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
 
@@ -243,8 +281,7 @@ def moe_forward(
 ) -> Tensor:
     """Weighted sum of every row's experts, added by rank in fp32: [T, H] -> [T, H].
 
-    Expert outputs are rounded to the result's dtype first; gate and up to x's. Experts without
-    gates apply relu(up)^2.
+    Expert outputs are rounded to the result's dtype first; gate and up to x's.
 
     Args:
         x: [T, H].
@@ -275,12 +312,10 @@ def moe_forward(
     )
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
     features = x.new_empty(pairs, inner)
-    first = _Scaled(experts.gate_up, experts.gate_up_scales, experts.gate_up_rounding)
-    activation = "relu_squared" if experts.gate_up.shape[1] == inner else "silu_mul"
-    _product(x, first, groups, features, top_k, activation)
+    first, second = _both_products(experts)
+    _product(x, first, groups, features, top_k, _activation_of(experts))
     outputs = out.new_empty(pairs, hidden)
-    second = _Scaled(experts.down, experts.down_scales, experts.down_rounding)
-    _product(features, second, groups, outputs, 1, "none")
+    _product(features, second, groups, outputs, 1, _Activation("none"))
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
         outputs,
         weights,
@@ -294,13 +329,29 @@ def moe_forward(
     return out
 
 
+def _both_products(experts: StackedExperts) -> tuple[_Matrices, _Matrices]:
+    clamped = experts.clamped
+    biases = (None, None) if clamped is None else (clamped.gate_up, clamped.down)
+    return (
+        _Matrices(experts.gate_up, experts.gate_up_scales, experts.gate_up_rounding, biases[0]),
+        _Matrices(experts.down, experts.down_scales, experts.down_rounding, biases[1]),
+    )
+
+
+def _activation_of(experts: StackedExperts) -> _Activation:
+    if experts.clamped is not None:
+        return _Activation("clamped_swiglu", experts.clamped.alpha, experts.clamped.limit)
+    is_gated = experts.gate_up.shape[1] != experts.down.shape[2]
+    return _Activation("silu_mul" if is_gated else "relu_squared")
+
+
 def _product(
     x: Tensor,
-    stack: _Scaled,
+    stack: _Matrices,
     groups: _Groups,
     out: Tensor,
     pairs_per_row: int,
-    activation: str,
+    activation: _Activation,
 ) -> None:
     """Multiply each pair's row by its expert's weight into ``out`` [pairs, N]."""
     num_experts, pairs = groups.members.shape
@@ -317,6 +368,7 @@ def _product(
         stack.weight,
         stack.scales,
         x_scales,
+        stack.biases,
         groups.counts,
         groups.members,
         out,
@@ -324,7 +376,9 @@ def _product(
         N=out_features,
         K=in_features,
         PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=activation,
+        ACTIVATION=activation.name,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
         W_GROUPS=1 if stack.scales is None else groups_of(stack.scales[0]),
         X_GROUPS=groups_of(x_scales),
         BLOCK_ROWS=groups.block_rows,

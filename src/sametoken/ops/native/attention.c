@@ -6,7 +6,8 @@
  * and values, which changes no sum: each score and each output element is added up in one
  * lane, over head_dim or over positions in ascending order.
  *
- * Values may have fewer elements than keys, and lie in the same memory as they (MLA). */
+ * Values may have fewer elements than keys, and lie in the same memory as they (MLA).
+ * A head's sink, if there are any, joins the merged splits as one more split, without values. */
 #include "threads.h"
 #include "tile.h"
 
@@ -20,6 +21,7 @@
 
 typedef struct {
     const void *q, *keys, *values;
+    const float *sinks; /* of each head, or NULL */
     const int64_t *positions, *slots, *block_table;
     void *out;
     int64_t t, heads, kv_heads, dim, v_dim, block_size, max_blocks, window;
@@ -252,7 +254,16 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
     weigh(job, tile, work, start, group, partials, stride);
 }
 
-/* Phase two for one row and head: its splits in order. */
+/* Merge a sink into a row's splits: both on their common maximum, so that neither overflows. */
+INLINE void add_sink(float sink, float *total, int64_t size) {
+    float maximum = sink > total[0] ? sink : total[0];
+    float old = exp_lanes(splat(total[0] - maximum))[0];
+    total[1] = total[1] * old + exp_lanes(splat(sink - maximum))[0];
+    for (int64_t i = LANES; i < size; i += LANES)
+        store_some(total, i, LANES, 0, load_some(total, i, LANES, 0) * old);
+}
+
+/* Phase two for one row and head: its splits in order, and its sink. */
 INLINE void merge(const attention_job *job, int64_t row, int64_t head, const float *partial,
                   float *total, const int bf16) {
     int64_t size = partial_size(job->v_dim), splits = job->positions[row] / SPLIT + 1;
@@ -271,6 +282,7 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
             store_some(total, i, LANES, 0, a * old + b * new);
         }
     }
+    if (job->sinks) add_sink(job->sinks[head], total, size);
     for (int64_t i = 0; i < job->v_dim; i += LANES)
         store_some(job->out, (row * job->heads + head) * job->v_dim + i, job->v_dim - i, bf16,
                    load_some(total, LANES + i, LANES, 0) / total[1]);
@@ -339,13 +351,14 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
 }
 
 /* Returns 0 if out of memory. */
-EXPORT int64_t attention(const void *q, const void *keys, const void *values, void *out,
-                         const int64_t *positions, const int64_t *slots,
+EXPORT int64_t attention(const void *q, const void *keys, const void *values,
+                         const float *sinks, void *out, const int64_t *positions,
+                         const int64_t *slots,
                          const int64_t *block_table, int64_t t, int64_t heads,
                          int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t block_size,
                          int64_t max_blocks, int64_t window, float scale, int64_t bf16) {
-    attention_job job = {q,     keys,     values, positions, slots,      block_table, out,    t,
-                         heads, kv_heads, dim,    v_dim,     block_size, max_blocks,  window, scale};
+    attention_job job = {q, keys, values, sinks, positions, slots, block_table, out, t,
+                         heads, kv_heads, dim, v_dim, block_size, max_blocks, window, scale};
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;

@@ -140,6 +140,14 @@ class NativeKernels(ComposedKernels):
         self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, bf16)
         return out
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        require(gate_up, gate_up.dtype)
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out, bf16 = gate_up.new_empty(rows, size), is_bf16(gate_up)
+        addresses = gate_up.data_ptr(), out.data_ptr()
+        self._library.clamped_swiglu(*addresses, rows, size, alpha, limit, bf16)
+        return out
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         require(logits, torch.float32)
         out = torch.empty_like(logits)
@@ -186,16 +194,24 @@ class NativeKernels(ComposedKernels):
         return q
 
     def attention(
-        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        rows: AttentionRows,
+        kv: LayerKV,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         t, table = q.shape[0], rows.block_table
         require(q, kv.keys.dtype)
         require(table, torch.int64)
+        if sinks is not None:
+            require(sinks, torch.float32)
         out = torch.empty((t, shape.q_size), dtype=q.dtype)
         done = self._attention(
             q.data_ptr(),
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             rows.positions.data_ptr(),
             rows.slots.data_ptr(),

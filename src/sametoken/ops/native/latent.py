@@ -128,6 +128,7 @@ def attention(
         q.data_ptr(),
         vectors.data_ptr(),
         vectors.data_ptr(),
+        None,
         out.data_ptr(),
         rows.positions.data_ptr(),
         rows.slots.data_ptr(),

@@ -36,12 +36,13 @@ _SIGNATURES = {
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
     "gelu_mul": ("ppiii", False),
+    "clamped_swiglu": ("ppiiffi", False),
     "soft_cap": ("ppiif", False),
     "sigmoid_mul": ("pppiii", False),
     "relu_squared": ("ppii", False),
     "gated_group_norm": ("ppppiiifii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
-    "attention": ("pppppppiiiiiiiifi", True),
+    "attention": ("ppppppppiiiiiiiifi", True),
     "head_products": ("pppiiiiiiiii", False),
     "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
     "sample": ("ppppppii", True),
@@ -68,6 +69,7 @@ class NativeLibrary:
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     gelu_mul: Callable[..., None]
+    clamped_swiglu: Callable[..., None]
     soft_cap: Callable[..., None]
     sigmoid_mul: Callable[..., None]
     relu_squared: Callable[..., None]

@@ -116,6 +116,30 @@ EXPORT void gelu_mul(const void *gate_up, void *out, int64_t t, int64_t size, in
     else gelu_mul_rows(gate_up, out, t, size, 0);
 }
 
+INLINE void clamped_swiglu_rows(const void *gate_up, void *out, int64_t t, int64_t size,
+                                float alpha, float limit, const int bf16) {
+#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) {
+        int64_t first = row * 2 * size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            f32v gate = load_some(gate_up, first + i, size - i, bf16);
+            f32v up = load_some(gate_up, first + size + i, size - i, bf16);
+            gate = select_lanes(gate > splat(limit), splat(limit), gate);
+            up = select_lanes(up > splat(limit), splat(limit), up);
+            up = select_lanes(up < splat(-limit), splat(-limit), up);
+            f32v glu = gate / (exp_lanes(gate * -alpha) + 1.0f);
+            store_some(out, row * size + i, size - i, bf16, glu * (up + 1.0f));
+        }
+    }
+}
+
+/* (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit and ups within it. */
+EXPORT void clamped_swiglu(const void *gate_up, void *out, int64_t t, int64_t size, float alpha,
+                           float limit, int64_t bf16) {
+    if (bf16) clamped_swiglu_rows(gate_up, out, t, size, alpha, limit, 1);
+    else clamped_swiglu_rows(gate_up, out, t, size, alpha, limit, 0);
+}
+
 /* cap * tanh(x / cap) of fp32 rows, as cap - 2 cap / (exp(2 x / cap) + 1). */
 EXPORT void soft_cap(const void *x, void *out, int64_t t, int64_t size, float cap) {
 #pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)

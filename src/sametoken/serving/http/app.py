@@ -33,6 +33,7 @@ from sametoken.serving.http.responses import (
     Version,
     json_response,
 )
+from sametoken.serving.http.rollouts import rollout_routes
 from sametoken.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -79,6 +80,9 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(_token_routes(served))
     app.include_router(_status_routes(served, registry))
     app.include_router(page_routes())
+    transfer = config.weight_transfer
+    if transfer is not None:
+        app.include_router(rollout_routes(engine, transfer, by_key=bool(config.api_key)))
     install_handlers(app)
     _document(app)
     # The middleware added last runs first.

@@ -16,7 +16,12 @@ from starlette.responses import Response
 
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
-from sametoken.serving.http.logprobs import chat_logprobs, positions, prompt_logprobs
+from sametoken.serving.http.logprobs import (
+    LogprobsForm,
+    chat_logprobs,
+    positions,
+    prompt_logprobs,
+)
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -28,6 +33,7 @@ from sametoken.serving.http.responses import (
     ChatResponse,
     FinishReason,
     ToolCall,
+    note_versions,
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
@@ -64,7 +70,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         tools=use.tools,
     )
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    answer = _Answer(request, use, request_id, model)
+    answer = _Answer(request, use, request_id, model, served.shows_versions)
     generation = await served.begin([prompt], params, request_id)
     return await respond(http, generation, answer, stream=bool(request.stream))
 
@@ -83,6 +89,7 @@ class _Answer:
     use: ToolUse
     request_id: str
     model: str
+    shows_versions: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
@@ -94,6 +101,7 @@ class _Answer:
         if self.request.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         choices = [self._choice(completion) for completion in output.outputs]
+        self._note_versions(choices, output)
         return self._make(ChatResponse, choices, usage=usage([output]), **more)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
@@ -110,7 +118,9 @@ class _Answer:
                     yield self._make(ChatChunk, first, **every, **self._ids(one.output))
                     begun = True
                 for completion in one.output.outputs:
-                    for choice in writers[completion.index].write(completion):
+                    choices = writers[completion.index].write(completion)
+                    self._note_versions(choices, one.output)
+                    for choice in choices:
                         yield self._make(ChatChunk, [choice], **every)
         (output,) = generation.outputs
         last = self._stats(output)
@@ -134,7 +144,10 @@ class _Answer:
         if completion.logprobs is None:
             return None
         found = positions(completion.token_ids[start:], completion.logprobs[start:])
-        return chat_logprobs(found, self.request.top_logprobs or 0)
+        form = LogprobsForm(
+            self.request.top_logprobs or 0, bool(self.request.return_tokens_as_token_ids)
+        )
+        return chat_logprobs(found, form)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parsed = self.use.parser(completion.text, True)
@@ -161,6 +174,13 @@ class _Answer:
         if self.request.return_token_ids:
             choice.token_ids = list(completion.token_ids)
         return choice
+
+    def _note_versions(
+        self, choices: Sequence[ChatChoice | ChatChunkChoice], output: RequestOutput
+    ) -> None:
+        for choice in choices:
+            if self.shows_versions:
+                note_versions(choice, output)
 
     def _ids(self, output: RequestOutput) -> dict[str, Any]:
         wanted = self.request.return_token_ids

@@ -16,12 +16,18 @@ from starlette.responses import Response
 
 from sametoken.engine.input_processor import PromptTokens
 from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
-from sametoken.serving.http.logprobs import completion_logprobs, positions, prompt_logprobs
+from sametoken.serving.http.logprobs import (
+    LogprobsForm,
+    completion_logprobs,
+    positions,
+    prompt_logprobs,
+)
 from sametoken.serving.http.params import completion_params, structured_outputs
 from sametoken.serving.http.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    note_versions,
 )
 from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
@@ -183,6 +189,8 @@ class _ChoiceWriter:
                 choice.prompt_token_ids = list(self._prompt.token_ids)
         if self._request.prompt_logprobs is not None and not self._begun:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._served.shows_versions:
+            note_versions(choice, output)
         self._begun = True
         self._finished = completion.finish_reason is not None
         self._num_characters = len(completion.text)
@@ -200,7 +208,10 @@ class _ChoiceWriter:
             first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
             of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)
             found = of_prompt + found
-        written = completion_logprobs(found, self._request.logprobs or 0, self._text_offset)
+        form = LogprobsForm(
+            self._request.logprobs or 0, bool(self._request.return_tokens_as_token_ids)
+        )
+        written = completion_logprobs(found, form, self._text_offset)
         self._text_offset += sum(len(position.text) for position in found)
         return written
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
+from sametoken.serving.http.transfer_config import WeightTransferConfig
 from sametoken.types.option_values import require_choices, require_limits
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
@@ -15,6 +16,8 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "qwen3_coder")
 AUTO, NONE = "auto", "none"
+#: Addresses that this machine alone reaches.
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: Characters that every HTTP library sends unchanged in a header.
 _VISIBLE = re.compile(r"[!-~]+")
 
@@ -85,6 +88,11 @@ class ServerConfig:
     drain_timeout: float = option(
         60.0, "seconds that requests may still take after SIGTERM", limits=(0.0, 86400.0)
     )
+    weight_transfer_config: str | None = option(
+        None,
+        "answer vLLM's requests of trainers, to pause and to change weights: JSON with backend "
+        "(files, gloo, nccl), directory and timeout",
+    )
 
     def __post_init__(self) -> None:
         require_limits(self)
@@ -106,6 +114,18 @@ class ServerConfig:
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r} has no leading /", "put one before it")
         self._check_tls()
+        if self.weight_transfer is not None and not self.api_key and self.host not in _LOOPBACK:
+            raise ConfigError(
+                f"weight_transfer_config without an api_key lets everybody at {self.host} change "
+                "the weights",
+                f"give an api_key, or listen on {_LOOPBACK[0]} alone",
+            )
+
+    @property
+    def weight_transfer(self) -> WeightTransferConfig | None:
+        """``weight_transfer_config``, parsed; None if the weights stay."""
+        text = self.weight_transfer_config
+        return None if text is None else WeightTransferConfig.parse(text)
 
     def _check_tls(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

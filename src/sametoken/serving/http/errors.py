@@ -23,6 +23,7 @@ from sametoken.errors import (
     SametokenError,
     StructuredOutputError,
     UnsupportedError,
+    WeightUpdateError,
     clipped,
 )
 
@@ -111,6 +112,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
     if isinstance(error, UnsupportedError):
         return invalid(str(error), code="unsupported")
+    if isinstance(error, WeightUpdateError):
+        return invalid(str(error), code="weights_refused")
     if isinstance(error, RequestError | StructuredOutputError):
         return invalid(str(error))
     for kind, (code, message) in _UNAVAILABLE.items():

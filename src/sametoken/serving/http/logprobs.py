@@ -29,6 +29,23 @@ class Position:
     candidates: PositionLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobsForm:
+    """What a request wants to see.
+
+    Attributes:
+        num_top: likeliest candidates of each position.
+        as_ids: whether tokens are written as ``token_id:7``, not as their text.
+    """
+
+    num_top: int
+    as_ids: bool = False
+
+    def name(self, token_id: int, text: str) -> str:
+        """A token as it is written."""
+        return f"token_id:{token_id}" if self.as_ids else text
+
+
 def positions(
     token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None], first: str = ""
 ) -> list[Position]:
@@ -40,31 +57,31 @@ def positions(
 
 
 def completion_logprobs(
-    found: Sequence[Position], num_top: int, text_offset: int
+    found: Sequence[Position], form: LogprobsForm, text_offset: int
 ) -> CompletionLogprobs:
-    """The format of completions: the ``num_top`` likeliest and the token itself, by text."""
+    """The format of completions: the likeliest and the token itself, by name."""
     offsets = []
     for position in found:
         offsets.append(text_offset)
         text_offset += len(position.text)
     return CompletionLogprobs(
-        tokens=[position.text for position in found],
+        tokens=[form.name(position.token_id, position.text) for position in found],
         token_logprobs=[
             _finite(position.candidates[position.token_id]) if position.candidates else None
             for position in found
         ],
-        top_logprobs=[_by_text(position, num_top) for position in found],
+        top_logprobs=[_by_name(position, form) for position in found],
         text_offset=offsets,
     )
 
 
-def chat_logprobs(found: Sequence[Position], num_top: int) -> ChatLogprobs:
+def chat_logprobs(found: Sequence[Position], form: LogprobsForm) -> ChatLogprobs:
     """The format of chat completions."""
     content = []
     for position in found:
         candidates = position.candidates or {}
-        chosen = _top_logprob(candidates[position.token_id])
-        top = [_top_logprob(candidate) for candidate in _top(candidates, num_top)]
+        chosen = _top_logprob(position.token_id, candidates[position.token_id], form)
+        top = [_top_logprob(*candidate, form) for candidate in _top(candidates, form.num_top)]
         content.append(
             TokenLogprob(
                 token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
@@ -91,28 +108,27 @@ def _by_id(candidates: PositionLogprobs) -> dict[str, dict[str, Any]]:
     }
 
 
-def _top(candidates: PositionLogprobs, num_top: int) -> list[Logprob]:
+def _top(candidates: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest candidates by rank; of equal ranks the lowest token id comes first."""
-    ranked = sorted(candidates.items(), key=lambda item: (item[1].rank, item[0]))
-    return [candidate for _, candidate in ranked[:num_top]]
+    return sorted(candidates.items(), key=lambda item: (item[1].rank, item[0]))[:num_top]
 
 
-def _by_text(position: Position, num_top: int) -> dict[str, float] | None:
+def _by_name(position: Position, form: LogprobsForm) -> dict[str, float] | None:
     if position.candidates is None:
         return None
-    shown = _top(position.candidates, num_top)
-    chosen = position.candidates[position.token_id]
+    shown = _top(position.candidates, form.num_top)
+    chosen = position.token_id, position.candidates[position.token_id]
     # Tokens may have the same text, for example incomplete bytes: the likeliest one counts.
     found: dict[str, float] = {}
-    for candidate in (*shown, chosen):
-        found.setdefault(_text(candidate), _finite(candidate))
+    for token_id, candidate in (*shown, chosen):
+        found.setdefault(form.name(token_id, _text(candidate)), _finite(candidate))
     return found
 
 
-def _top_logprob(candidate: Logprob) -> TopLogprob:
+def _top_logprob(token_id: int, candidate: Logprob, form: LogprobsForm) -> TopLogprob:
     text = _text(candidate)
     as_bytes = None if _REPLACEMENT in text else list(text.encode("utf-8"))
-    return TopLogprob(token=text, logprob=_finite(candidate), bytes=as_bytes)
+    return TopLogprob(token=form.name(token_id, text), logprob=_finite(candidate), bytes=as_bytes)
 
 
 def _text(candidate: Logprob) -> str:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from sametoken.types.outputs import RequestOutput
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -84,6 +86,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -134,6 +137,7 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[int] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -159,6 +163,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[int] | None = None
 
 
 class ChatChunk(BaseModel):
@@ -233,6 +238,14 @@ class ErrorResponse(BaseModel):
     """An error response."""
 
     error: ErrorDetail
+
+
+def note_versions(
+    choice: CompletionChoice | ChatChoice | ChatChunkChoice, output: RequestOutput
+) -> None:
+    """Show in a choice which weights computed its oldest KV and its newest token."""
+    if output.weight_versions is not None:
+        choice.weight_versions = list(output.weight_versions)
 
 
 def json_response(answer: BaseModel) -> JSONResponse:

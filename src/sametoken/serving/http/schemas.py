@@ -183,6 +183,7 @@ class SamplingFields(BaseModel):
     speculative: Speculative | None = None
     include_speculation_stats: bool | Literal["detailed"] = False
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def check_fields(self, num_prompts: int) -> None:
         """Refuse unsupported fields by name.

@@ -60,6 +60,11 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def shows_versions(self) -> bool:
+        """Whether answers have the versions of the weights, as these may change."""
+        return self.config.weight_transfer_config is not None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may give as ``model``; responses have the first by default."""
         return served_names(self.config, self.engine.resolved.model)

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -99,6 +100,7 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     [
         ("Gemma3ForCausalLM", Gemma3TextConfig),
         ("Glm4MoeForCausalLM", Glm4MoeConfig),
+        ("GptOssForCausalLM", GptOssConfig),
         ("GraniteForCausalLM", GraniteConfig),
         ("Ministral3ForCausalLM", Ministral3Config),
         ("Olmo2ForCausalLM", Olmo2Config),
@@ -114,11 +116,40 @@ def test_what_one_family_implies(tmp_path, name, config_class):
     if "partial_rotary_factor" in implied:
         assert implied.pop("partial_rotary_factor") == rope["partial_rotary_factor"]
     if "rope_theta" in implied:
-        assert implied.pop("rope_theta") == rope["full_attention"]["rope_theta"]
-        assert found.local_rope == rope["sliding_attention"]
+        assert implied.pop("rope_theta") == rope.get("full_attention", rope)["rope_theta"]
+        assert found.local_rope == rope.get("sliding_attention")
     names = {"hidden_act": "hidden_activation"} if "Gemma" in name else {}
     for key, value in implied.items():
         assert value == getattr(theirs, names.get(key, key))
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """Its rope in the old form; without one, and without layer types, as the class has it."""
+    scaling = {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    }
+    given = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_local_experts": 32,
+        "rope_scaling": scaling,
+        "rope_theta": 150000,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+    found, bare = read(tmp_path, given), read(tmp_path, {"architectures": given["architectures"]})
+    assert found.rope == bare.rope == scaling | {"rope_theta": 150_000.0}
+    assert (found.hidden_size, found.head_dim, found.num_heads) == (2880, 64, 64)
+    assert (found.extra["num_experts"], bare.extra["num_experts"]) == (32, 128)
+    assert found.max_position_embeddings == 131_072
+    assert found.attention_bias
+    caches = ARCHITECTURES["GptOssForCausalLM"].caches_of(found, found.dtype, "")
+    assert [cache.window for cache in caches] == [128, None, 128, None]
 
 
 def test_gemma_3_as_it_is_published(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -75,6 +76,37 @@ def test_fp8_agrees_with_transformers_on_what_it_leaves_out():
     for ignored in (["lm_head"], ["mlp.gate"], ["model.layers.1"], [f"{LAYER}.mlp"], ["up"]):
         expected = [should_convert_module(module, ignored) for module in modules]
         assert covered(block_config(modules_to_not_convert=ignored), *modules) == expected
+
+
+def test_mxfp4_agrees_with_transformers_on_what_it_leaves_out():
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    modules = [f"{LAYER}.mlp.experts", "model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    for ignored in (
+        ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        ["model.layers.1"],
+        [f"{LAYER}.mlp"],
+        [r"model\.layers\.[12]\.mlp"],
+        ["experts"],
+        [],
+    ):
+        quantization = read({"quant_method": "mxfp4", "modules_to_not_convert": ignored})
+        for module in modules:
+            stack = quantization.stack_of(f"{module}.down_proj", Everything())
+            assert (stack is not None) == should_convert_module(module, ignored), (module, ignored)
+            assert quantization.format_of(f"{module}.down_proj", Everything()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_size": 16}, "block_size=16"),
+        ({"modules_to_not_convert": ["(a+)+b"]}, "repeats too much"),
+    ],
+)
+def test_mxfp4_configs_that_are_refused(changes, said):
+    with pytest.raises(UnsupportedError, match=re.escape(said)):
+        read({"quant_method": "mxfp4"} | changes)
 
 
 def groups(*targets: list[str]) -> dict:

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from sametoken.ops.model import activation as reference
-from sametoken.ops.model.activation_triton import gelu_mul, sigmoid_mul, silu_mul, soft_cap
+from sametoken.ops.model.activation_triton import (
+    clamped_swiglu,
+    gelu_mul,
+    sigmoid_mul,
+    silu_mul,
+    soft_cap,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +29,22 @@ def test_gated_activations(rows, width, dtype, name):
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(actual, defined(gate_up), rtol=tolerance, atol=tolerance)
     assert torch.equal(run(gate_up[-1:].clone()), actual[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
+@pytest.mark.parametrize("limit", [0.7, 7.0])
+def test_clamped_swiglu(rows, width, dtype, limit):
+    generator = torch.Generator().manual_seed(0)
+    gate_up = (4 * torch.randn(rows, 2 * width, generator=generator)).to(DEVICE, dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    glu = gate.clamp(max=limit) * torch.sigmoid(1.702 * gate.clamp(max=limit))
+    wanted = (glu * (up.clamp(-limit, limit) + 1)).to(dtype)
+    actual = clamped_swiglu(gate_up, 1.702, limit)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    for found in (actual, reference.clamped_swiglu(gate_up.cpu(), 1.702, limit).to(DEVICE)):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(clamped_swiglu(gate_up[-1:].clone(), 1.702, limit), actual[-1:])
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from helpers.compiled import compile_launches
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
 from sametoken.ops.model import moe as reference
@@ -19,7 +20,7 @@ from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import _stacked as stacked
-from sametoken.ops.weight import Rounding
+from sametoken.ops.weight import ClampedExperts, Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
@@ -142,6 +143,66 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     assert torch.equal(moved, actual[order])
     alone = experts.moe_forward(x[-1:].clone(), stacked, chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, actual[-1:])
+
+
+def clamped_of(count: int, hidden: int, inner: int, dtype: torch.dtype) -> ClampedExperts:
+    biases = (noise(count, size, seed=9, dtype=dtype) for size in (2 * inner, hidden))
+    return ClampedExperts(1.702, 0.8, *biases)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "hidden", "inner"),
+    [(1, 5, 2, 16, 24), (7, 3, 2, 33, 20), (40, 2, 1, 40, 70)],
+)
+def test_clamped_experts_with_biases(rows, count, top_k, hidden, inner, dtype):
+    gate_up, down = matrices(count, hidden, inner, dtype)
+    clamped = clamped_of(count, hidden, inner, dtype)
+    x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
+    chosen, weights = moe_gate(logits, Routing(top_k, True))
+    stack = StackedExperts(gate_up, down, clamped=clamped)
+    host = ClampedExperts(1.702, 0.8, clamped.gate_up.cpu(), clamped.down.cpu())
+    packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
+    separate = KERNELS.pack_experts(*packed, host)
+    assert stack.nbytes == separate.nbytes > gate_up.nbytes + down.nbytes
+    expected = by_definition(x.cpu(), gate_up.cpu(), down.cpu(), host, chosen.cpu(), weights.cpu())
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    for out_dtype in (None, torch.float32):
+        actual = stack(x, chosen, weights, out_dtype)
+        found = separate(x.cpu(), chosen.cpu(), weights.cpu(), out_dtype)
+        for one in (actual.cpu(), found):
+            assert one.dtype == (out_dtype or dtype)
+            torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=tolerance)
+        alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone(), out_dtype)
+        assert torch.equal(alone, actual[-1:])
+
+
+def test_clamped_experts_compile(tmp_path):
+    code = """
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.weight import ClampedExperts
+
+gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
+clamped = ClampedExperts(1.702, 7.0, gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous())
+chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+StackedExperts(gate_up, down, clamped=clamped)(down[0, :4, :64].contiguous(), chosen, weights)
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2
+
+
+def by_definition(x, gate_up, down, clamped, chosen, weights):
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, place in torch.cartesian_prod(*map(torch.arange, chosen.shape)).tolist():
+        expert = chosen[row, place]
+        inner = gate_up[expert].double() @ x[row].double() + clamped.gate_up[expert]
+        gate, up = inner.chunk(2)
+        gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+        inner = (up + 1) * gate * torch.sigmoid(clamped.alpha * gate)
+        output = down[expert].double() @ inner + clamped.down[expert]
+        out[row] += output * weights[row, place]
+    return out
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -101,9 +101,12 @@ def test_silu_mul(t, size, dtype, spread, seed):
 
 @few
 @given(counts, st.integers(1, 300), dtypes, st.sampled_from([1.0, 30.0]), seeds)
-def test_gelu_mul_and_soft_cap(t, size, dtype, spread, seed):
+def test_gelu_mul_clamped_swiglu_and_soft_cap(t, size, dtype, spread, seed):
     gate_up = normal(t, 2 * size, dtype=dtype, seed=seed) * spread
     assert_close(native.gelu_mul(gate_up), reference.gelu_mul(gate_up))
+    for limit in (0.4, 7.0):
+        wanted = reference.clamped_swiglu(gate_up, 1.702, limit)
+        assert_close(native.clamped_swiglu(gate_up, 1.702, limit), wanted)
     logits = gate_up.float()
     found = native.soft_cap(logits, 7.5)
     torch.testing.assert_close(found, reference.soft_cap(logits, 7.5), rtol=0, atol=5e-6)
@@ -205,8 +208,11 @@ def test_attention(make_scene, shape, data):
     scene = make_scene(shape, history, lengths, block_size, seed)
     rows = scene.rows(slots, positions)
     q = normal(len(slots), shape.num_heads, shape.head_dim, dtype=dtype, seed=seed + 1)
-    found = native.attention(q, shape, rows, scene.kv)
-    assert_close(found, reference.attention(q, shape, rows, scene.kv))
+    level = data.draw(st.sampled_from([None, 0.0, 4.0, 200.0, -200.0]))
+    sinks = None if level is None else level + normal(shape.num_heads, dtype=FP32, seed=seed + 2)
+    found = native.attention(q, shape, rows, scene.kv, sinks)
+    assert_close(found, reference.attention(q, shape, rows, scene.kv, sinks))
+    assert level != 200.0 or not found.any()
 
 
 @pytest.mark.parametrize("kernels", [native, reference], ids=lambda k: k.name)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from sametoken.serving.http.logprobs import (
     MIN_LOGPROB,
+    LogprobsForm,
     chat_logprobs,
     completion_logprobs,
     positions,
@@ -14,7 +15,9 @@ SECOND = {7: Logprob(float("-inf"), 30, "é"), 5: Logprob(-0.2, 1, "ab"), 9: Log
 
 
 def test_the_form_of_completions():
-    found = completion_logprobs(positions((3, 5, 7), (None, FIRST, SECOND), "Hi"), 1, 10)
+    found = completion_logprobs(
+        positions((3, 5, 7), (None, FIRST, SECOND), "Hi"), LogprobsForm(1), 10
+    )
     assert found.tokens == ["Hi", "ab", "é"]
     assert found.token_logprobs == [None, -0.1, MIN_LOGPROB]
     assert found.top_logprobs == [None, {"ab": -0.1}, {"ab": -0.2, "é": MIN_LOGPROB}]
@@ -22,13 +25,28 @@ def test_the_form_of_completions():
 
 
 def test_the_form_of_chat():
-    content = chat_logprobs(positions((9, 7), (FIRST, SECOND)), 2).content
+    content = chat_logprobs(positions((9, 7), (FIRST, SECOND)), LogprobsForm(2)).content
     assert [(one.token, one.logprob, one.bytes) for one in content] == [
         ("\ufffd", -2.0, None),
         ("é", MIN_LOGPROB, [0xC3, 0xA9]),
     ]
     assert [one.token for one in content[1].top_logprobs] == ["ab", "c"]
-    assert chat_logprobs(positions((5,), (FIRST,)), 0).content[0].top_logprobs == []
+    assert chat_logprobs(positions((5,), (FIRST,)), LogprobsForm(0)).content[0].top_logprobs == []
+
+
+def test_tokens_as_ids():
+    """Tokens of one text stay apart; offsets and bytes are those of the text."""
+    form = LogprobsForm(2, as_ids=True)
+    found = completion_logprobs(positions((3, 7), (None, SECOND), "Hi"), form, 0)
+    assert found.tokens == ["token_id:3", "token_id:7"]
+    assert found.top_logprobs == [
+        None,
+        {"token_id:5": -0.2, "token_id:9": -1.0, "token_id:7": MIN_LOGPROB},
+    ]
+    assert found.text_offset == [0, 2]
+    (one,) = chat_logprobs(positions((7,), (SECOND,)), form).content
+    assert (one.token, one.bytes) == ("token_id:7", [0xC3, 0xA9])
+    assert [top.token for top in one.top_logprobs] == ["token_id:5", "token_id:9"]
 
 
 def test_the_form_of_prompts():

@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sametoken.ops.model.attention.tuning import LOG2_E
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
 
 @triton.jit
 def split_range(position, SPLIT: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
@@ -205,6 +209,17 @@ def merged(acc, total, peak, part, scale, KV_LEFT: tl.constexpr):
     total = tl.fma(total, old, total_split * new)
     acc = tl.fma(acc, per_query(old, KV_LEFT), acc_split * per_query(new, KV_LEFT))
     return acc, total, new_peak
+
+
+@triton.jit
+def with_sink(acc, total, peak, sink, scale, KV_LEFT: tl.constexpr):
+    """Merge each query's sink into its splits: one more split, of weight 1, whose values are 0.
+
+    Divided by the scale, which ``merged`` multiplies scores with.
+    """
+    part = (tl.zeros_like(acc), tl.zeros_like(total) + 1.0, sink * _LOG2_E / scale)
+    acc, total, _peak = merged(acc, total, peak, part, scale, KV_LEFT)
+    return acc, total
 
 
 @triton.jit

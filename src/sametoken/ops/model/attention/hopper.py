@@ -91,11 +91,17 @@ TABLES = {
 
 
 def serves(
-    shape: AttentionShape, dtype: torch.dtype, block_size: int, device: torch.device
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    *,
+    has_sinks: bool,
 ) -> bool:
-    """Whether these kernels compute this attention: an engine uses them always or never."""
+    """Whether these kernels compute this attention, without sinks: always or never in an engine."""
     return (
-        _is_hopper(device)
+        not has_sinks
+        and _is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and shape.head_dim % 8 == 0
         and shape.num_heads // shape.num_kv_heads <= QUERIES

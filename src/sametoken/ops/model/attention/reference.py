@@ -12,7 +12,13 @@ from torch import Tensor
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
 
 
-def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV) -> Tensor:
+def attention(
+    q: Tensor,
+    shape: AttentionShape,
+    rows: AttentionRows,
+    kv: LayerKV,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See ``Kernels.attention``."""
     out = torch.empty_like(q).flatten(1)
     stops = (rows.positions + 1).tolist()
@@ -21,9 +27,17 @@ def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
         keys = _gathered(kv.keys, rows.block_table[slot], first, stop)
         values = _gathered(kv.values, rows.block_table[slot], first, stop)
         grouped = q[row].clone().float().unflatten(0, (shape.num_kv_heads, -1))
-        weights = torch.softmax(grouped @ keys.mT * shape.scale, dim=-1)
+        weights = _weights(grouped @ keys.mT * shape.scale, sinks)
         out[row] = (weights @ values).flatten().to(q.dtype)
     return out
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of [kv_heads, group, positions]; a head's sink takes its share and is left out."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    beside = sinks.view(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat((scores, beside), dim=-1), dim=-1)[..., :-1]
 
 
 def _gathered(cache: Tensor, blocks: Tensor, first: int, stop: int) -> Tensor:

@@ -92,6 +92,8 @@ def sequential_result(
 ):
     """All splits of these queries, each merged at its end, in one loop over their tiles.
 
+    Returns weighted values, total weights and maximum scores.
+
     One loop, so that a split's loads are pipelined behind the split before.
     """
     QUERIES: tl.constexpr = position.shape[0]
@@ -117,7 +119,7 @@ def sequential_result(
         acc = tl.where(ends, 0.0, acc)
         totals = tl.where(ends, 0.0, totals)
         peak = tl.where(ends, float("-inf"), peak)
-    return sums, weight
+    return sums, weight, top
 
 
 @triton.jit
@@ -130,7 +132,7 @@ def merged_parts(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Merge one query's partial results in the order of the splits: [BLOCK_DIM, 1] and [1]."""
+    """Merge one query's partial results in the order of the splits: [BLOCK_DIM, 1] and two [1]."""
     acc, _, peak = empty_split(BLOCK_DIM, 1, True)
     total = tl.zeros([1], tl.float32)
     # Four splits' loads in flight, then four merges; splits past the last have no effect.
@@ -143,7 +145,7 @@ def merged_parts(
         acc, total, peak = merged(acc, total, peak, part_1, scale, True)
         acc, total, peak = merged(acc, total, peak, part_2, scale, True)
         acc, total, peak = merged(acc, total, peak, part_3, scale, True)
-    return acc, total
+    return acc, total, peak
 
 
 @triton.jit

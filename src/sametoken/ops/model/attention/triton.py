@@ -27,6 +27,7 @@ from sametoken.ops.model.attention.arithmetic import (
     split_range,
     tile_queries,
     tile_rows,
+    with_sink,
 )
 from sametoken.ops.model.attention.splits import (
     merged_parts,
@@ -51,6 +52,7 @@ def attention(
     shape: AttentionShape,
     rows: AttentionRows,
     kv: LayerKV,
+    sinks: Tensor | None = None,
     *,
     max_seq_len: int | None = None,
     config: AttentionConfig | None = None,
@@ -66,6 +68,7 @@ def attention(
         shape: head counts and the sliding window.
         rows: positions and slots of the rows, with their runs.
         kv: the layer's KV, both tensors contiguous within a block and of equal strides.
+        sinks: [H] fp32, a logit of each head without a value; None: there are none.
         max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
         config: launch configuration; chosen from the shapes by default.
 
@@ -87,7 +90,7 @@ def attention(
     for group in runs.groups if num_rows else ():
         chosen = config or choose(group.num_runs, group.max_rows, shape, max_seq_len, q.dtype)
         assert chosen.split % chosen.tile == 0
-        _launch(q, shape, rows, kv, out, group, max_seq_len, chosen)
+        _launch(q, shape, rows, kv, sinks, out, group, max_seq_len, chosen)
     return out
 
 
@@ -96,6 +99,7 @@ def _launch(
     shape: AttentionShape,
     rows: AttentionRows,
     kv: LayerKV,
+    sinks: Tensor | None,
     out: Tensor,
     group: RunGroup,
     max_seq_len: int,
@@ -125,7 +129,7 @@ def _launch(
         "num_stages": config.num_stages,
     }
     if config.form == "sequential":
-        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, out, **constants)
+        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, sinks, out, **constants)
         return
     max_splits = triton.cdiv(max_seq_len, config.split)
     programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
@@ -137,7 +141,7 @@ def _launch(
         *inputs, sums, stats, max_splits, **constants
     )
     _merge_kernel[places, shape.num_heads](
-        sums, stats, *where, out, max_splits, scale, num_warps=1, **sizes
+        sums, stats, *where, sinks, out, max_splits, scale, num_warps=1, **sizes
     )
 
 
@@ -156,6 +160,7 @@ def _sequential_kernel(
     block_stride,
     head_stride,
     scale,
+    sinks,  # [heads] fp32, or None
     out,  # [num_rows, heads, HEAD_DIM]
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -187,10 +192,13 @@ def _sequential_kernel(
     isolated = tl.min(position) * 0 - 1
     while isolated <= tl.max(position):
         active = isolate(isolated, position)
-        acc, total = sequential_result(
+        acc, total, peak = sequential_result(
             q_tile, active, block_table + slot * table_stride, keys, values, block_stride, scale,
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
+        if sinks is not None:
+            head = tl.program_id(1) * GROUP + tl.arange(0, BLOCK_QUERIES) % GROUP
+            acc, total = with_sink(acc, total, peak, tl.load(sinks + head), scale, KV_LEFT)
         result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
         # Dead rows are all 0, so a MoE layer routes them all to the same experts.
         stored = (isolated < 0) | (active >= 0)
@@ -281,6 +289,7 @@ def _merge_kernel(
     starts,
     first_run,
     width,
+    sinks,  # as for _sequential_kernel
     out,  # [num_rows, heads, HEAD_DIM]
     max_splits,
     scale,
@@ -304,7 +313,11 @@ def _merge_kernel(
         dead = tl.load(slots + row) != tl.load(slots + begin)
     gdc_wait(PDL)
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
-    acc, total = merged_parts(sums, stats, first_split, last_split, scale, HEAD_DIM, BLOCK_DIM)
+    parts = merged_parts(sums, stats, first_split, last_split, scale, HEAD_DIM, BLOCK_DIM)
+    acc, total, peak = parts
+    if sinks is not None:
+        sink = tl.load(sinks + head + tl.arange(0, 1))
+        acc, total = with_sink(acc, total, peak, sink, scale, True)
     dim = tl.arange(0, BLOCK_DIM)[:, None]
     result = normalised(acc, total, True)
     if starts is not None:

@@ -426,7 +426,7 @@ def _merge_kernel(
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
     gdc_wait(PDL)
-    acc, total = merged_parts(sums, stats, 0, last, scale, RANK, BLOCK_RANK)
+    acc, total, _peak = merged_parts(sums, stats, 0, last, scale, RANK, BLOCK_RANK)
     dim = tl.arange(0, BLOCK_RANK)[:, None]
     result = normalised(acc, total, True)
     if starts is not None:

@@ -6,6 +6,7 @@ interpreter.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -136,21 +137,25 @@ def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, m
 
 def test_it_serves_hopper_alone(monkeypatch):
     asked = (torch.bfloat16, 64, torch.device("cpu"))
-    assert not hopper.serves(QWEN3, *asked)
+    serves = partial(hopper.serves, has_sinks=False)
+    assert not serves(QWEN3, *asked)
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
-    assert hopper.serves(QWEN3, *asked)
-    assert not hopper.serves(QWEN3, torch.float32, *asked[1:])
-    assert not hopper.serves(AttentionShape(65, 1, 128), *asked)
-    assert not hopper.serves(AttentionShape(4, 4, 20), *asked)
-    assert not hopper.serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
+    assert serves(QWEN3, *asked)
+    assert not serves(QWEN3, torch.float32, *asked[1:])
+    assert not serves(AttentionShape(65, 1, 128), *asked)
+    assert not serves(AttentionShape(4, 4, 20), *asked)
+    assert not serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
+    assert not hopper.serves(QWEN3, *asked, has_sinks=True)
 
 
 def test_what_computes_attention_has_a_name(monkeypatch):
     asked = (QWEN3, torch.bfloat16, 64)
-    assert attention_kernels("native", *asked, torch.device("cpu")) == "native"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert attention_kernels("native", *asked, cpu, has_sinks=False) == "native"
     for hopper_gpu, name in ((True, "gluon"), (False, "triton")):
         monkeypatch.setattr(hopper, "_is_hopper", lambda device, found=hopper_gpu: found)
-        assert attention_kernels("triton", *asked, torch.device("cuda")) == name
+        assert attention_kernels("triton", *asked, cuda, has_sinks=False) == name
+        assert attention_kernels("triton", *asked, cuda, has_sinks=True) == "triton"
 
 
 def test_both_forms_compile_once_for_all_counts(tmp_path):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from helpers.compiled import compile_launches
 from helpers.rows import runs_of
@@ -64,7 +65,7 @@ class Scene:
         q = everywhere[(slots * 67 + positions) % 200]
         return q, AttentionRows(positions, slots, torch.zeros_like(slots), self.table)
 
-    def expected(self, q, rows, sliding_window=None):
+    def expected(self, q, rows, sliding_window=None, sinks=None):
         out = torch.empty(len(q), self.shape.num_heads * self.shape.head_dim, dtype=torch.float64)
         pairs = zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
         for row, (slot, position) in enumerate(pairs):
@@ -72,8 +73,11 @@ class Scene:
             k = self.keys[slot][first : position + 1].double().transpose(0, 1)
             v = self.values[slot][first : position + 1].double().transpose(0, 1)
             grouped = q[row].double().unflatten(0, (self.shape.num_kv_heads, -1))
-            weights = torch.softmax(grouped @ k.mT * self.shape.scale, dim=-1)
-            out[row] = (weights @ v).flatten()
+            scores = grouped @ k.mT * self.shape.scale
+            if sinks is not None:
+                beside = sinks.double().view(*scores.shape[:2], 1)
+                scores, v = torch.cat((scores, beside), 2), F.pad(v, (0, 0, 0, 1))
+            out[row] = (torch.softmax(scores, dim=-1) @ v).flatten()
         return out
 
 
@@ -81,13 +85,13 @@ def window_rows(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-def run(scene, where, window=1, *, runs=None, sliding_window=None, **options):
+def run(scene, where, window=1, *, runs=None, sliding_window=None, sinks=None, **options):
     """Rows as windows of so many, or as ``runs``; and what they should give."""
     q, rows = scene.rows(where)
     rows = replace(rows, runs=runs or RowRuns.even(len(where) // window, window))
     shape = replace(scene.shape, sliding_window=sliding_window)
-    expected = scene.expected(q, rows, sliding_window)
-    return attention(q, shape, rows, scene.kv, **options), expected
+    expected = scene.expected(q, rows, sliding_window, sinks)
+    return attention(q, shape, rows, scene.kv, sinks, **options), expected
 
 
 def assert_close(got, expected, tolerance=2e-6):
@@ -209,6 +213,37 @@ def test_sliding_window(sliding_window, config):
     q, rows = scene.rows(where)
     shape = replace(SHAPE, sliding_window=sliding_window)
     assert_close(reference.attention(q, shape, rows, scene.kv), expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_sinks_join_once_whatever_the_number_of_splits(sliding_window, config):
+    """exp of one overflows and takes all weight of its head; another takes none."""
+    shape = AttentionShape(6, 2, 20, score_factor=0.3)
+    scene = Scene(shape, [70, 33])
+    sinks = torch.tensor([2.0, -1.0, 300.0, 3.0, -300.0, 0.0])
+    where = window_rows(0, 68, 2) + window_rows(1, 1, 2)
+    options = {"sliding_window": sliding_window, "config": config}
+    got, expected = run(scene, where, 2, sinks=sinks, **options)
+    assert_close(got, expected)
+    assert not got[:, 40:60].any()
+    q, rows = scene.rows(where)
+    shape = replace(shape, sliding_window=sliding_window)
+    assert_close(reference.attention(q, shape, rows, scene.kv, sinks), expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("config", [SEQUENTIAL, SPLIT_KV])
+def test_sinks_of_dead_rows_give_zeros(config):
+    scene = Scene(SHAPE, [40])
+    q, rows = scene.rows([(0, 3), (0, 38), (1, 0)])
+    ragged = replace(rows, runs=runs_of([3], 1))
+    sinks = torch.tensor([1.0, 2.0, -1.0, 0.0])
+    got = attention(q, SHAPE, ragged, scene.kv, sinks, config=config)
+    live = AttentionRows(rows.positions[:2], rows.slots[:2], rows.kv_slots[:2], scene.table)
+    assert_close(got[:2], scene.expected(q[:2], live, sinks=sinks))
+    assert not got[2].any()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -387,6 +422,23 @@ for shape, batch, width, is_even in (
     attention(q, shape, AttentionRows(at, at, at, table, runs), LayerKV(kv[0], kv[1]))
 """
     compile_launches(code, tmp_path)
+
+
+def test_sinks_compile(tmp_path):
+    code = """
+from sametoken.ops.model.attention.triton import AttentionConfig, attention
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
+
+shape, table = AttentionShape(64, 8, 64, 128), torch.zeros(4, 32, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, 8, 64, 64, dtype=torch.bfloat16))
+at = torch.zeros(6, dtype=torch.int64)
+q, sinks = torch.zeros(6, 64, 64, dtype=torch.bfloat16), torch.zeros(64)
+rows = AttentionRows(at, at, at, table, RowRuns.even(2, 3))
+for form in ("sequential", "split_kv"):
+    attention(q, shape, rows, kv, sinks, config=AttentionConfig(form, 16, 4, 3))
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3
 
 
 def test_launches_of_other_counts_compile_nothing_new(tmp_path):

@@ -1,0 +1,63 @@
+"""Which part of a tensor a rank has, and copying it from chunks of whole rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from sametoken.layers.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a tensor; a vector has only rows.
+
+    Attributes:
+        rows: ranges of the tensor's rows, consecutive in the share.
+        columns: range of the tensor's columns.
+        permutation: as in ``Part`` of ``weights``.
+    """
+
+    rows: tuple[range, ...]
+    columns: range
+    permutation: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the share."""
+        return sum(len(run) for run in self.rows)
+
+    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
+        """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""
+        offset = 0
+        for run in self.rows:
+            begin = max(run.start, first)
+            end = min(run.stop, first + chunk.shape[0])
+            if begin < end:
+                wanted = chunk[begin - first : end - first]
+                self._put(destination, offset + begin - run.start, wanted)
+            offset += len(run)
+
+    def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
+        """Copy rows of the tensor to the share's rows from ``row`` on."""
+        if wanted.dim() > 1:
+            wanted = wanted[:, self.columns.start : self.columns.stop]
+        rows = slice(row, row + wanted.shape[0])
+        if self.permutation is None:
+            destination[rows].copy_(wanted)
+        else:
+            destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
+
+
+def of_rank(whole: range, parallel: TensorParallel) -> range:
+    """A rank's equal part of a range."""
+    size = len(whole) // parallel.size
+    return whole[parallel.rank * size : (parallel.rank + 1) * size]
+
+
+def adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
+    """Consecutive ranges of the given sizes, starting at 0."""
+    ends = tuple(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))

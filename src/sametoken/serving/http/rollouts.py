@@ -1,0 +1,352 @@
+"""Requests of trainers, with vLLM's paths and fields: pauses, sleep, new weights and their version.
+
+They are answered if ``weight_transfer_config`` is set (docs/rollouts.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, BeforeValidator, Field
+
+from sametoken.distributed.trainer_group import Rendezvous
+from sametoken.engine.weights import DRAFTER, MODEL
+from sametoken.errors import CheckpointError, shown
+from sametoken.serving.http.body import JsonRoute
+from sametoken.serving.http.errors import ApiError, invalid
+from sametoken.serving.http.responses import ErrorResponse
+from sametoken.serving.http.schemas import Count, Strict, Text
+from sametoken.serving.http.transfer_config import FILES, WeightTransferConfig
+from sametoken.serving.messages import TensorForm
+
+if TYPE_CHECKING:
+    from sametoken.serving.async_llm import AsyncLLM
+
+_MAX_TENSORS, _MAX_DIMENSIONS, _MAX_PORT, _MAX_DIGITS = 2**16, 8, 2**16 - 1, 19
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The weights or the request do not fit"},
+    401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
+    403: {"model": ErrorResponse, "description": "A page of another site sent the request"},
+    503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
+}
+
+
+def _number(version: object) -> object:
+    """The number of a version in text, as vLLM's are.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if not isinstance(version, str):
+        return version
+    if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS):
+        raise ValueError('a version is a whole number that grows, as in "7"')
+    return int(version)
+
+
+Version = Annotated[
+    int,
+    BeforeValidator(_number, json_schema_input_type=int | str),
+    Field(ge=0, lt=2**63),
+]
+_List = Field(max_length=_MAX_TENSORS, fail_fast=True)
+
+
+class Nothing(Strict):
+    """A JSON object without fields."""
+
+
+class InitInfo(Strict):
+    """Where the trainer's process group meets; nothing for files."""
+
+    master_address: Text | None = None
+    master_port: Annotated[int, Field(ge=1, le=_MAX_PORT)] | None = None
+    rank_offset: Annotated[Count, Field(ge=1)] = 1
+    world_size: Annotated[Count, Field(ge=2)] = 2
+
+
+class InitRequest(Strict):
+    """Prepare for updates."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(Strict):
+    """What the trainer sends: the name of a directory, or tensors in order."""
+
+    path: Text | None = None
+    names: Annotated[list[Text], _List] | None = None
+    dtype_names: Annotated[list[Text], _List] | None = None
+    shapes: (
+        Annotated[list[Annotated[list[Count], Field(max_length=_MAX_DIMENSIONS)]], _List] | None
+    ) = None
+    packed: Literal[False] = False
+
+
+class UpdateRequest(Strict):
+    """Take weights of an update."""
+
+    update_info: UpdateInfo
+
+
+class FinishRequest(Strict):
+    """Use the weights that were sent, under a version or the next."""
+
+    weight_version: Version | None = None
+
+
+class NameRequest(Strict):
+    """Give the weights another version."""
+
+    new_version: Version
+
+
+class Message(BaseModel):
+    """What was done."""
+
+    message: str
+
+
+class PauseStatus(BaseModel):
+    """Whether the engine steps."""
+
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(BaseModel):
+    """Whether a pause holds."""
+
+    is_paused: bool
+
+
+class IsSleeping(BaseModel):
+    """Whether some part sleeps."""
+
+    is_sleeping: bool
+
+
+class WeightInfo(BaseModel):
+    """The version of the weights: a whole number, as text."""
+
+    weight_version: str
+
+
+class NewVersion(BaseModel):
+    """The version of the weights from now on."""
+
+    success: bool
+    new_version: str
+
+
+class WorldSize(BaseModel):
+    """Ranks that share the model."""
+
+    world_size: int
+
+
+def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bool) -> APIRouter:
+    """The routes of pauses, sleep and updates.
+
+    Args:
+        engine: the engine.
+        config: how weights come.
+        by_key: whether every request has shown an API key.
+    """
+    dependencies = [] if by_key else [Depends(_require_no_page)]
+    router = APIRouter(responses=_ERRORS, route_class=JsonRoute, dependencies=dependencies)
+    _add_pauses(router, engine)
+    _add_sleep(router, engine)
+    _add_updates(router, engine, config)
+    _add_versions(router, engine)
+    return router
+
+
+def _add_pauses(router: APIRouter, engine: AsyncLLM) -> None:
+    @router.post("/pause")
+    async def pause(
+        mode: Literal["abort", "wait", "keep"] = "abort",
+        wait_for_inflight_requests: bool = False,
+        clear_cache: Annotated[bool, Query(description="no KV of older weights is read")] = True,
+    ) -> PauseStatus:
+        """Stop all steps: abort unfinished requests, wait for those that run, or keep all."""
+        await engine.pause("wait" if wait_for_inflight_requests else mode)
+        return PauseStatus(status="paused")
+
+    @router.post("/resume")
+    async def resume() -> PauseStatus:
+        """Step again."""
+        await engine.resume()
+        return PauseStatus(status="resumed")
+
+    @router.get("/is_paused")
+    async def is_paused() -> IsPaused:
+        """Whether a pause holds."""
+        return IsPaused(is_paused=engine.is_paused)
+
+
+def _add_sleep(router: APIRouter, engine: AsyncLLM) -> None:
+    @router.post("/sleep")
+    async def sleep(
+        level: Literal["1", "2"] = "1", mode: Literal["abort", "wait"] = "abort"
+    ) -> Message:
+        """Pause, and give back KV, at level 2 the model's weights too."""
+        await engine.sleep(int(level), mode)
+        return Message(message="Asleep")
+
+    @router.post("/wake_up")
+    async def wake_up(
+        tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None,
+    ) -> Message:
+        """End the sleep of these parts, or of all; once all is awake, steps run."""
+        await engine.wake_up(tags)
+        return Message(message="Asleep in part" if engine.is_sleeping else "Awake")
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> IsSleeping:
+        """Whether the engine sleeps, in whole or in part."""
+        return IsSleeping(is_sleeping=engine.is_sleeping)
+
+
+def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConfig) -> None:
+    @router.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(body: InitRequest) -> Message:
+        """Join the trainer's process group, which must come meanwhile; nothing to do for files."""
+        at = _rendezvous(body.init_info, config)
+        if at is not None:
+            await engine.join_trainer(at)
+        return Message(message="Weight transfer initialized")
+
+    @router.post("/start_weight_update")
+    async def start_weight_update(body: Nothing = Nothing()) -> Message:  # noqa: B008
+        """Begin an update of the model's weights; what was sent of another one is dropped."""
+        await engine.start_update(MODEL)
+        return Message(message="Weight update started")
+
+    @router.post("/start_draft_weight_update")
+    async def start_draft_weight_update(body: Nothing = Nothing()) -> Message:  # noqa: B008
+        """Begin an update of the drafter's weights; what was sent of another one is dropped."""
+        await engine.start_update(DRAFTER)
+        return Message(message="Draft weight update started")
+
+    @router.post("/update_weights")
+    async def update_weights(body: UpdateRequest) -> Message:
+        """Take weights, which come meanwhile; those in use stay until the update is finished."""
+        await engine.take_weights(await asyncio.to_thread(_sent, body.update_info, config))
+        return Message(message="Weights updated")
+
+    @router.post("/finish_weight_update")
+    async def finish_weight_update(
+        body: FinishRequest = FinishRequest(),  # noqa: B008
+    ) -> Message:
+        """Use the weights that were sent, if all of them fit; otherwise the old ones stay."""
+        with _directory_errors():
+            await engine.finish_update(body.weight_version)
+        return Message(message="Weight update finished")
+
+
+def _add_versions(router: APIRouter, engine: AsyncLLM) -> None:
+    @router.post("/update_weight_version")
+    async def update_weight_version(body: NameRequest) -> NewVersion:
+        """Give the weights, which stay, a larger version."""
+        version = await engine.name_weights(body.new_version)
+        return NewVersion(success=True, new_version=str(version))
+
+    @router.get("/weight_info")
+    async def weight_info() -> WeightInfo:
+        """The version of the weights."""
+        return WeightInfo(weight_version=str(engine.weight_version))
+
+    @router.get("/get_world_size")
+    async def get_world_size(
+        include_dp: Annotated[bool, Query(description="one engine has no data parallelism")] = True,
+    ) -> WorldSize:
+        """The ranks that share the model: those that a trainer's group gains."""
+        return WorldSize(world_size=engine.resolved.world_size)
+
+
+def _require_no_page(request: Request) -> None:
+    """Refuse what a browser sends for a page of another site, where no key tells them apart."""
+    if "origin" in request.headers:
+        raise ApiError(
+            403,
+            "pages may not control the engine. Leave Origin out, or give the server an api_key",
+            code="forbidden",
+        )
+
+
+def _rendezvous(info: InitInfo, config: WeightTransferConfig) -> Rendezvous | None:
+    """Where to join; None for files, which are joined nowhere."""
+    address, port = info.master_address, info.master_port
+    if config.backend == FILES:
+        if info.model_fields_set:
+            raise _misfit("init_info", "no fields", config)
+        return None
+    if address is None or port is None:
+        raise _misfit("init_info", "master_address and master_port", config)
+    if info.rank_offset >= info.world_size:
+        raise invalid(
+            f"rank_offset={info.rank_offset} is no rank of world_size={info.world_size}. "
+            "Rank 0 is the trainer's, the engines have the others",
+            "init_info",
+        )
+    return Rendezvous(
+        config.backend, address, port, info.rank_offset, info.world_size, config.timeout
+    )
+
+
+def _sent(info: UpdateInfo, config: WeightTransferConfig) -> Path | tuple[TensorForm, ...]:
+    """The directory, or the tensors that come."""
+    columns = (info.names, info.dtype_names, info.shapes)
+    if config.directory is not None:
+        if info.path is None or any(column is not None for column in columns):
+            raise _misfit("update_info", "path alone", config)
+        return _inside(Path(config.directory), info.path)
+    names, dtypes, shapes = (column or [] for column in columns)
+    if info.path is not None or not names:
+        raise _misfit("update_info", "names, dtype_names and shapes", config)
+    if not len(names) == len(dtypes) == len(shapes):
+        raise invalid(
+            f"update_info has {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} "
+            "shapes. Send one of each for every tensor",
+            "update_info",
+        )
+    return tuple(
+        TensorForm(name, dtype, tuple(shape))  # type: ignore[arg-type]
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    )
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """A directory below ``directory``, wherever links lead."""
+    try:
+        path, root = (directory / name).resolve(), directory.resolve()
+        fits = path != root and path.is_relative_to(root) and path.is_dir()
+    except (OSError, RuntimeError, ValueError):
+        # Too long, a loop of links, or with a NUL.
+        fits = False
+    if not fits:
+        raise invalid(
+            f"{shown(name)} names no directory below that of weight_transfer_config. "
+            "Write the tensors to one, and send its name",
+            "update_info",
+            code="weights_refused",
+        )
+    return path
+
+
+def _misfit(param: str, fields: str, config: WeightTransferConfig) -> ApiError:
+    return invalid(f"{param} has other fields than {config.backend!r} takes. Send {fields}", param)
+
+
+@contextmanager
+def _directory_errors() -> Iterator[None]:
+    """A directory that cannot be read is the client's, as it named it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise invalid(str(error), "update_info", code="weights_refused") from error

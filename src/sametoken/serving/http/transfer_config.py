@@ -1,0 +1,68 @@
+"""How a server's weights may change over HTTP. Imports no torch, so that CLI help stays cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sametoken.errors import ConfigError, shown
+from sametoken.types.option_values import (
+    json_object,
+    option,
+    require_choices,
+    require_limits,
+    require_types,
+    suggestion,
+)
+
+FILES = "files"
+_NAME = "weight_transfer_config"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransferConfig:
+    """The keys of ``weight_transfer_config``.
+
+    Raises:
+        ConfigError: a value is impossible, or two contradict each other.
+    """
+
+    backend: str = option(
+        FILES,
+        "how weights come: files of a directory, or a trainer's process group",
+        choices=(FILES, "gloo", "nccl"),
+    )
+    directory: str | None = option(None, "where updates by files are; no others are read")
+    timeout: float = option(
+        300.0, "seconds to wait for a trainer's process group", limits=(0.001, 86400.0)
+    )
+
+    def __post_init__(self) -> None:
+        require_types(self, f"{_NAME}.")
+        require_choices(self)
+        require_limits(self)
+        if (self.backend == FILES) != (self.directory is not None):
+            raise ConfigError(
+                f"{_NAME} of backend {self.backend!r} has directory={shown(self.directory)}",
+                f"give a directory with the backend {FILES!r}, and with no other",
+            )
+        if self.directory is not None and not Path(self.directory).is_dir():
+            raise ConfigError(
+                f"{_NAME} names {shown(self.directory)}, which is no directory", "make it first"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> WeightTransferConfig:
+        """Read the option's JSON.
+
+        Raises:
+            ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
+        """
+        given = json_object(text, _NAME, '{"backend": "files", "directory": "/dev/shm/weights"}')
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"{_NAME} has the unknown key {shown(name)}", suggestion(name, known)
+                )
+        return cls(**given)

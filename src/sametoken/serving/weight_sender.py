@@ -1,0 +1,136 @@
+"""A trainer's side of updates over a process group (docs/rollouts.md)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from sametoken.distributed.trainer_group import GLOO, Rendezvous, TrainerGroup
+from sametoken.errors import WeightUpdateError
+
+#: Tensors of one request, so that its body stays small.
+_AT_ONCE = 1000
+
+
+class WeightSender:
+    """Sends weights to servers: their order over HTTP, their values over a process group.
+
+    Args:
+        urls: of servers that were started with this backend; each has one rank.
+        address, port: of this process, as the servers reach it.
+        backend: "gloo", or "nccl", which has not been run.
+        api_key: of the servers.
+        timeout_s: seconds to wait for a server.
+
+    Raises:
+        WeightUpdateError: a server refuses, or does not come in time.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        address: str = "127.0.0.1",
+        port: int = 51216,
+        backend: str = GLOO,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+        world_size = len(self._urls) + 1
+        info = {"master_address": address, "master_port": port, "world_size": world_size}
+        bodies = [{"init_info": info | {"rank_offset": 1 + i}} for i in range(len(self._urls))]
+        at = Rendezvous(backend, address, port, 0, world_size, timeout_s)
+        with ThreadPoolExecutor(len(self._urls)) as pool:
+            answers = self._begin(pool, "init_weight_transfer_engine", bodies)
+            self._group = _whole(lambda: TrainerGroup(at), answers)
+
+    def send(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+        *,
+        target: str = "model",
+    ) -> None:
+        """Update every server; each of them takes all of the weights or none.
+
+        Args:
+            weights: every tensor of the checkpoint by its Hugging Face name.
+            version: of the new weights; default the next.
+            target: "model" or "drafter".
+
+        Raises:
+            WeightUpdateError: a server refuses them, or is gone. After a failure on the way,
+                make a new sender.
+        """
+        start = "start_weight_update" if target == "model" else "start_draft_weight_update"
+        self._post_all(start, {})
+        tensors = iter(weights)
+        while part := list(itertools.islice(tensors, _AT_ONCE)):
+            self._send_part(part)
+        self._post_all("finish_weight_update", {"weight_version": version})
+
+    def _send_part(self, part: Sequence[tuple[str, Tensor]]) -> None:
+        info = {
+            "names": [name for name, _ in part],
+            "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in part],
+            "shapes": [list(one.shape) for _, one in part],
+        }
+
+        def broadcast() -> None:
+            for _, tensor in part:
+                self._group.broadcast(tensor.detach().to(self._group.device).contiguous())
+
+        with ThreadPoolExecutor(len(self._urls)) as pool:
+            bodies = [{"update_info": info}] * len(self._urls)
+            _whole(broadcast, self._begin(pool, "update_weights", bodies))
+
+    def _post_all(self, path: str, body: dict[str, Any]) -> None:
+        with ThreadPoolExecutor(len(self._urls)) as pool:
+            for answer in self._begin(pool, path, [body] * len(self._urls)):
+                answer.result()
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, path: str, bodies: Sequence[dict[str, Any]]
+    ) -> list[Future[None]]:
+        return [
+            pool.submit(self._post, f"{url}/{path}", body)
+            for url, body in zip(self._urls, bodies, strict=True)
+        ]
+
+    def _post(self, url: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s):
+                return
+        except urllib.error.HTTPError as error:
+            told = error.read().decode("utf-8", "replace")
+            raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
+        except OSError as error:
+            raise WeightUpdateError(f"{url} does not answer ({error})", "see its log") from error
+
+
+def _whole(work: Any, answers: Sequence[Future[None]]) -> Any:
+    """The result of work in the group while the servers answer; their refusals come first."""
+    failure: WeightUpdateError | None = None
+    result = None
+    try:
+        result = work()
+    except WeightUpdateError as error:
+        failure = error
+    for answer in answers:
+        answer.result()
+    if failure is not None:
+        raise failure
+    return result

@@ -1,0 +1,212 @@
+"""Commands about weights in the engine process: read or received by a thread, beside the steps."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.distributed.trainer_group import TrainerGroup
+from sametoken.engine.weights import NewWeights, Weights
+from sametoken.errors import SametokenError, WeightUpdateError, shown
+from sametoken.models.load.sent import SentTensors, source_of
+from sametoken.models.load.weights import TensorSource
+from sametoken.serving.messages import (
+    ChangeWeights,
+    FinishUpdate,
+    JoinTrainer,
+    NameWeights,
+    StartUpdate,
+    TakeWeights,
+    TensorForm,
+)
+from sametoken.types.units import in_units
+
+WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
+#: Dtypes that a trainer may send: those that weights are loaded from, and those of quantized ones.
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "int64", "int32", "int8", "uint8"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Within the engine process: what a command came to; weights are still to be written."""
+
+    message: WeightCommand
+    result: NewWeights | SametokenError | None
+
+
+class WeightUpdates:
+    """Carries out commands about weights one at a time, in a thread.
+
+    The next one begins after ``used``, so that one set of new weights is held at most.
+
+    Args:
+        weights: the engine's.
+        post: takes a ``Done``, from any thread.
+    """
+
+    def __init__(self, weights: Weights, post: Callable[[Any], None]) -> None:
+        self._weights = weights
+        self._post = post
+        self._waiting: queue.SimpleQueue[WeightCommand] = queue.SimpleQueue()
+        self._used = threading.Semaphore(0)
+        self._group: TrainerGroup | None = None
+        self._update: _Update | None = None
+        threading.Thread(target=self._work, name="weights", daemon=True).start()
+
+    def begin(self, message: WeightCommand) -> None:
+        """Carry out a command, after those before it."""
+        self._waiting.put(message)
+
+    def used(self) -> None:
+        """The ``Done`` has been handled."""
+        self._used.release()
+
+    def _work(self) -> None:
+        while True:
+            self._finish(self._waiting.get())
+
+    def _finish(self, message: WeightCommand) -> None:
+        # A function of its own, so that no local of the thread keeps weights.
+        self._post(Done(message, self._result(message)))
+        self._used.acquire()
+
+    def _result(self, message: WeightCommand) -> NewWeights | SametokenError | None:
+        try:
+            return self._carry_out(message)
+        except SametokenError as error:
+            return error
+        except Exception as error:
+            return WeightUpdateError(f"the new weights cannot be loaded: {error!r}", "see the log")
+
+    def _carry_out(self, message: WeightCommand) -> NewWeights | None:
+        if isinstance(message, ChangeWeights):
+            return self._weights.load(source_of(Path(message.path)), message.target)
+        if isinstance(message, NameWeights):
+            return NewWeights.same()
+        if isinstance(message, FinishUpdate):
+            update, self._update = self._begun(), None
+            return self._weights.load(update.source(), update.target)
+        if isinstance(message, JoinTrainer):
+            self._group = None
+            self._group = TrainerGroup(message.at)
+        elif isinstance(message, StartUpdate):
+            # A trainer that was started again has nothing to end the one before with.
+            self._update = None
+            most_bytes = self._weights.require_target(message.target)
+            self._update = _Update(message.target, most_bytes)
+        elif isinstance(message.weights, str):
+            self._begun().take_directory(Path(message.weights))
+        else:
+            self._receive(message.weights)
+        return None
+
+    def _receive(self, forms: tuple[TensorForm, ...]) -> None:
+        """Receive tensors; after a failure the group is left, as its ranks may be out of step."""
+        group, self._group = self._group, None
+        if group is None:
+            raise WeightUpdateError(
+                "no trainer has been joined", "send /init_weight_transfer_engine first"
+            )
+        update, self._update = self._begun(), None
+        update.receive(forms, group)
+        self._group, self._update = group, update
+
+    def _begun(self) -> _Update:
+        if self._update is None:
+            raise WeightUpdateError(
+                "no update has begun, or it has failed", "send /start_weight_update first"
+            )
+        return self._update
+
+
+@dataclass(slots=True)
+class _Update:
+    """What a trainer has sent of one update.
+
+    Attributes:
+        target: "model" or "drafter".
+        most_bytes: of all its tensors.
+        directory: with all of them, if they come so.
+        tensors: that were received.
+    """
+
+    target: str
+    most_bytes: int
+    directory: Path | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def take_directory(self, path: Path) -> None:
+        """Note a directory.
+
+        Raises:
+            WeightUpdateError: there is one already.
+        """
+        if self.directory is not None:
+            raise WeightUpdateError(
+                "one update has two directories", "put all tensors of the checkpoint into one"
+            )
+        self.directory = path
+
+    def receive(self, forms: tuple[TensorForm, ...], group: TrainerGroup) -> None:
+        """Receive tensors in this order.
+
+        Raises:
+            WeightUpdateError: one of them comes twice, has an unknown dtype, or there is no memory
+                for them; or the trainer is gone.
+        """
+        dtypes = [self._dtype(form) for form in forms]
+        sent = sum(map(_num_bytes, forms, dtypes)) + sum(
+            one.nbytes for one in self.tensors.values()
+        )
+        if sent > self.most_bytes:
+            raise WeightUpdateError(
+                f"the update has {in_units(sent)} and may have {in_units(self.most_bytes)}",
+                "send each tensor of the checkpoint once",
+            )
+        names = Counter([*self.tensors, *(form.name for form in forms)])
+        for name, count in names.items():
+            if count > 1:
+                raise WeightUpdateError(
+                    f"the tensor {shown(name)} is sent twice", "send each tensor once"
+                )
+        for form, dtype in zip(forms, dtypes, strict=True):
+            try:
+                tensor = torch.empty(form.shape, dtype=dtype, device=group.device)
+            except (MemoryError, RuntimeError) as error:
+                raise WeightUpdateError(
+                    f"no memory for {in_units(_num_bytes(form, dtype))} of {shown(form.name)}",
+                    "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
+                ) from error
+            group.broadcast(tensor)
+            self.tensors[form.name] = tensor
+
+    def source(self) -> TensorSource:
+        """All tensors of the update."""
+        if self.directory is not None:
+            return source_of(self.directory)
+        return SentTensors(self.tensors.items())
+
+    def _dtype(self, form: TensorForm) -> torch.dtype:
+        if form.dtype not in _DTYPES:
+            raise WeightUpdateError(
+                f"the tensor {shown(form.name)} is of dtype {shown(form.dtype)}",
+                f"use one of {', '.join(_DTYPES)}",
+            )
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        return dtype
+
+
+def _num_bytes(form: TensorForm, dtype: torch.dtype) -> int:
+    return math.prod(form.shape) * dtype.itemsize

@@ -1,0 +1,377 @@
+"""A server whose weights change over HTTP says what an engine of those weights says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.chat_model import write_chat_model
+from helpers.http_server import TOY_ENGINE, running_server
+from sametoken import LLM, SamplingParams
+from sametoken.distributed.trainer_group import Rendezvous, TrainerGroup
+from sametoken.errors import RequestError, WeightUpdateError
+from sametoken.serving.weight_sender import WeightSender
+
+PROMPTS = ["the inner", "a thin in", "in the", "er the the the"]
+SAMPLING = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+#: Sizes that make one leaked copy of the weights visible: 5 MB.
+LARGER = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two checkpoints of one form."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    return [write_chat_model(folder / str(seed), seed, **LARGER) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def said(models):
+    """What engines that were built with them say to each prompt."""
+    return [offline(path) for path in models]
+
+
+def offline(path: Path) -> list[tuple[int, ...]]:
+    outputs = LLM(str(path), **TOY_ENGINE).generate(PROMPTS, SamplingParams(**SAMPLING))
+    return [one.outputs[0].token_ids for one in outputs]
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+class Client:
+    """Requests of a trainer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, body: dict | None = None) -> dict:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, path: str, body: dict | None = None) -> str:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+    def get(self, path: str) -> dict:
+        return self._http.get(path).json()
+
+    def answer(self, prompt: str) -> tuple[tuple[int, ...], list[int]]:
+        """Token ids and versions."""
+        body = {"prompt": prompt, "return_token_ids": True, **SAMPLING}
+        choice = self.post("/v1/completions", body)["choices"][0]
+        return tuple(choice["token_ids"]), choice["weight_versions"]
+
+    def says(self, expected: list[tuple[int, ...]], version: int) -> None:
+        assert [self.answer(one) for one in PROMPTS] == [
+            (ids, [version, version]) for ids in expected
+        ]
+        assert self.get("/weight_info") == {"weight_version": str(version)}
+
+    def update(self, path: Path, version: str | None = None) -> None:
+        self.post("/start_weight_update")
+        self.post("/update_weights", {"update_info": {"path": path.name}})
+        self.post("/finish_weight_update", {"weight_version": version} if version else None)
+
+
+@pytest.fixture(scope="module")
+def by_files(models):
+    config = json.dumps({"backend": "files", "directory": str(models[0].parent)})
+    engine = {"speculative_config": NGRAM}
+    with running_server(models[0], engine=engine, weight_transfer_config=config) as server:
+        yield Client(server.url), server
+
+
+@pytest.fixture(scope="module")
+def by_group(models):
+    config = json.dumps({"backend": "gloo", "timeout": 5.0})
+    with running_server(models[0], weight_transfer_config=config) as server:
+        yield Client(server.url)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def version_of(client: Client) -> int:
+    return int(client.get("/weight_info")["weight_version"])
+
+
+def test_an_update_by_files(by_files, models, said):
+    client, _ = by_files
+    assert client.post("/init_weight_transfer_engine", {"init_info": {}})
+    assert client.get("/get_world_size") == {"world_size": 1}
+    client.update(models[0], "3")
+    client.says(said[0], 3)
+    client.update(models[1], "7")
+    client.says(said[1], 7)
+    assert client.post("/update_weight_version", {"new_version": "9"})["new_version"] == "9"
+    client.says(said[1], 9)
+    client.update(models[0])
+    client.says(said[0], 10)
+
+
+def test_streams_and_chats_have_versions(by_files):
+    client, _ = by_files
+    now = version_of(client)
+    chat = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4}
+    whole = client.post("/v1/chat/completions", chat)
+    assert whole["choices"][0]["weight_versions"] == [now, now]
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", {"prompt": "in", "max_tokens": 4}),
+    ):
+        text = httpx.post(client.url + path, json=body | {"stream": True}).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        found = [c.get("weight_versions") for event in events for c in event["choices"]]
+        assert [now, now] in found
+        assert all(one in (None, [now, now]) for one in found)
+
+
+def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
+    client, _ = by_files
+    now, before = version_of(client), [client.answer(one)[0] for one in PROMPTS]
+    directory = models[0].parent
+    assert "start_weight_update" in client.refused("/finish_weight_update")
+    client.post("/start_weight_update")
+    assert "model." in client.refused("/finish_weight_update")
+    for name in ("", ".", "..", "/etc", "no such", "0/model.safetensors", "x\0", "a" * 5000):
+        client.post("/start_weight_update")
+        told = client.refused("/update_weights", {"update_info": {"path": name}})
+        assert "names no directory" in told
+    (directory / "empty").mkdir()
+    client.post("/update_weights", {"update_info": {"path": "empty"}})
+    assert client.refused("/update_weights", {"update_info": {"path": "1"}})
+    assert client.refused("/finish_weight_update")
+    client.post("/start_weight_update")
+    client.post("/update_weights", {"update_info": {"path": "1"}})
+    assert "does not follow" in client.refused("/finish_weight_update", {"weight_version": "0"})
+    # An update in the middle, taken over by the next one.
+    client.post("/start_weight_update")
+    client.post("/update_weights", {"update_info": {"path": "1"}})
+    client.says(before, now)
+    client.post("/start_weight_update")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/init_weight_transfer_engine", None),
+        ("/init_weight_transfer_engine", {}),
+        ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}),
+        ("/start_weight_update", {"is_checkpoint_format": True}),
+        ("/start_draft_weight_update", None),
+        ("/update_weights", {"update_info": None}),
+        ("/update_weights", {"update_info": {}}),
+        ("/update_weights", {"update_info": {"path": 1}}),
+        ("/update_weights", {"update_info": {"path": "1", "names": []}}),
+        ("/update_weights", {"update_info": {"path": "1", "packed": True}}),
+        ("/update_weights", {"update_info": {"path": "1"}, "more": 1}),
+        ("/finish_weight_update", {"weight_version": "step-42"}),
+        ("/finish_weight_update", {"weight_version": 1.5}),
+        ("/finish_weight_update", {"weight_version": -1}),
+        ("/finish_weight_update", {"weight_version": "9" * 30}),
+        ("/update_weight_version", {}),
+        ("/update_weight_version", {"new_version": "0"}),
+        ("/pause?mode=sleep", None),
+        ("/sleep?level=3", None),
+        ("/sleep?mode=keep", None),
+        ("/wake_up?tags=all", None),
+    ],
+)
+def test_what_does_not_fit_is_one_error(by_files, path, body):
+    client, _ = by_files
+    before = version_of(client)
+    assert client.refused(path, body)
+    assert version_of(client) == before
+
+
+def test_pauses(by_files):
+    client, _ = by_files
+    assert client.post("/pause") == {"status": "paused"}
+    assert client.get("/is_paused") == {"is_paused": True}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.answer, PROMPTS[0])
+        assert client.post("/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+        assert not waiting.done()
+        assert client.post("/resume") == {"status": "resumed"}
+        assert len(waiting.result(30)[0]) == SAMPLING["max_tokens"]
+    assert client.post("/pause?wait_for_inflight_requests=true") == {"status": "paused"}
+    client.post("/resume")
+    assert client.get("/is_paused") == {"is_paused": False}
+
+
+def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
+    client, server = by_files
+    pid = server.engine._client.supervisor.process.pid
+    client.update(models[0])
+    client.says(said[0], version_of(client))
+    client.post("/sleep")
+    assert client.get("/is_sleeping") == {"is_sleeping": True}
+    assert "wake" in client.refused("/resume")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.answer, PROMPTS[0])
+        assert client.post("/wake_up?tags=weights")
+        assert client.get("/is_sleeping") == {"is_sleeping": True}
+        assert not waiting.done()
+        assert client.post("/wake_up?tags=kv_cache")
+        assert waiting.result(30)[0] == said[0][0]
+    client.says(said[0], version_of(client))
+    refused = asyncio.run_coroutine_threadsafe(server.engine.sleep(3), server._loop)
+    with pytest.raises(RequestError, match="level"):
+        refused.result(30)
+    assert client.get("/is_paused") == {"is_paused": False}
+    before = resident_bytes(pid)
+    client.post("/sleep?level=2")
+    assert before - resident_bytes(pid) > sum(one.nbytes for one in tensors_of(models[0]).values())
+    client.post("/wake_up?tags=weights")
+    assert "update the weights" in client.refused("/wake_up")
+    client.post("/update_weight_version", {"new_version": str(version_of(client) + 1)})
+    assert "update the weights" in client.refused("/wake_up")
+    client.update(models[1])
+    client.post("/wake_up")
+    assert client.get("/is_sleeping") == {"is_sleeping": False}
+    assert client.get("/is_paused") == {"is_paused": False}
+    client.says(said[1], version_of(client))
+
+
+def test_updates_under_load(by_files, models, said):
+    """Whatever runs: what is of one version alone is what an engine of its weights says."""
+    client, _ = by_files
+    client.update(models[0])
+    weights = {version_of(client): 0}
+    found: list = []
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        mine = Client(client.url)
+        while not stop.is_set():
+            index = number % len(PROMPTS)
+            found.append((index, *mine.answer(PROMPTS[index])))
+            number += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, number) for number in range(4)]
+        for number in range(12):
+            client.update(models[(number + 1) % 2])
+            weights[version_of(client)] = (number + 1) % 2
+            seen = len(found)
+            while len(found) < seen + 3:
+                assert not any(one.done() for one in asking)
+        stop.set()
+        for one in asking:
+            one.result(30)
+    pure = [(index, ids, oldest) for index, ids, (oldest, newest) in found if oldest == newest]
+    assert len({version for *_, version in pure}) > 6
+    for index, ids, version in pure:
+        assert ids == said[weights[version]][index]
+
+
+def test_fifty_updates_leave_memory_flat(by_files, models, said):
+    client, server = by_files
+    pid = server.engine._client.supervisor.process.pid
+    for number in range(8):
+        client.update(models[number % 2])
+    before = resident_bytes(pid)
+    for number in range(50):
+        client.update(models[number % 2])
+    weights = sum(one.nbytes for one in tensors_of(models[0]).values())
+    assert resident_bytes(pid) - before < 10 * weights
+    client.says(said[1], version_of(client))
+
+
+def test_a_trainers_process_group(by_group, models, said):
+    sender = WeightSender([by_group.url], port=free_port())
+    sender.send(tensors_of(models[1]).items(), 7)
+    by_group.says(said[1], 7)
+    sender.send([(k, v.double()) for k, v in tensors_of(models[0]).items()])
+    by_group.says(said[0], 8)
+    with pytest.raises(WeightUpdateError, match="no weights"):
+        sender.send([], target="drafter")
+    spoilt = tensors_of(models[1]) | {"model.norm.weight": torch.full((128,), torch.nan)}
+    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight"):
+        sender.send(spoilt.items())
+    by_group.says(said[0], 8)
+    # The group is whole: every tensor came.
+    sender.send(tensors_of(models[1]).items())
+    by_group.says(said[1], 9)
+
+
+def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):
+    now, before = version_of(by_group), [by_group.answer(one)[0] for one in PROMPTS]
+    tensors = tensors_of(models[0])
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        info = {"master_address": "127.0.0.1", "master_port": port}
+        joined = pool.submit(by_group.post, "/init_weight_transfer_engine", {"init_info": info})
+        group = TrainerGroup(Rendezvous("gloo", "127.0.0.1", port, 0, 2, 10.0))
+        joined.result(30)
+        by_group.post("/start_weight_update")
+        forms = {
+            "names": list(tensors),
+            "dtype_names": ["float32"] * len(tensors),
+            "shapes": [list(one.shape) for one in tensors.values()],
+        }
+        told = pool.submit(by_group.refused, "/update_weights", {"update_info": forms})
+        for tensor in list(tensors.values())[:3]:
+            group.broadcast(tensor)
+        del group
+        assert "is not whole" in told.result(30)
+    assert "start_weight_update" in by_group.refused("/finish_weight_update")
+    by_group.says(before, now)
+    WeightSender([by_group.url], port=free_port()).send(tensors.items(), now + 1)
+    assert version_of(by_group) == now + 1
+
+
+def forms(count: int, **changes) -> dict:
+    good = {
+        "names": [f"t{i}" for i in range(count)],
+        "dtype_names": ["float32"] * count,
+        "shapes": [[2, 2]] * count,
+    }
+    return {"update_info": good | changes}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (forms(2, shapes=[[2, 2]]), "one of each"),
+        (forms(1, names=None), "names, dtype_names and shapes"),
+        (forms(0), "names, dtype_names and shapes"),
+        (forms(1, path="1"), "names, dtype_names and shapes"),
+        (forms(1, shapes=[[-1]]), "shapes"),
+        (forms(1, shapes=[[1] * 9]), "shapes"),
+        (forms(1, shapes=[[2**30, 2**30]]), "may have"),
+        (forms(1, dtype_names=["object"]), "dtype"),
+        (forms(2, names=["t", "t"]), "sent twice"),
+        (forms(1), "init_weight_transfer_engine"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_they_come(by_group, body, told):
+    by_group.post("/start_weight_update")
+    if told in ("may have", "dtype", "sent twice"):
+        WeightSender([by_group.url], port=free_port())
+    assert told in by_group.refused("/update_weights", body)

@@ -1,0 +1,143 @@
+"""Experts stored in MXFP4: the numbers that they stand for, and files that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import write_checkpoint
+from helpers.forward import CPU, Bench
+from helpers.mxfp4 import EXPERTS_0, MXFP4, made, write_mxfp4
+from helpers.thread_ranks import run_ranks
+from sametoken.bench.memory import load_shapes
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.models.load.mxfp4 import MAX_SCALE, expanded
+from sametoken.models.loader import load_model, read_config
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
+
+TOKENS = [3, 40, 17, 5, 5, 21, 0]
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+NUMBERS += [-number for number in NUMBERS]
+
+
+def load(path, kernels=None, parallel=SINGLE_RANK, **options):
+    return load_model(
+        path,
+        kernels=kernels or ReferenceKernels(),
+        device=CPU,
+        max_positions=32,
+        parallel=parallel,
+        **{"dtype": torch.bfloat16} | options,
+    )
+
+
+def logits_of(model) -> torch.Tensor:
+    return Bench(model, max_len=16).logits(TOKENS, [])
+
+
+def test_every_number_at_every_scale_is_exact_in_bf16():
+    pairs = [low | high << 4 for low in range(16) for high in range(16)]
+    blocks = torch.tensor(pairs, dtype=torch.uint8).view(1, 16, 16).expand(MAX_SCALE + 1, -1, -1)
+    scales = torch.arange(MAX_SCALE + 1, dtype=torch.uint8)[:, None].expand(-1, 16)
+    found = expanded(blocks.contiguous(), scales.contiguous())
+    halves = [NUMBERS[half] for pair in pairs for half in (pair & 15, pair >> 4)]
+    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)]).double()
+    wanted = powers[:, None] * torch.tensor(halves).double()
+    assert torch.equal(found.bfloat16().double(), wanted)
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_checkpoint_that_transformers_expands(tmp_path, kernels, dtype):
+    config, _, meant = made()
+    twin = load(write_checkpoint(tmp_path / "twin", config, meant), kernels(), dtype=dtype)
+    ours = load(write_mxfp4(tmp_path / "mxfp4"), kernels(), dtype=dtype)
+    assert torch.equal(logits_of(ours), logits_of(twin))
+
+
+def test_two_ranks_agree_and_are_near_one(tmp_path):
+    path = write_mxfp4(tmp_path)
+    whole = logits_of(load(path, dtype=torch.float32))
+    first, second = run_ranks(
+        2, lambda ranks: logits_of(load(path, None, ranks, dtype=torch.float32))
+    )
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_are_left_out_are_stored_as_they_are(tmp_path):
+    config, stored, meant = made()
+    plain = {name: tensor for name, tensor in meant.items() if name.startswith(EXPERTS_0)}
+    mixed = {name: one for name, one in stored.items() if not name.startswith(EXPERTS_0)} | plain
+    left_out = MXFP4 | {"modules_to_not_convert": ["model.layers.0.mlp"]}
+    path = write_checkpoint(tmp_path / "a", config | {"quantization_config": left_out}, mixed)
+    assert torch.equal(logits_of(load(path)), logits_of(load(write_mxfp4(tmp_path / "b"))))
+    # Blocks of what is left out are nobody's.
+    both = mixed | {f"{EXPERTS_0}.down_proj_blocks": stored[f"{EXPERTS_0}.down_proj_blocks"]}
+    write_checkpoint(tmp_path / "a", config | {"quantization_config": left_out}, both)
+    with pytest.raises(UnsupportedError, match="down_proj_blocks"):
+        load(path)
+
+
+def test_memory_is_that_of_the_expanded_weights(tmp_path):
+    path = write_mxfp4(tmp_path)
+    real = load(path)
+    shapes = load_shapes(read_config(path), path, torch.bfloat16)
+    dummy = load(path, load_format="dummy")
+    assert shapes.weights_bytes == dummy.weights_bytes == real.weights_bytes
+    bits = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert real.weights_bytes > bits
+    assert logits_of(dummy).isfinite().all()
+
+
+def spoilt(name: str, change):
+    def spoil(stored: dict) -> None:
+        stored[f"{EXPERTS_0}.{name}"] = change(stored[f"{EXPERTS_0}.{name}"])
+
+    return spoil
+
+
+def with_scale(value: int):
+    def change(scales: torch.Tensor) -> torch.Tensor:
+        scales[1, 2, 0] = value
+        return scales
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda stored: stored.pop(f"{EXPERTS_0}.down_proj_scales"), "lacks.*down_proj_scales"),
+        (lambda stored: stored.pop(f"{EXPERTS_0}.down_proj_blocks"), "lacks.*down_proj_blocks"),
+        (spoilt("down_proj_blocks", lambda one: one[:, :, :1]), r"down_proj_blocks.*shape"),
+        (spoilt("gate_up_proj_scales", lambda one: one[:4]), r"gate_up_proj_scales.*shape"),
+        (
+            spoilt("down_proj_blocks", lambda one: one.to(torch.int8)),
+            "down_proj_blocks.*dtype int8",
+        ),
+        (spoilt("down_proj_scales", with_scale(255)), r"down_proj_scales.*scale 255, above 252"),
+        (spoilt("down_proj_scales", with_scale(253)), r"down_proj_scales.*scale 253"),
+        (spoilt("down_proj_bias", lambda one: one[:, :4]), r"down_proj_bias.*shape"),
+        (spoilt("down_proj_bias", lambda one: one * torch.nan), r"down_proj_bias.*NaN"),
+    ],
+)
+def test_broken_files_are_refused_by_the_tensor_s_name(tmp_path, spoil, said):
+    config, stored, _ = made(num_hidden_layers=1)
+    spoil(stored)
+    path = write_checkpoint(tmp_path, config | {"quantization_config": MXFP4}, stored)
+    with pytest.raises(CheckpointError, match=said):
+        load(path)
+
+
+def test_blocks_without_their_config_are_refused(tmp_path):
+    config, stored, _ = made(num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor .*experts\.gate_up_proj"):
+        load(write_checkpoint(tmp_path, config, stored))
+
+
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*48 features.*no multiple of 32"):
+        load(write_mxfp4(tmp_path, hidden_size=48))

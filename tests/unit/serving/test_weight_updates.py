@@ -1,0 +1,157 @@
+"""The thread that reads and receives weights: one command at a time, all or nothing."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+import torch
+
+from sametoken.engine.weights import FixedWeights, NewWeights
+from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, WeightUpdateError
+from sametoken.serving.messages import (
+    ChangeWeights,
+    FinishUpdate,
+    JoinTrainer,
+    NameWeights,
+    StartUpdate,
+    TakeWeights,
+    TensorForm,
+)
+from sametoken.serving.weight_updates import WeightUpdates
+
+ONE, TWO = TensorForm("one", "float32", (2, 3)), TensorForm("two", "bfloat16", ())
+
+
+class Group:
+    """Sends ones, until a tensor named 'lost' would come."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, at) -> None:
+        self.left = at
+
+    def broadcast(self, tensor) -> None:
+        if not self.left:
+            raise WeightUpdateError("the group is not whole")
+        self.left -= 1
+        tensor.fill_(1)
+
+
+class Weights:
+    """Takes anything, and keeps what came."""
+
+    def __init__(self) -> None:
+        self.loaded: list = []
+
+    def require_target(self, target: str) -> int:
+        return 64
+
+    def load(self, source, target: str) -> NewWeights:
+        names = {name: torch.cat(list(source.chunks(name))) for name in source.names()}
+        self.loaded.append((target, names))
+        return NewWeights.same()
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    monkeypatch.setattr("sametoken.serving.weight_updates.TrainerGroup", Group)
+    weights, inbox = Weights(), queue.SimpleQueue()
+    updates = WeightUpdates(weights, inbox.put)
+
+    def carry_out(message):
+        updates.begin(message)
+        done = inbox.get(timeout=10)
+        assert done.message is message
+        updates.used()
+        return done.result
+
+    return weights, carry_out
+
+
+def test_tensors_in_several_parts_make_one_update(scene):
+    weights, carry_out = scene
+    assert carry_out(JoinTrainer(0, 9)) is None
+    assert carry_out(StartUpdate(1, "drafter")) is None
+    assert carry_out(TakeWeights(2, (ONE,))) is None
+    assert carry_out(TakeWeights(3, (TWO,))) is None
+    assert weights.loaded == []
+    assert isinstance(carry_out(FinishUpdate(4, None)), NewWeights)
+    ((target, tensors),) = weights.loaded
+    assert target == "drafter"
+    assert torch.equal(tensors["one"], torch.ones(2, 3))
+    assert tensors["two"].dtype == torch.bfloat16
+    assert isinstance(carry_out(FinishUpdate(5, None)), WeightUpdateError)
+
+
+def test_a_new_update_drops_what_was_sent(scene):
+    weights, carry_out = scene
+    carry_out(JoinTrainer(0, 9))
+    for name in ("half", "whole"):
+        carry_out(StartUpdate(1, "model"))
+        carry_out(TakeWeights(2, (TensorForm(name, "float32", (1,)),)))
+    carry_out(FinishUpdate(3, None))
+    assert list(weights.loaded[0][1]) == ["whole"]
+
+
+def test_a_trainer_that_is_lost_ends_update_and_group(scene):
+    weights, carry_out = scene
+    carry_out(JoinTrainer(0, 1))
+    carry_out(StartUpdate(1, "model"))
+    assert "not whole" in str(carry_out(TakeWeights(2, (ONE, TWO))))
+    assert "no trainer" in str(carry_out(TakeWeights(3, (ONE,))))
+    assert "no update" in str(carry_out(FinishUpdate(4, None)))
+    assert weights.loaded == []
+
+
+@pytest.mark.parametrize(
+    ("forms", "told"),
+    [
+        ((ONE, ONE), "sent twice"),
+        ((TensorForm("a", "complex64", (1,)),), "dtype"),
+        ((TensorForm("a", "__name__", (1,)),), "dtype"),
+        ((TensorForm("a", "float32", (17,)),), "may have"),
+        ((TensorForm("a", "float32", (2**31, 2**31)),), "may have"),
+    ],
+)
+def test_forms_are_checked_before_anything_is_received(scene, forms, told):
+    _, carry_out = scene
+    carry_out(JoinTrainer(0, 0))
+    carry_out(StartUpdate(1, "model"))
+    assert told in str(carry_out(TakeWeights(2, forms)))
+
+
+def test_directories(scene, tmp_path):
+    _, carry_out = scene
+    assert "no update" in str(carry_out(TakeWeights(0, str(tmp_path))))
+    carry_out(StartUpdate(1, "model"))
+    assert carry_out(TakeWeights(2, str(tmp_path))) is None
+    assert "two directories" in str(carry_out(TakeWeights(3, str(tmp_path))))
+    assert isinstance(carry_out(FinishUpdate(4, None)), CheckpointError)
+    assert isinstance(carry_out(ChangeWeights(5, "/nowhere", None, "model")), CheckpointError)
+
+
+def test_another_version_replaces_nothing(scene):
+    _, carry_out = scene
+    named = carry_out(NameWeights(0, 7))
+    assert (named.replacement.pairs, named.version_after(3, 7)) == ((), 7)
+
+
+def test_fixed_weights_refuse_at_the_start():
+    inbox = queue.SimpleQueue()
+    WeightUpdates(FixedWeights("tensor parallelism"), inbox.put).begin(StartUpdate(0, "model"))
+    assert isinstance(inbox.get(timeout=10).result, UnsupportedError)
+
+
+def test_the_next_command_waits_until_weights_are_used():
+    inbox = queue.SimpleQueue()
+    updates = WeightUpdates(Weights(), inbox.put)
+    for ticket in range(2):
+        updates.begin(NameWeights(ticket, 7))
+    assert inbox.get(timeout=10).message.ticket == 0
+    with pytest.raises(queue.Empty):
+        inbox.get(timeout=0.1)
+    updates.used()
+    done = inbox.get(timeout=10)
+    assert done.message.ticket == 1
+    assert not isinstance(done.result, SametokenError)

@@ -92,7 +92,7 @@ def test_commands_and_options_stand_in_sections():
 def test_choices_are_shown_as_lists():
     shown = run("generate", "--help").stdout
     assert "--dtype [auto|bfloat16|float32]" in shown
-    assert "--load-format [auto|safetensors|gguf|dummy]" in shown
+    assert "--load-format [auto|safetensors|gguf|gguf-packed|dummy]" in shown
 
 
 def test_help_is_coloured_at_a_terminal_alone():

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,12 +133,18 @@ def _sources() -> list[Path]:
 
 
 def _compile(recipe: Recipe, compiler: Sequence[str], scratch: Path) -> Path:
-    objects = []
-    for source in _sources():
-        if source.suffix == ".c":
-            target = scratch / f"{source.stem}.o"
-            _run([*compiler, *FLAGS, *recipe.compile_flags, "-c", str(source), "-o", str(target)])
-            objects.append(str(target))
+    objects = {
+        str(scratch / f"{source.stem}.o"): str(source)
+        for source in _sources()
+        if source.suffix == ".c"
+    }
+    with ThreadPoolExecutor() as pool:
+        compiling = [
+            pool.submit(_run, [*compiler, *FLAGS, *recipe.compile_flags, "-c", source, "-o", made])
+            for made, source in objects.items()
+        ]
+        for one in compiling:
+            one.result()
     finished = scratch / "kernels.so"
     _run([*compiler, "-shared", *objects, *recipe.link_flags, "-lm", "-o", str(finished)])
     return finished

@@ -53,7 +53,10 @@ def main() -> None:
     exact = ExactModel(given.model, dtype=given.dtype, device=given.device)
     device = next(exact.parameters()).device
     plain = AutoModelForCausalLM.from_pretrained(
-        given.model, dtype=getattr(torch, given.dtype), attn_implementation=given.attention
+        given.model,
+        dtype=getattr(torch, given.dtype),
+        attn_implementation=given.attention,
+        trust_remote_code=False,
     ).to(device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = exact.config.vocab_size

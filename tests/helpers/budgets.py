@@ -12,9 +12,10 @@ _BEAT_S = 0.005
 
 
 class Heartbeat:
-    """How long an event loop left a task of 5 ms waiting, at worst."""
+    """How long an event loop left a task of 5 ms waiting, at worst, and what the process worked."""
 
     longest_s = 0.0
+    longest_cpu_s = 0.0
 
 
 @contextlib.asynccontextmanager
@@ -24,11 +25,12 @@ async def heartbeat() -> AsyncIterator[Heartbeat]:
 
     async def beat() -> None:
         while True:
-            began = time.monotonic()
+            began, worked = time.monotonic(), time.process_time()
             try:
                 await asyncio.sleep(_BEAT_S)
             finally:
                 heart.longest_s = max(heart.longest_s, time.monotonic() - began - _BEAT_S)
+                heart.longest_cpu_s = max(heart.longest_cpu_s, time.process_time() - worked)
 
     task = asyncio.create_task(beat())
     await asyncio.sleep(0)

@@ -34,7 +34,9 @@ def exact_gradients(model: ExactModel) -> dict:
 
 def plain_gradients(path, dtype: torch.dtype, rounded: bool = False) -> dict:
     """Of transformers' model; ``rounded``: with parameters that are bf16 numbers in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    )
     if rounded:
         model.bfloat16().float()
     sequences, weights = scene()

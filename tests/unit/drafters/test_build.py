@@ -231,11 +231,11 @@ PROJECTIONS = {
     "eagle3": {"fc.weight", "lm_head"}
     | {f"attention.{name}.weight" for name in ("qkv", "output")}
     | {f"mlp.{name}.weight" for name in ("gate_up", "down")},
-    "mtp": {"fc.weight", "lm_head"}
-    | {f"layer.attention.{name}.weight" for name in ("projection", "output")}
-    | {f"layer.mlp.{name}.weight" for name in ("gate_up", "down")},
-    "mtp with experts": {"fc.weight", "lm_head"}
-    | {f"layer.attention.{name}.weight" for name in ("projection", "output")},
+    "mtp": {"module.fc.weight", "lm_head"}
+    | {f"module.layer.attention.{name}.weight" for name in ("projection", "output")}
+    | {f"module.layer.mlp.{name}.weight" for name in ("gate_up", "down")},
+    "mtp with experts": {"module.fc.weight", "lm_head"}
+    | {f"module.layer.attention.{name}.weight" for name in ("projection", "output")},
 }
 
 
@@ -266,7 +266,7 @@ def test_all_projections_of_a_head_become_fp8_and_nothing_else(tmp_path, which):
     assert rounded == PROJECTIONS[which]
     mixture = before.keys() - rounded - EMBEDDING
     assert bool(mixture) == (which == "mtp with experts")
-    assert all(name.startswith("layer.mlp.") for name in mixture)
+    assert all(name.startswith("module.layer.mlp.") for name in mixture)
     for name in rounded:
         exact, weight = before[name].matrix, after[name]
         error = (weight.matrix.float() * weight.scale[:, None] - exact).norm() / exact.norm()

@@ -45,12 +45,15 @@ def perplexity(logprobs: list[float]) -> float:
     return math.exp(-math.fsum(logprobs) / len(logprobs))
 
 
-def ours(model: Path, windows: list[list[int]], device: str, dtype: str) -> float:
+def ours(
+    model: Path, windows: list[list[int]], device: str, dtype: str, load_format: str = "auto"
+) -> float:
     """Compute our perplexity; a window's first token has no predecessor and is not scored."""
     config = EngineConfig.from_options(
         model=str(model),
         device=device,
         dtype=dtype,
+        load_format=load_format,
         skip_tokenizer_init=True,
         max_model_len=WINDOW + 1,
         max_num_seqs=4,

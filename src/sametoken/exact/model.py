@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from sametoken.exact.packed import PackedSequences, require_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.decoder import HEAD, Decoder
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import TensorSource, WeightReader
+from sametoken.models.load.weights import TensorsByName, TensorSource, WeightReader
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
 from sametoken.models.registry import model_class
@@ -96,7 +96,9 @@ class ExactModel(nn.Module):
         )
         device = next(self.parameters()).device
         try:
-            decoder = self._decoder(_NamedTensors(dict(self.named_parameters())), device)
+            decoder = self._decoder(
+                _NamedTensors("the module", dict(self.named_parameters())), device
+            )
         except CheckpointError as error:
             raise NumericalError(error.cause, "look at the optimizer's last step") from error
         packed = PackedSequences.of(sequences, starts, self._block_size, device)
@@ -131,26 +133,12 @@ class ExactModel(nn.Module):
         return model_class(self.config.architecture)(self.config, reader, max_positions=positions)
 
 
-class _NamedTensors:
+class _NamedTensors(TensorsByName):
     """A ``TensorSource`` over tensors in memory, which carry their gradients."""
-
-    location = "the module"
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Collection[str]:
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The whole tensor, as a copy in chunks would be a node of the graph for each."""
         yield self._tensors[name]
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
 
     stored_chunks = chunks
 

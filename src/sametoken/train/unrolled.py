@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,10 @@ from transformers import AttentionInterface
 UNROLLED = "sametoken_unrolled"
 
 
-class DraftModule(nn.Module):
+class DraftModule(nn.Module, ABC):
     """A multi-token-prediction (MTP) module."""
 
+    @abstractmethod
     def unroll(
         self, embedding: Tensor, token_ids: Tensor, states: Tensor, k: int
     ) -> Iterator[Tensor]:
@@ -28,7 +30,7 @@ class DraftModule(nn.Module):
             states: [B, L, hidden], the target's after its final norm.
             k: drafts in a row, as in ``HeadNetwork.unroll``.
         """
-        raise NotImplementedError
+        ...
 
 
 @dataclass(slots=True)

@@ -24,10 +24,8 @@ from sametoken.serving.http.errors import invalid
 
 #: Bytes read from a connection at a time, so that none delays the others for long.
 _READ_BYTES = 32 * 1024
-#: Bytes of the kernel's send buffer.
-_SEND_BYTES = 128 * 1024
-#: Connections in the kernel's backlog, and those accepted at a time.
-_BACKLOG, _AT_ONCE = 2048, 32
+#: Connections accepted at a time.
+_AT_ONCE = 32
 #: Seconds without accepting when the system has no descriptor or memory for a connection.
 _PAUSE_S = 0.05
 #: Seconds that a client has to read a response that precedes the end of its request.
@@ -83,24 +81,20 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def listen(
+    def accept_from(
         self,
         listener: socket.socket,
         make: Callable[[], Connection],
         context: ssl.SSLContext | None,
     ) -> None:
-        """Start to accept connections from a bound socket.
+        """Start to accept the connections of a socket.
 
         Args:
-            listener: the socket; not closed here.
+            listener: a socket after ``listen``; not closed here.
             make: makes a connection's protocol.
             context: for TLS.
         """
         loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        # Connections inherit it. A large buffer hides for minutes that a client reads nothing.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        listener.listen(_BACKLOG)
 
         def resume() -> None:
             if listener in self._listeners:

@@ -1,4 +1,4 @@
-"""Checks before a model is loaded: the address, the TLS certificate, file descriptors."""
+"""The server's socket, and checks before a model is loaded: the TLS certificate, descriptors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from sametoken.serving.http.config import ServerConfig
 
 #: Descriptors that the server requests, and those reserved for the engine and for files.
 _DESCRIPTORS, _RESERVED = 65536, 256
+#: Bytes of the kernel's send buffer, and connections in its backlog.
+_SEND_BYTES, _BACKLOG = 128 * 1024, 2048
 _logger = logging.getLogger("sametoken.server")
 
 
@@ -36,6 +38,14 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.close()
         raise _unusable(config, error) from error
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Let clients connect to a bound socket, and wait there until they are accepted."""
+    listener.setblocking(False)
+    # Connections inherit it. A large buffer hides for minutes that a client reads nothing.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+    listener.listen(_BACKLOG)
 
 
 def address_of(listener: socket.socket, config: ServerConfig) -> str:

@@ -16,7 +16,12 @@ from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.connections import Connection, Connections, LogRateLimit
-from sametoken.serving.http.listen import address_of, connections_that_fit, raise_descriptor_limit
+from sametoken.serving.http.listen import (
+    address_of,
+    connections_that_fit,
+    listen,
+    raise_descriptor_limit,
+)
 from sametoken.serving.http.log import PollFilter, log_load
 from sametoken.serving.limits import ServingLimits
 
@@ -91,10 +96,14 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         self._loop = asyncio.get_running_loop()
+        listeners = sockets or []
+        # A client may wait for "Application startup complete", which is logged below.
+        for listener in listeners:
+            listen(listener)
         # uvicorn's own listeners do not limit connections.
         await super().startup([])
-        for listener in sockets or []:
-            self._connections.listen(listener, self._connection, self.config.ssl)
+        for listener in listeners:
+            self._connections.accept_from(listener, self._connection, self.config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""

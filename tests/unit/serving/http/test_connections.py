@@ -6,10 +6,8 @@ import socket
 
 import pytest
 
-from sametoken.serving.http.connections import (
-    Connections,
-    LogRateLimit,
-)
+from sametoken.serving.http.connections import Connections, LogRateLimit
+from sametoken.serving.http.listen import listen
 
 
 class Held:
@@ -65,7 +63,8 @@ def test_who_waits_longest_makes_room(waits, dropped):
 
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            connections.listen(listener, make, None)
+            listen(listener)
+            connections.accept_from(listener, make, None)
             for _ in range(3):
                 await taken(connections, made, listener)
             for index, states in waits.items():

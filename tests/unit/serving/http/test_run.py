@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+import socket
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -114,6 +116,32 @@ def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
     assert told == (
         ["ended"] if is_off else [Engine().stats().num_output_tokens, "ended", "stopped"]
     )
+
+
+def test_clients_can_connect_once_the_log_says_that_the_server_started(caplog):
+    config = replace(CONFIG, log_level="info")
+    engine = DrainedEngine()
+
+    async def main():
+        server = DrainingServer(create_app(engine, config), engine, config)
+        with bind(config) as listener:
+            seen = []
+
+            def connect(record: logging.LogRecord) -> bool:
+                if "startup complete" in record.getMessage():
+                    socket.create_connection(listener.getsockname(), timeout=5).close()
+                    seen.append(record)
+                return True
+
+            logging.getLogger("uvicorn.error").addFilter(connect)
+            try:
+                server.should_exit = True
+                await server.serve(sockets=[listener])
+            finally:
+                logging.getLogger("uvicorn.error").removeFilter(connect)
+        assert len(seen) == 1
+
+    asyncio.run(main())
 
 
 def test_idle_connections_outlive_those_of_clients_and_proxies():

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest, PromptTokens
 from sametoken.engine.output_processor import OutputProcessor
-from sametoken.engine.summary import EngineSummary
 from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.outputs import Logprob, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams

@@ -27,12 +27,12 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.weights import MODEL
 from sametoken.errors import NumericalError, RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.weight_updates import MODEL
 
 Build = Callable[[EngineConfig], EngineCore]
 

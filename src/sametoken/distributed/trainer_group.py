@@ -6,7 +6,6 @@ of torch's process groups. Bytes of tensors alone are exchanged, and nothing is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,29 +13,9 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import WeightUpdateError
+from sametoken.types.weight_updates import GLOO, NCCL, Rendezvous
 
-GLOO, NCCL = "gloo", "nccl"
 _distributed: Any = torch.distributed
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where a group meets.
-
-    Attributes:
-        backend: "gloo", for tensors in host memory, or "nccl", for those of GPUs.
-        address, port: of the trainer.
-        rank: of this process; the trainer's is 0.
-        world_size: the trainer and all engines.
-        timeout_s: seconds that any rank waits for another.
-    """
-
-    backend: str
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    timeout_s: float
 
 
 class TrainerGroup:

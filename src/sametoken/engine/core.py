@@ -9,13 +9,14 @@ from typing import TypeVar
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sleep import DROP_WEIGHTS, FixedMemory, Memory, Sleep
-from sametoken.engine.weights import MODEL, FixedWeights, NewWeights, Weights
+from sametoken.engine.weights import FixedWeights, NewWeights, Weights
 from sametoken.errors import EngineDeadError, RequestError, WeightUpdateError
 from sametoken.extraction.recording import Extraction, NoExtraction
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.request import EngineRequest, RequestUpdate
+from sametoken.types.weight_updates import MODEL
 
 T = TypeVar("T")
 

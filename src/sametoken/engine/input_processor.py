@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.errors import CheckpointError, RequestError, shown
-from sametoken.models.load.huggingface import read_generation_config
+from sametoken.models.load.files import read_generation_config
 from sametoken.sampling.admission import require_choosable
 from sametoken.text.grammar.grammar import GrammarCompiler, GrammarTrials
 from sametoken.text.grammar.trials import ThreadTrials

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
-from sametoken.sampling.grammar_masks import MASK_CREDIT_S, MASK_SECONDS
 from sametoken.text.detokenizer import Detokenizer, make_detokenizer
 from sametoken.text.stop_strings import StopCursor, StopMatch, StopStrings
 from sametoken.text.tokenizer import Tokenizer
@@ -18,7 +17,7 @@ from sametoken.types.outputs import (
     RequestOutput,
 )
 from sametoken.types.request import EngineRequest, RequestUpdate
-from sametoken.types.structured_outputs import MaskFault
+from sametoken.types.structured_outputs import MASK_CREDIT_S, MASK_SECONDS, MaskFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""A summary of a resolved engine in plain values, to print or to send to another process."""
+"""Summarizes a resolved engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.ops.dispatch import CHOICE
+from sametoken.types.engine_summary import EngineSummary, Setting
 from sametoken.types.units import in_tokens, in_units
 
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
@@ -19,47 +19,6 @@ _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
 _ATTENTION = "gluon on Hopper GPUs in bf16 and fp16 without sinks, else as kernels"
 _NO_RECURRENT = "the model has no recurrent layers"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting; ``reason`` is empty if the user set it."""
-
-    name: str
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSummary:
-    """The engine's settings that a server needs.
-
-    Attributes:
-        model: the model as the user named it.
-        model_path: the checkpoint's directory or file.
-        max_model_len: maximum length of prompt and output together, in tokens.
-        vocab_size: token ids are below this.
-        eos_token_ids: the model's; a tokenizer may add one.
-        device, dtype: as text, for example "cuda" and "bfloat16".
-        method: the speculative method's label; None without speculation.
-        num_speculative_tokens: k; 0 without speculation.
-        world_size: ranks that share the model.
-        synthetic: labels of synthetic parts, to show beside every result.
-        settings: every setting with its reason.
-    """
-
-    model: str
-    model_path: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    device: str
-    dtype: str
-    method: str | None
-    num_speculative_tokens: int
-    world_size: int
-    synthetic: tuple[str, ...]
-    settings: tuple[Setting, ...]
 
 
 def summarise(resolved: ResolvedConfig) -> EngineSummary:

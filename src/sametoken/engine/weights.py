@@ -27,8 +27,8 @@ from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold
 from sametoken.ops.backend import Kernels
 from sametoken.types.speculative_methods import EXTRACT
+from sametoken.types.weight_updates import DRAFTER, MODEL
 
-MODEL, DRAFTER = "model", "drafter"
 #: Versions are 64-bit numbers in prefix cache keys.
 _MAX_VERSION = 2**63 - 1
 #: Times the weights' bytes that a trainer may send.

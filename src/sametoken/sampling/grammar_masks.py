@@ -20,12 +20,7 @@ from sametoken.state.host_copy import HostCopy
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import to_device, upload
 from sametoken.types.plan import Admission
-from sametoken.types.structured_outputs import MaskFault, Matcher
-
-#: Time budget of a request: a credit, and an allowance added per mask. With 150,000 tokens an
-#: ordinary mask takes 1 ms, and JSON's costliest 8 ms.
-MASK_CREDIT_S = 0.5
-MASK_SECONDS = 0.005
+from sametoken.types.structured_outputs import MASK_CREDIT_S, MASK_SECONDS, MaskFault, Matcher
 
 _logger = logging.getLogger("sametoken")
 _FORBIDDEN = float("-inf")

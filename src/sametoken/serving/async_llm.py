@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.config import EngineConfig
-from sametoken.distributed.trainer_group import Rendezvous
-from sametoken.engine.build import build_engine
 from sametoken.engine.input_processor import (
     InputProcessor,
     ProcessedRequest,
@@ -21,10 +19,9 @@ from sametoken.engine.input_processor import (
     PromptTokens,
     default_sampling_params,
 )
-from sametoken.engine.summary import EngineSummary
 from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
-from sametoken.serving.engine_process import EngineProcess
+from sametoken.serving.engine_process import EngineProcess, build_engine
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Build,
@@ -42,10 +39,13 @@ from sametoken.text.tokenizer import (
     Messages,
     Tokenizer,
     all_eos_ids,
+    import_library,
     load_tokenizer_of,
     require_own_end,
 )
+from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.weight_updates import Rendezvous
 
 #: What a pause does with unfinished requests.
 PAUSES = ("abort", "wait", "keep")
@@ -119,7 +119,10 @@ class AsyncLLM:
                 f"a shadow audit of {' and '.join(config.synthetic)} compares made-up tokens",
                 "set shadow_audit_rate to 0",
             )
-        process = await EngineProcess.start(config, build)
+        # The process needs seconds to start, and this one to import the tokenizers' library.
+        process, _ = await asyncio.gather(
+            EngineProcess.start(config, build), asyncio.to_thread(import_library)
+        )
         try:
             path = Path(process.ready.summary.model_path)
             tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)

@@ -17,6 +17,7 @@ from sametoken.errors import (
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
+    Command,
     FallAsleep,
     FinishUpdate,
     NameWeights,
@@ -24,9 +25,7 @@ from sametoken.serving.messages import (
     Resume,
     WakeUp,
 )
-from sametoken.serving.weight_updates import Done, WeightCommand, WeightUpdates
-
-Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand | Done
+from sametoken.serving.weight_updates import Done, WeightUpdates
 
 
 class Control:
@@ -55,7 +54,7 @@ class Control:
         """Whether there is work, and no pause."""
         return self._engine.has_unfinished and not self._paused
 
-    def handle(self, message: Command) -> None:
+    def handle(self, message: Command | Done) -> None:
         """Handle a command, and answer it now or later.
 
         Raises:

@@ -15,12 +15,12 @@ from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.errors import DrainingError, OverloadedError, RequestError, SametokenError
-from sametoken.serving.control import Command
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import QueueBound, ServingLimits
 from sametoken.serving.messages import (
     Answer,
     Build,
+    Command,
     FallAsleep,
     Pause,
     Refused,
@@ -29,11 +29,11 @@ from sametoken.serving.messages import (
     StepReport,
     Submit,
     WakeUp,
+    WeightCommand,
 )
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
-from sametoken.serving.weight_updates import WeightCommand
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.request import EngineRequest

@@ -19,9 +19,10 @@ from sametoken.engine.core import EngineCore
 from sametoken.engine.summary import summarise
 from sametoken.errors import EngineDeadError, SametokenError, StructuredOutputError
 from sametoken.io.child_process import Failure, Inbox, Outbox, take_socket
-from sametoken.serving.control import Command, Control
+from sametoken.serving.control import Control
 from sametoken.serving.messages import (
     Announcement,
+    Command,
     Launch,
     Prepared,
     Ready,
@@ -31,6 +32,7 @@ from sametoken.serving.messages import (
     Submit,
 )
 from sametoken.serving.stats import EngineLoad
+from sametoken.serving.weight_updates import Done
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 #: The number of grammars that the serving process validates at once, so that no queue builds up.
@@ -179,7 +181,7 @@ class EngineLoop:
         self._control.note_step()
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _handle(self, message: Submit | Prepared | Release | Failure | Command) -> None:
+    def _handle(self, message: Submit | Prepared | Release | Failure | Command | Done) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):

@@ -7,17 +7,28 @@ import contextlib
 import logging
 import socket
 import subprocess
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from sametoken.config import EngineConfig
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn, status_text
 from sametoken.serving.messages import Announcement, Build, Launch, Ready
 
+if TYPE_CHECKING:
+    from sametoken.engine.core import EngineCore
+
 #: Seconds that a process has to end once its socket is closed.
 _GRACE_S = 5.0
 _MODULE = "sametoken.serving.engine_main"
 _logger = logging.getLogger("sametoken")
+
+
+def build_engine(config: EngineConfig, announce: Callable[[str], None]) -> EngineCore:
+    """``engine.build.build_engine``, imported where it is needed: it takes seconds."""
+    from sametoken.engine.build import build_engine
+
+    return build_engine(config, announce)
 
 
 class EngineProcess:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sametoken.config import EngineConfig
-from sametoken.distributed.trainer_group import Rendezvous
-from sametoken.engine.core import EngineCore
-from sametoken.engine.summary import EngineSummary
 from sametoken.errors import SametokenError
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.stats import EngineLoad
+from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.request import EngineRequest, RequestUpdate
+from sametoken.types.weight_updates import Rendezvous
+
+if TYPE_CHECKING:
+    from sametoken.engine.core import EngineCore
 
 #: Makes an engine; pickled by name. The function argument reports slow work in words.
-Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]
+Build = Callable[[EngineConfig, Callable[[str], None]], "EngineCore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,10 @@ class Prepared:
 
     submit: Submit
     error: SametokenError | None
+
+
+WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
+Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand
 
 
 # From the engine

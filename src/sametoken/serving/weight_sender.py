@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sametoken.distributed.trainer_group import GLOO, Rendezvous, TrainerGroup
+from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError
+from sametoken.types.weight_updates import GLOO, Rendezvous
 
 #: Tensors of one request, so that its body stays small.
 _AT_ONCE = 1000

@@ -25,12 +25,11 @@ from sametoken.serving.messages import (
     JoinTrainer,
     NameWeights,
     StartUpdate,
-    TakeWeights,
     TensorForm,
+    WeightCommand,
 )
 from sametoken.types.units import in_units
 
-WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
 #: Dtypes that a trainer may send: those that weights are loaded from, and those of quantized ones.
 _DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),

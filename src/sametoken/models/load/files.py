@@ -11,7 +11,8 @@ from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import read_json
+from sametoken.io.files import is_there, read_json
+from sametoken.models.load.settings import NO_SETTINGS, Settings
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,6 +41,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", AGAIN)
     return value
+
+
+def read_generation_config(directory: Path) -> Settings:
+    """The settings of generation_config.json; empty without the file.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    path = directory / "generation_config.json"
+    return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -15,12 +15,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import is_there, open_regular
+from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, SLIDING
-from sametoken.models.load.files import AGAIN, PICKLED, read_json_object, weight_files
+from sametoken.models.load.files import (
+    AGAIN,
+    PICKLED,
+    read_generation_config,
+    read_json_object,
+    weight_files,
+)
 from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.quantization import KEYS, read_quantization
 from sametoken.models.load.settings import (
@@ -227,16 +233,6 @@ def _dtype(settings: Settings) -> torch.dtype:
             f"use one of {tuple(_DTYPES)}",
         )
     return _DTYPES[name]
-
-
-def read_generation_config(directory: Path) -> Settings:
-    """The settings of generation_config.json; empty without the file.
-
-    Raises:
-        CheckpointError: the file is not a JSON object.
-    """
-    path = directory / "generation_config.json"
-    return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
 
 
 def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | PickledSource:

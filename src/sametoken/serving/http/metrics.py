@@ -15,9 +15,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from sametoken.engine.summary import EngineSummary
 from sametoken.serving.http.times import PREFIX
 from sametoken.serving.stats import EngineStats, Histogram
+from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.outputs import SpeculationMetrics
 
 _MODEL = "model_name"

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, BeforeValidator, Field
 
-from sametoken.distributed.trainer_group import Rendezvous
-from sametoken.engine.weights import DRAFTER, MODEL
 from sametoken.errors import CheckpointError, shown
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.errors import ApiError, invalid
@@ -23,6 +21,7 @@ from sametoken.serving.http.responses import ErrorResponse
 from sametoken.serving.http.schemas import Count, Strict, Text
 from sametoken.serving.http.transfer_config import FILES, WeightTransferConfig
 from sametoken.serving.messages import TensorForm
+from sametoken.types.weight_updates import DRAFTER, MODEL, Rendezvous
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM

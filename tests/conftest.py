@@ -33,9 +33,14 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """Whole engines, servers and attacks share fixtures by module, so a module is a group."""
-    if {"e2e", "security"} & set(item.path.parts) and not any(item.iter_markers("xdist_group")):
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Whole engines, servers and attacks share fixtures by module, so a module is a group.
+
+    Tests of the architecture share the syntax trees of the package.
+    """
+    shared = {"e2e": item.path.stem, "security": item.path.stem, "architecture": "architecture"}
+    name = next((shared[part] for part in item.path.parts if part in shared), None)
+    if name and not any(item.iter_markers("xdist_group")):
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import nodes_of, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = PACKAGE.parents[1]
@@ -32,7 +33,7 @@ def imports() -> dict[str, set[str]]:
             continue
         modules = [
             node.module or ""
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for node in nodes_of(path.read_text(encoding="utf-8"))
             if isinstance(node, ast.ImportFrom)
         ]
         others = {name.split(".")[1] for name in modules if name.startswith("sametoken.")}
@@ -62,7 +63,7 @@ def drawn(page: str) -> list[tuple[str, str]]:
 def names_of(path: Path) -> set[str]:
     """Identifiers of a Python file, and strings that could be one, such as keys of a config."""
     found = {path.stem}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Name):
@@ -106,7 +107,7 @@ def test_every_stop_is_there_and_as_long_as_it_is_called(function, files, lines)
 
 
 def _defines(path: Path, function: str) -> bool:
-    scope: ast.AST | None = ast.parse(path.read_text(encoding="utf-8"))
+    scope: ast.AST | None = parsed(path.read_text(encoding="utf-8"))
     for name in function.split("."):
         inside = ast.iter_child_nodes(scope) if scope else ()
         scope = next((node for node in inside if getattr(node, "name", "") == name), None)

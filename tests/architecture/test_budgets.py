@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import sametoken
+from helpers.sources import nodes_of
 
 PACKAGE = Path(sametoken.__file__).parent
 MAX_STATEMENTS = 40
@@ -15,11 +17,12 @@ MAX_LINES = 450
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def functions() -> list[tuple[str, Function]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = nodes_of(path.read_text())
         found += [(f"{name}:{n.lineno} {n.name}", n) for n in nodes if isinstance(n, Function)]
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import nodes_of, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = ("layers", "drafters", "models", "sampling", "runner", "state", "distributed")
@@ -54,7 +55,7 @@ class AsksForDevice(ast.NodeVisitor):
 
 def asks_in(source: str) -> set[str]:
     check = AsksForDevice()
-    check.visit(ast.parse(source))
+    check.visit(parsed(source))
     return check.found
 
 
@@ -81,9 +82,7 @@ def test_the_operations_of_a_step_name_the_types_they_take():
     """Where a device's truth goes in as ``Any``, the type checker sees no wrong field."""
     vague = {}
     for path in sorted((PACKAGE / "ops" / "step").glob("*.py")):
-        names = {
-            node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
-        }
+        names = {node.id for node in nodes_of(path.read_text()) if isinstance(node, ast.Name)}
         if "Any" in names:
             vague[path.name] = "Any"
     assert vague == {}

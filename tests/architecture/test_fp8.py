@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import nodes_of
 
 PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through the one load of all heads, to the reader of weights.
@@ -26,7 +27,7 @@ NAMES = {"quantize_fp8", "Fp8Weight", "Fp8DeviceWeight", "quantize", "fp8"}
 def names_in(source: str) -> set[str]:
     """Which of ``NAMES`` the code reads, as a name or of an object, imports or passes."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute):
             found.add(node.attr)
         elif isinstance(node, ast.Name):
@@ -61,7 +62,7 @@ def test_a_mixture_of_experts_only_turns_it_off(module):
     source = (PACKAGE / "models" / f"{module}.py").read_text(encoding="utf-8")
     values = [
         node.value.value
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.keyword) and node.arg == "quantize_fp8"
     ]
     assert values == [False]

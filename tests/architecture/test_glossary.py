@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ EXCEPTIONS = {
 }
 
 
+@cache
 def synonyms() -> dict[str, str]:
     """Words that are not used, and the word instead."""
     return {m["word"]: m["instead"] for m in SYNONYM.finditer(GLOSSARY.read_text("utf-8"))}
@@ -46,11 +48,14 @@ def synonyms_in(source: str) -> list[tuple[int, str, str]]:
     A phrase may go on in the next line, in a comment too. A word with a capital is matched as
     it is written, others in any case.
     """
-    found = []
+    found, lowered = [], source.lower()
     for word, instead in synonyms().items():
+        text = lowered if word == word.lower() else source
+        # Expressions are slow, and few files have all parts of a phrase.
+        if not all(part in text for part in word.split()):
+            continue
         phrase = word.replace(" ", r"[\s#*/]+")
-        flags = re.NOFLAG if word != word.lower() else re.IGNORECASE
-        for match in re.finditer(rf"(?<!\w)_*{phrase}s?(?!\w)", source, flags):
+        for match in re.finditer(rf"(?<!\w)_*{phrase}s?(?!\w)", text):
             found.append((source.count("\n", 0, match.start()) + 1, word, instead))
     return sorted(found)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn")
@@ -67,7 +68,7 @@ def in_order(name: str) -> tuple[int, str]:
 
 
 def test_all_is_sorted_and_complete():
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    tree = parsed((PACKAGE / "__init__.py").read_text())
     names = exported(tree)
     assert names == sorted(names, key=in_order)
     imported = [
@@ -91,6 +92,6 @@ def test_every_exported_name_is_there():
 
 def test_other_modules_that_export_do_so_in_order():
     for path in PACKAGE.rglob("*.py"):
-        names = exported(ast.parse(path.read_text()))
+        names = exported(parsed(path.read_text()))
         if names is not None:
             assert names == sorted(names, key=in_order), path

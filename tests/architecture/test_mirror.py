@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import nodes_of
 
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def misplaced(paths: list[str], packages: set[str]) -> list[str]:
 def names_in(path: Path) -> set[str]:
     """Functions and classes that pytest could collect, and names bound to test cases."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

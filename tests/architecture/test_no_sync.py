@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = (
@@ -110,7 +111,7 @@ def _may_read_a_tensor(node: ast.Call) -> bool:
 
 def syncs_in(source: str) -> Counter[tuple[str, str]]:
     check = SyncCheck()
-    check.visit(ast.parse(source))
+    check.visit(parsed(source))
     return check.found
 
 

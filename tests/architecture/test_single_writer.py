@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.sources import nodes_of, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 #: What ``Sequences`` holds, and how far recurrent state is folded.
@@ -146,7 +147,7 @@ class WriterCheck(ast.NodeVisitor):
 
 def writes_in(source: str, kernel: bool = False) -> list[tuple[str, str]]:
     check = WriterCheck(kernel)
-    check.visit(ast.parse(source))
+    check.visit(parsed(source))
     return sorted(check.found)
 
 
@@ -170,11 +171,11 @@ def test_a_device_has_one_writer_of_each_field():
 VERBS = frozenset(("commit", "publish"))
 
 
-def calls_of(tree: ast.Module) -> set[tuple[str, str]]:
+def calls_of(source: str) -> set[tuple[str, str]]:
     """Which functions call a method that is named like a verb."""
     return {
         (function.name, node.func.attr)
-        for function in ast.walk(tree)
+        for function in nodes_of(source)
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
@@ -183,11 +184,11 @@ def calls_of(tree: ast.Module) -> set[tuple[str, str]]:
     }
 
 
-def imports_of(tree: ast.Module) -> set[str]:
+def imports_of(source: str) -> set[str]:
     """Which verbs a module takes from the operations of a step."""
     return {
         alias.name
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sametoken.ops.step")
         for alias in node.names
     } & VERBS
@@ -197,9 +198,9 @@ def test_the_step_alone_commits_and_publishes():
     """By ``StepOps``; what a host writes is held by the import contract "Only the step"."""
     calls = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
-        assert not imports_of(tree) or name.startswith("ops/step/"), name
-        if found := calls_of(tree):
+        name, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
+        assert not imports_of(source) or name.startswith("ops/step/"), name
+        if found := calls_of(source):
             calls[name] = found
     assert calls == {"runner/step.py": {("verify_and_propose", verb) for verb in VERBS}}
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sametoken
 from helpers.checkpoints import write_llama
+from helpers.sources import nodes_of
 from sametoken import LLM
 from sametoken.errors import RequestError, SametokenError, UnsupportedError
 from sametoken.text.tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +69,7 @@ def test_a_config_that_is_code_is_never_run(tmp_path, monkeypatch):
 def calls(path: Path) -> list[tuple[str, dict[str, object]]]:
     """Dotted name of every call in a file, with its keywords that are constants."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Call):
             keywords = {
                 k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)

@@ -33,6 +33,8 @@ from sametoken.serving.ray.serve import deploy
 NUM_CLIENTS = 8
 NUM_REQUESTS = 20
 MAX_TOKENS = 256
+#: New replicas take a busy machine minutes to start, and requests wait for a new gateway.
+PATIENCE_S = 600
 RAY_CONFIG = RayConfig(replicas=1, ray_num_cpus=0.25, ray_max_surge_percent=100)
 TWO_REPLICAS = replace(RAY_CONFIG, replicas=2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -107,7 +109,7 @@ def kill_one(title: str) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -116,7 +118,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def client_of(config: ServerConfig) -> OpenAI:
     """A client that never asks twice."""
     url = f"http://127.0.0.1:{config.port}/v1"
-    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def ask(client: OpenAI, case: Case) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ def run_test(test: str, steps: str) -> Record:
     try:
         with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
             patch.setenv(CHOICE, steps)
+            patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
             pytest.main([str(ROOT / test), f"--rootdir={ROOT}", *OPTIONS], plugins=[record])
     finally:
         _taken_out(path)

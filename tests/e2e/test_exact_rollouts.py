@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import write_checkpoint
 from helpers.exact import CONFIGS, all_equal, rollout, write_exact
+from helpers.hybrids import twin_config, twin_tensors
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, SamplingParams
 from sametoken.exact import ExactModel
@@ -57,6 +58,7 @@ def test_log_probabilities_are_those_of_every_rollout(name, dtype, checkpoints):
         ("qwen3", "native", SUFFIX),
         ("llama", "reference", SUFFIX),
         ("qwen3", "reference", NGRAM),
+        ("qwen3_5", "native", NGRAM),
     ],
 )
 def test_any_drafter_batch_and_kernels(name, kernels, spec, checkpoints, monkeypatch):
@@ -73,6 +75,18 @@ def test_any_drafter_batch_and_kernels(name, kernels, spec, checkpoints, monkeyp
     assert llm.speculation_metrics.num_accepted_tokens > 0
 
 
+def test_a_hybrid_with_its_own_module(tmp_path):
+    """As published: names of a model that also sees, and a module that the trainer leaves out."""
+    config = twin_config()
+    path = write_checkpoint(tmp_path, config, twin_tensors(config))
+    llm = engine(path, {"method": "mtp", "num_speculative_tokens": 3}, dtype="bfloat16")
+    model = ExactModel(str(path), dtype="bfloat16", device="cpu", max_model_len=60)
+    sequences, starts, logprobs = rollout(llm, PROMPTS, params(24, logprobs=0))
+    assert all_equal(model(sequences, starts), logprobs)
+    assert llm.speculation_metrics.num_accepted_tokens > 0
+    assert llm.update_weights(model.state_dict().items()) == 1
+
+
 def test_prompts_are_scored_as_by_prompt_logprobs(checkpoints):
     model = ExactModel(str(checkpoints("qwen3")), dtype="bfloat16", device="cpu")
     outputs = engine(checkpoints("qwen3"), dtype="bfloat16").generate(
@@ -84,9 +98,10 @@ def test_prompts_are_scored_as_by_prompt_logprobs(checkpoints):
         assert torch.equal(ours, torch.tensor(theirs))
 
 
-def test_an_optimizers_step_reaches_both_sides(tmp_path):
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_an_optimizers_step_reaches_both_sides(name, checkpoints):
     """Parameters in fp32, a pass and an engine in bf16; no weight stays as it was packed."""
-    path = write_llama(tmp_path)
+    path = checkpoints(name)
     model = ExactModel(str(path), dtype="bfloat16", device="cpu", max_model_len=60).float()
     llm = engine(path, NGRAM, dtype="bfloat16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

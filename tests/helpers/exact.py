@@ -5,23 +5,62 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    NemotronHConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
-from helpers.families import FAMILIES, SIZES, fixed_config, random_model
+from helpers.families import EXPERTS, FAMILIES, SIZES, fixed_config, random_model
 from sametoken import LLM, SamplingParams
 
 #: Families with layers that have no gradients.
 REFUSED = ("gpt_oss",)
+HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+NEMOTRON = {
+    "head_dim": 16,
+    "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 20,
+}
 #: Families whose models every test of ``sametoken.exact`` runs.
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=6),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **HYBRID),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SIZES, **HYBRID, **EXPERTS, shared_expert_intermediate_size=20
+    ),
+    "nemotron_h": lambda: NemotronHConfig(**SIZES | {"num_hidden_layers": 5}, **NEMOTRON),
     **{name: lambda name=name: fixed_config(name) for name in FAMILIES if name not in REFUSED},
 }
+#: Of these, families with Gated DeltaNet.
+HYBRIDS = ("qwen3_5", "qwen3_next")
 #: The routers of these choose others where a number is rounded, so gradients may jump.
-WITH_EXPERTS = ("glm4_moe", "qwen3_moe")
+WITH_EXPERTS = ("glm4_moe", "nemotron_h", "qwen3_moe", "qwen3_next")
 
 
 def write_exact(directory: Path, name: str, seed: int = 0) -> Path:

@@ -16,23 +16,26 @@ from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import (
     CheckpointError,
     DrafterMismatchError,
+    InvariantError,
     UnsupportedError,
     WeightUpdateError,
     shown,
 )
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold
+from sametoken.models.requantize import requantized
 from sametoken.ops.backend import Kernels
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.weight_updates import DRAFTER, MODEL
 
 #: Versions are 64-bit numbers in prefix cache keys.
 _MAX_VERSION = 2**63 - 1
-#: Times the weights' bytes that a trainer may send.
-_WIDEST = 4
+#: Times the weights' bytes that a trainer may send: float64 in place of 16 bits, or of 4.
+_WIDEST, _WIDEST_QUANTIZED = 4, 16
 _ALL = "send every tensor of the checkpoint, under its Hugging Face name"
 
 
@@ -149,8 +152,8 @@ class LiveWeights:
             )
         if target == DRAFTER and self.drafter.reload is None:
             raise WeightUpdateError("this engine's drafter has no weights", "leave it out")
-        # float64 in place of 16 bits.
-        return _WIDEST * (self.model.weights_bytes + self.drafter.weights_bytes)
+        widest = _WIDEST if self._formats() is UNQUANTIZED else _WIDEST_QUANTIZED
+        return widest * (self.model.weights_bytes + self.drafter.weights_bytes)
 
     @low_mmap_threshold()
     def load(self, source: TensorSource, target: str) -> NewWeights:
@@ -174,16 +177,34 @@ class LiveWeights:
         kernels: Kernels = type(self.model.kernels)()
         model, drafter = self.model, self.drafter
         if target == MODEL:
-            formats = read_quantization(model.config.extra, source.location)
+            formats = self._formats()
+            source = requantized(source, formats, model.config.dtype)
             model = model.reloaded(
                 WeightReader(source, kernels, self.dtype, self.device, quantization=formats)
             )
             if not self._brings_module(source):
-                return NewWeights(Replacement.of(self.model, model), of_target=True)
+                return NewWeights(self._replacement(self.model, model), of_target=True)
         assert drafter.reload is not None
         head = drafter.reload(source, model, kernels)
-        replacement = Replacement.of((self.model, drafter.model), (model, head))
+        replacement = self._replacement((self.model, drafter.model), (model, head))
         return NewWeights(replacement, target == MODEL)
+
+    def _formats(self) -> Quantization:
+        """The formats of the target's weights."""
+        return read_quantization(self.model.config.extra, MODEL)
+
+    def _replacement(self, live: object, loaded: object) -> Replacement:
+        """``Replacement.of``; a quantized checkpoint does not say how every tensor is stored."""
+        try:
+            return Replacement.of(live, loaded)
+        except InvariantError as error:
+            if self._formats() is UNQUANTIZED:
+                raise
+            raise WeightUpdateError(
+                f"the update is not stored as the weights in use are ({error.cause})",
+                "send all tensors as the checkpoint has them; floats are quantized where "
+                "`sametoken quantize` writes the checkpoint's format",
+            ) from error
 
     def _brings_module(self, source: TensorSource) -> bool:
         prefix = self.drafter.in_target

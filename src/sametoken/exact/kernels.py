@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.exact.functions import packed_attention, product, recomputed
+from sametoken.exact.recurrent import DifferentiablePass
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
@@ -24,6 +25,7 @@ from sametoken.ops.backend import (
 from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
+from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.reference import ComposedKernels
 from sametoken.ops.weight import ClampedExperts, UnquantizedWeight, Weight
 
@@ -96,11 +98,11 @@ class DifferentiableWeight:
         raise UnsupportedError("fp8 products have no gradients here", "leave fp8 out")
 
 
-_DENSE = "use a dense decoder (docs/rollouts.md)"
+_OTHERS = "use a family that docs/rollouts.md names"
 
 
 class DifferentiableKernels:
-    """The operations of dense decoders, and of experts on a CPU, with gradients.
+    """The operations of dense decoders and hybrids, and of experts on a CPU, with gradients.
 
     Contracts are those of ``Kernels``. An operation that is not here is refused by name.
     """
@@ -108,10 +110,10 @@ class DifferentiableKernels:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.name = kernels.name
-        self.require = kernels.require
+        self.require, self.require_rule = kernels.require, kernels.require_rule
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(f"the operation {name} has no gradients", _DENSE)
+        raise UnsupportedError(f"the operation {name} has no gradients", _OTHERS)
 
     def pack(self, weight: Tensor) -> DifferentiableWeight:
         """See ``Packing.pack``; ``weight`` carries gradients to the parameters."""
@@ -125,10 +127,10 @@ class DifferentiableKernels:
     ) -> SeparateExperts:
         """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
         if clamped is not None:
-            raise UnsupportedError("clamped experts have no gradients", _DENSE)
+            raise UnsupportedError("clamped experts have no gradients", _OTHERS)
         if not isinstance(self._kernels, ComposedKernels):
             raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
-        return SeparateExperts(tuple(gate_up), tuple(down))
+        return SeparateExperts(tuple(gate_up), tuple(down), self.relu_squared)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
@@ -163,6 +165,50 @@ class DifferentiableKernels:
             weight,
         )
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels.gated_rms_norm``."""
+
+        def formula(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+            heads = torch.unflatten(x, 1, (-1, weight.shape[0]))
+            return rms_norm(heads, weight, eps).flatten(1) * F.silu(gate)
+
+        return recomputed(
+            lambda x, gate, weight: self._kernels.gated_rms_norm(x, gate, weight, eps),
+            formula,
+            x,
+            gate,
+            weight,
+        )
+
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+    ) -> Tensor:
+        """See ``Kernels.gated_group_norm``."""
+
+        def formula(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+            groups = torch.unflatten(x * F.silu(gate), 1, (num_groups, -1))
+            return rms_norm(groups, weight.view(num_groups, -1), eps).flatten(1)
+
+        return recomputed(
+            lambda x, gate, weight: self._kernels.gated_group_norm(
+                x, gate, weight, num_groups, eps
+            ),
+            formula,
+            x,
+            gate,
+            weight,
+        )
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See ``Kernels.sigmoid_mul``."""
+        return recomputed(
+            self._kernels.sigmoid_mul, lambda x, gate: x * torch.sigmoid(gate), x, gate
+        )
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """See ``Kernels.relu_squared``."""
+        return recomputed(self._kernels.relu_squared, lambda x: F.relu(x).square(), x)
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``Kernels.gelu_mul``."""
         return recomputed(self._kernels.gelu_mul, _gelu_mul, gate_up)
@@ -174,6 +220,10 @@ class DifferentiableKernels:
             lambda logits: cap * torch.tanh(logits / cap),
             logits,
         )
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> DifferentiablePass:
+        """See ``Kernels.begin_pass``."""
+        return DifferentiablePass(self._kernels.begin_pass(rows, folded))
 
     def rope_and_cache(
         self,
@@ -216,7 +266,7 @@ class DifferentiableKernels:
         """See ``Kernels.attention``."""
         assert isinstance(kv, RecordedKV)
         if sinks is not None:
-            raise UnsupportedError("attention sinks have no gradients", _DENSE)
+            raise UnsupportedError("attention sinks have no gradients", _OTHERS)
         return packed_attention(
             lambda q: self._kernels.attention(q, shape, rows, kv),
             (q, *kv.written),

@@ -21,7 +21,7 @@ from sametoken.exact.packed import PackedSequences, require_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.decoder import HEAD, Decoder
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import TensorsByName, TensorSource, WeightReader
+from sametoken.models.load.weights import Part, TensorsByName, TensorSource, WeightReader
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
 from sametoken.models.registry import model_class
@@ -96,9 +96,8 @@ class ExactModel(nn.Module):
         )
         device = next(self.parameters()).device
         try:
-            decoder = self._decoder(
-                _NamedTensors("the module", dict(self.named_parameters())), device
-            )
+            tensors = _NamedTensors("the module", dict(self.named_parameters()))
+            decoder = self._decoder(self._reader(WeightReader, tensors, device))
         except CheckpointError as error:
             raise NumericalError(error.cause, "look at the optimizer's last step") from error
         packed = PackedSequences.of(sequences, starts, self._block_size, device)
@@ -118,7 +117,7 @@ class ExactModel(nn.Module):
         """The tensors that the decoder reads, and a tied embedding once."""
         tensors = _FirstRead(source, self._dtype, device)
         with torch.no_grad():
-            self._decoder(tensors, device)
+            self._decoder(self._reader(_FirstReader, tensors, device))
         tied = self.config.tie_word_embeddings
         return {
             name: nn.Parameter(tensor)
@@ -126,9 +125,12 @@ class ExactModel(nn.Module):
             if not (tied and name.endswith(HEAD))
         }
 
-    def _decoder(self, tensors: TensorSource, device: torch.device) -> Decoder:
-        kernels = differentiable(select_kernels(device))
-        reader = WeightReader(tensors, kernels, self._dtype, device)
+    def _reader(
+        self, kind: type[WeightReader], tensors: TensorSource, device: torch.device
+    ) -> WeightReader:
+        return kind(tensors, differentiable(select_kernels(device)), self._dtype, device)
+
+    def _decoder(self, reader: WeightReader) -> Decoder:
         positions = self._max_model_len + DRAFT_POSITIONS
         return model_class(self.config.architecture)(self.config, reader, max_positions=positions)
 
@@ -144,20 +146,43 @@ class _NamedTensors(TensorsByName):
 
 
 class _FirstRead:
-    """A ``TensorSource`` that keeps, in ``found``, what is read of another one."""
+    """A ``TensorSource`` that keeps, in ``found``, what is read of another one.
+
+    Attributes:
+        precise: tensors of another dtype than the model's.
+    """
 
     def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
         self.location, self.found = source.location, dict[str, Tensor]()
         self.names, self.shape, self.stored_dtype = source.names, source.shape, source.stored_dtype
+        self.precise: dict[str, torch.dtype] = {}
         self._source, self._dtype, self._device = source, dtype, device
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         if name not in self.found:
-            parts = [part.to(self._device, self._dtype) for part in self._source.chunks(name)]
+            dtype = self.precise.get(name, self._dtype)
+            parts = [part.to(self._device, dtype) for part in self._source.chunks(name)]
             self.found[name] = torch.cat(parts)
         yield self.found[name]
 
     stored_chunks = chunks
+
+
+class _FirstReader(WeightReader):
+    """Tells a ``_FirstRead`` which tensors the model reads in a dtype of their own."""
+
+    __slots__ = ()
+
+    def filled(
+        self,
+        parts: tuple[Part, ...],
+        row_shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(self.source, _FirstRead)
+        if dtype is not None:
+            self.source.precise |= {part.name: dtype for part in parts}
+        return super().filled(parts, row_shape, dtype)
 
 
 def _attach(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

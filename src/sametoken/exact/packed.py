@@ -1,4 +1,4 @@
-"""Packed sequences as rows of one forward pass, and KV memory for them."""
+"""Packed sequences as rows of one forward pass, and cache memory for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from sametoken.errors import RequestError
 from sametoken.exact.kernels import RecordedKV
-from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.exact.recurrent import RecordedMemory
+from sametoken.ops.backend import AttentionRows, LayerKV, RowRuns
 from sametoken.ops.cache_types import LayerCache, PagedKV
+from sametoken.ops.model.recurrent.rule import LayerMemory
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import upload
 
@@ -82,23 +84,29 @@ class PackedSequences:
         )
 
     def cache(self, caches: Sequence[LayerCache]) -> ModelCache:
-        """KV memory for a pass; layers of one form share it, as each ends before the next."""
-        shared: dict[PagedKV, tuple[Tensor, ...]] = {}
-        layers = []
-        for cache in caches:
-            # Other layers have operations without gradients.
-            assert isinstance(cache, PagedKV)
-            form = replace(cache, window=None)
-            if form not in shared:
-                shared[form] = tuple(
-                    torch.zeros(
-                        self.num_blocks + 1, *shape, dtype=dtype, device=self.token_ids.device
-                    )
-                    for shape, dtype in form.block_shapes(self.block_size)
-                )
-            keys, values = shared[form]
-            layers.append(RecordedKV(keys, values, self.lengths))
-        return ModelCache(tuple(layers), (), (), self.num_blocks, None)
+        """Memory for a pass; layers of one form share it, as each ends before the next."""
+        forms = [replace(one, window=None) if isinstance(one, PagedKV) else one for one in caches]
+        distinct = tuple(dict.fromkeys(forms))
+        memory = ModelCache.allocate(
+            distinct,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=len(self.lengths),
+            num_drafts=0,
+            device=self.token_ids.device,
+        )
+        shared = dict(zip(distinct, memory.layers, strict=True))
+        return replace(memory, layers=tuple(self._recorded(shared[form]) for form in forms))
+
+    def _recorded(self, memory: object) -> RecordedKV | RecordedMemory | None:
+        match memory:
+            case LayerKV(keys, values):
+                return RecordedKV(keys, values, self.lengths)
+            case LayerMemory(states, history, pending_mixed, pending_gates):
+                return RecordedMemory(states, history, pending_mixed, pending_gates, self.lengths)
+        # Latent attention has no gradients.
+        assert memory is None
+        return None
 
 
 def require_sequences(

@@ -84,7 +84,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         for name, tensor in given.items():
             before += tensor.nbytes
             module = linears.get(name)
-            stored |= {name: tensor} if module is None else _stored(module, tensor, group_size)
+            stored |= {name: tensor} if module is None else quantized(module, tensor, group_size)
         after += sum(tensor.nbytes for tensor in stored.values())
         save_file(stored, output / file.name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
@@ -98,6 +98,18 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
     return Quantized(len(linears), before, after)
 
 
+def module_of(name: str) -> str | None:
+    """The module of a weight that is quantized if it is a matrix; None of other tensors."""
+    match = _PROJECTION.fullmatch(name)
+    return match and match["module"]
+
+
+def stored_names(module: str, group_size: int | None) -> tuple[str, ...]:
+    """Names of the tensors that ``quantized`` gives."""
+    kinds = ("weight",) if group_size is None else ("weight_packed", "weight_shape")
+    return tuple(f"{module}.{kind}" for kind in (*kinds, "weight_scale"))
+
+
 def _matrices(tensors: SafetensorsSource) -> list[str]:
     """Names of the matrices that modules have as their weight."""
     names = sorted(name for name in tensors.names() if name.endswith(".weight"))
@@ -106,8 +118,8 @@ def _matrices(tensors: SafetensorsSource) -> list[str]:
 
 def _linears(tensors: SafetensorsSource) -> dict[str, str]:
     """The module of each weight to quantize."""
-    found = {name: _PROJECTION.fullmatch(name) for name in _matrices(tensors)}
-    linears = {name: match["module"] for name, match in found.items() if match}
+    found = {name: module_of(name) for name in _matrices(tensors)}
+    linears = {name: module for name, module in found.items() if module}
     if not linears:
         raise UnsupportedError(
             f"{tensors.location} holds no projections (*_proj.weight) to quantize",
@@ -133,8 +145,14 @@ def _whole(tensors: SafetensorsSource, name: str) -> Tensor:
     return torch.cat(list(tensors.stored_chunks(name))).reshape(shape)
 
 
-def _stored(module: str, weight: Tensor, group_size: int | None) -> dict[str, Tensor]:
-    """A linear's tensors; scales are in the weight's dtype, and values rounded by those."""
+def quantized(module: str, weight: Tensor, group_size: int | None) -> dict[str, Tensor]:
+    """A linear's tensors; scales are in the weight's dtype, and values rounded by those.
+
+    Args:
+        module: name of the linear.
+        weight: [N, K] of any floating dtype.
+        group_size: features of a group of 4-bit weights; None: fp8-dynamic.
+    """
     dtype = weight.dtype if weight.dtype in FLOATING[1:] else torch.float32
     if group_size is None:
         _, scale = rounded(weight)
@@ -155,7 +173,7 @@ def _stored(module: str, weight: Tensor, group_size: int | None) -> dict[str, Te
 
 def _packed(values: Tensor) -> Tensor:
     """[N, K] int32 below 16 to [N, K / 8] int32, eight to a word, the first lowest."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
     # No two share a bit; the sum may pass 2**31, where it wraps as the bits should.
     words: Tensor = (values.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int32)
     return words

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.exact import CONFIGS, WITH_EXPERTS, write_exact
+from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, write_exact
 from helpers.families import VOCAB
 from sametoken.exact import ExactModel, functions
 from sametoken.layers import slices
@@ -14,6 +14,8 @@ from sametoken.layers import slices
 LENGTHS = (2, 17, 30, 9)
 #: Of two sums of fp32 products in different orders.
 FP32_ERROR = 1e-5
+#: Of those through the norms of short q and k: transformers' differ by 7e-5 from its own in fp64.
+HYBRID_ERROR = 1e-4
 #: Of our error in bf16 by that of autograd in bf16; over families and seeds it was 0.35 to 1.37.
 BF16_ERRORS = 1.5
 
@@ -52,16 +54,18 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.float() - theirs).norm() / theirs.norm().clamp(min=1e-20)).item()
 
 
-def expert_by_expert(found: dict) -> dict:
-    """transformers keeps experts in one tensor; a checkpoint has one tensor for each."""
+def as_stored(found: dict) -> dict:
+    """transformers keeps experts in one tensor, where a checkpoint has one tensor for each."""
     split = {}
     for name, tensor in found.items():
-        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            split[name] = tensor
+        # Nemotron-H's decoder has another name in its checkpoints.
+        stored = name.replace("model.", "backbone.") if "model.embeddings.weight" in found else name
+        prefix, _, kind = stored.rpartition(".")
+        if not prefix.endswith(".experts"):
+            split[stored] = tensor
             continue
-        prefix, _, kind = name.rpartition(".")
+        named = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         for index, matrix in enumerate(tensor):
-            named = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
             for part, rows in zip(named, matrix.chunk(len(named)), strict=True):
                 split[f"{prefix}.{index}.{part}.weight"] = rows
     return split
@@ -71,9 +75,10 @@ def expert_by_expert(found: dict) -> dict:
 def test_fp32_gradients_are_those_of_plain_autograd(name, tmp_path):
     path = write_exact(tmp_path, name)
     found = exact_gradients(ExactModel(str(path), dtype="float32", device="cpu"))
-    wanted = expert_by_expert(plain_gradients(path, torch.float32))
+    wanted = as_stored(plain_gradients(path, torch.float32))
+    bound = HYBRID_ERROR if name in HYBRIDS else FP32_ERROR
     for parameter, gradient in found.items():
-        assert error(gradient, wanted.pop(parameter)) < FP32_ERROR, parameter
+        assert error(gradient, wanted.pop(parameter)) < bound, parameter
     # An expert that no row chose.
     assert not any(gradient.any() for gradient in wanted.values())
 
@@ -91,8 +96,11 @@ def test_bf16_gradients_err_as_those_of_autograd_in_bf16(name, tmp_path):
 
     ours = error(whole(found), whole(wanted))
     assert 0 < ours < BF16_ERRORS * error(whole(theirs), whole(wanted))
-    for gradient, parameter in zip(found.values(), model.parameters(), strict=True):
-        assert gradient.dtype == parameter.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        # As the engine reads them.
+        gate = name.endswith(("A_log", "dt_bias"))
+        assert parameter.dtype == (torch.float32 if gate else torch.bfloat16)
+        assert found[name].dtype == parameter.dtype
 
 
 def test_the_backward_pass_gives_the_same_bits_every_time(tmp_path):

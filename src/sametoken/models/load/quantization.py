@@ -89,12 +89,14 @@ class ByTarget:
         some families. So a weight that is stored in a floating dtype, without anything of the
         format beside it, is what it is.
         """
-        if self.ignored.rank(module) < 3:
-            return None
+        named = self.format_named(module)
+        return named if named is not None and named.covers(source, module) else None
+
+    def format_named(self, module: str) -> LinearFormat | None:
+        """The format that a linear of this name is to have, however it is stored."""
         group = min(self.groups, key=lambda one: one.rank(module))
-        if group.rank(module) == 3 or group.format is None:
-            return None
-        return group.format if group.format.covers(source, module) else None
+        excepted = self.ignored.rank(module) < 3 or group.rank(module) == 3
+        return None if excepted else group.format
 
     def format_of_table(self, module: str, source: TensorSource) -> None:
         """None: embeddings and heads stay in floats."""

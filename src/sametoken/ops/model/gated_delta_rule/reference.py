@@ -37,14 +37,15 @@ def advance(
         log_decay, beta: [Hv] fp32.
     """
     heads_per_key = v.shape[0] // k.shape[0]
-    q = _normalised(q) / q.shape[-1] ** 0.5
+    q = normalised(q) / q.shape[-1] ** 0.5
     q = q.repeat_interleave(heads_per_key, dim=0)[..., None]
-    k = _normalised(k).repeat_interleave(heads_per_key, dim=0)[..., None]
+    k = normalised(k).repeat_interleave(heads_per_key, dim=0)[..., None]
     state *= log_decay.exp()[:, None, None]
     delta = (v - (state * k).sum(dim=-2)) * beta[:, None]
     state += k * delta[:, None, :]
     return (state * q).sum(dim=-2)
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
+    """Vectors of length 1, along the last dimension."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)

@@ -21,7 +21,7 @@ CONFIGS = {
     **{name: lambda name=name: fixed_config(name) for name in FAMILIES if name not in REFUSED},
 }
 #: The routers of these choose others where a number is rounded, so gradients may jump.
-WITH_EXPERTS = ("glm4_moe", "qwen3_moe")
+WITH_EXPERTS = ("gemma4", "glm4_moe", "qwen3_moe")
 
 
 def write_exact(directory: Path, name: str, seed: int = 0) -> Path:

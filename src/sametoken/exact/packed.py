@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -82,21 +82,23 @@ class PackedSequences:
         )
 
     def cache(self, caches: Sequence[LayerCache]) -> ModelCache:
-        """KV memory for a pass; layers of one form share it, as each ends before the next."""
+        """KV memory for a pass; layers of one declaration share it, as each ends before the next.
+
+        A layer that reads another's KV reads that of the last such layer before it.
+        """
         shared: dict[PagedKV, tuple[Tensor, ...]] = {}
         layers = []
         for cache in caches:
             # Other layers have operations without gradients.
             assert isinstance(cache, PagedKV)
-            form = replace(cache, window=None)
-            if form not in shared:
-                shared[form] = tuple(
+            if cache not in shared:
+                shared[cache] = tuple(
                     torch.zeros(
                         self.num_blocks + 1, *shape, dtype=dtype, device=self.token_ids.device
                     )
-                    for shape, dtype in form.block_shapes(self.block_size)
+                    for shape, dtype in cache.block_shapes(self.block_size)
                 )
-            keys, values = shared[form]
+            keys, values = shared[cache]
             layers.append(RecordedKV(keys, values, self.lengths))
         return ModelCache(tuple(layers), (), (), self.num_blocks, None)
 

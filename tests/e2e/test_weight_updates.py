@@ -24,7 +24,7 @@ from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.models.in_place import Replacement
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-DECODERS = ("gemma3", "glm4_moe", "granite", "olmo2", "phi3", "qwen3_moe")
+DECODERS = ("gemma3", "gemma4", "glm4_moe", "granite", "olmo2", "phi3", "qwen3_moe")
 #: Writers of every form of weights: dense, tied, with experts, recurrent, latent.
 WRITERS = {
     "llama": write_llama,

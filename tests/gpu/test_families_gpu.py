@@ -31,6 +31,8 @@ def generate(path, count: int, **options):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_tokens(tmp_path, name):
     widths = {} if name in ("phi3", "olmo2", "granite", "qwen2") else {"head_dim": 64}
+    if name == "gemma4":
+        widths |= {"global_head_dim": 128, "vocab_size_per_layer_input": SIZES["vocab_size"]}
     path = write_family(tmp_path, name, **SIZES | widths)
     truth = generate(path, 12, max_num_seqs=1, enforce_eager=True).tokens
     assert generate(path, 12, max_num_seqs=12).tokens == truth

@@ -60,7 +60,7 @@ CONFIGS = {
 #: Of these, families with Gated DeltaNet.
 HYBRIDS = ("qwen3_5", "qwen3_next")
 #: The routers of these choose others where a number is rounded, so gradients may jump.
-WITH_EXPERTS = ("glm4_moe", "nemotron_h", "qwen3_moe", "qwen3_next")
+WITH_EXPERTS = ("gemma4", "glm4_moe", "nemotron_h", "qwen3_moe", "qwen3_next")
 
 
 def write_exact(directory: Path, name: str, seed: int = 0) -> Path:

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -148,6 +150,59 @@ def gemma3(draw) -> dict:
     }
 
 
+#: A window; values made of keys, without a window; another layer's KV.
+GEMMA_4 = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "num_key_value_heads": 4,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 6,
+}
+
+
+def gemma4(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    # Layers that share another's KV come after one of each kind.
+    types = ["full_attention", "sliding_attention", draw(kinds), draw(kinds), "full_attention"]
+    partial = {
+        "rope_type": "proportional",
+        "partial_rotary_factor": draw(st.sampled_from([0.25, 1.0])),
+    }
+    experts = EXPERTS if draw(st.booleans()) else {}
+    num_shared = draw(st.sampled_from([0, 1, 3]))
+    # transformers cannot share KV without embeddings by layer.
+    widths = [8] if num_shared else [0, 8]
+    return GEMMA_4 | {
+        "num_hidden_layers": 5,
+        "layer_types": types,
+        "global_head_dim": draw(st.sampled_from([16, 32])),
+        "attention_k_eq_v": draw(st.booleans()),
+        "num_global_key_value_heads": draw(st.sampled_from([None, 1, 2])),
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": draw(st.booleans()),
+        "hidden_size_per_layer_input": draw(st.sampled_from(widths)),
+        "sliding_window": draw(st.sampled_from([2, 5, 36])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 5.0])),
+        "use_bidirectional_attention": draw(st.sampled_from([None, "vision"])),
+        "attention_bias": draw(st.booleans()),
+        "enable_moe_block": bool(experts),
+        "num_experts": experts.get("num_experts"),
+        "top_k_experts": experts.get("num_experts_per_tok"),
+        "moe_intermediate_size": experts.get("moe_intermediate_size"),
+        "rope_parameters": {
+            "full_attention": partial | {"rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+
+
 GLM = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -242,6 +297,18 @@ FAMILIES = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma4": (
+        Gemma4TextConfig,
+        gemma4,
+        GEMMA_4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "glm4_moe": (
         Glm4MoeConfig,
         glm4_moe,
@@ -284,6 +351,13 @@ _QWEN_VISION = {
     "num_heads": 2,
     "out_hidden_size": 32,
 }
+_GEMMA_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
 _QWEN_TEXT = SIZES | {"bos_token_id": 1, "rope_parameters": _MROPE}
 #: Configs of models that also see images, by their text decoder.
@@ -301,15 +375,19 @@ SEEING = {
     ),
     "gemma3": lambda: Gemma3Config(
         text_config=SIZES | {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 3},
-        vision_config={
+        vision_config=_GEMMA_VISION | {"image_size": 28},
+        mm_tokens_per_image=4,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=SIZES | GEMMA_4 | {"pad_token_id": 0},
+        vision_config=_GEMMA_VISION | {"position_embedding_size": 16, "head_dim": 8},
+        audio_config={
             "hidden_size": 16,
-            "intermediate_size": 16,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
+            "subsampling_conv_channels": [4, 4],
+            "output_proj_dims": 16,
         },
-        mm_tokens_per_image=4,
     ),
     "qwen2_5": lambda: Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
     "qwen3": lambda: Qwen3VLConfig(
@@ -323,7 +401,6 @@ def drawn_config(draw, family: str):
     """A random config of the family."""
     config_class, own, _ = FAMILIES[family]
     changes = {
-        "num_hidden_layers": 3,
         "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
         "tie_word_embeddings": draw(st.booleans()),
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
@@ -340,6 +417,17 @@ def fixed_config(family: str, **changes):
     return config_class(**SIZES | own | changes)
 
 
+#: One-dimensional parameters that are factors; others are addends.
+_AROUND_ONE = (
+    "norm.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+)
+
+
 def random_model(config, seed: int):
     """transformers' model, with every parameter away from where it begins."""
     torch.manual_seed(seed)
@@ -350,7 +438,7 @@ def random_model(config, seed: int):
         if name.endswith("inv_freq") or not parameter.is_floating_point():
             continue
         if parameter.ndim == 1:
-            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            centre = 1.0 if name.endswith(_AROUND_ONE) else 0.0
             torch.nn.init.normal_(parameter, mean=centre, std=0.3)
         elif parameter.ndim > 1:
             # Large enough that attention is far from uniform and logits far from equal.

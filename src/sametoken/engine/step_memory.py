@@ -18,6 +18,8 @@ _FP32 = 4
 _ROW_BYTES = 128
 #: Tensors [T, hidden] that live at once: the residual, a layer's input and its output, a copy.
 _HIDDEN = 4
+#: Tensors of all layers' own embeddings that live at once: of the token, projected, their sum.
+_LAYER_INPUTS = 3
 #: Logits and what sampling keeps beside them.
 _LOGITS = 2
 
@@ -59,6 +61,9 @@ class StepMemory:
         """
         width = dtype.itemsize
         hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
+        own = model.extra.get("hidden_size_per_layer_input")
+        if isinstance(own, int):
+            hidden += _LAYER_INPUTS * model.num_layers * own * width
         mixer = max((_mixer_bytes(cache, model, width) for cache in caches), default=0)
         experts = model.extra.get("num_experts_per_tok") or 1
         features = 3 * model.intermediate_size + model.hidden_size
@@ -99,4 +104,4 @@ def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:
     if isinstance(cache, Stateless):
         return 0
     kv = cache.num_kv_heads * (cache.k_dim + cache.v_dim)
-    return (4 * model.num_heads * model.head_dim + kv) * width
+    return (4 * model.num_heads * cache.k_dim + kv) * width

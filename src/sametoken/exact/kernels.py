@@ -27,7 +27,7 @@ from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import ClampedExperts, UnquantizedWeight, Weight
+from sametoken.ops.weight import ClampedExperts, ExpertForm, UnquantizedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,16 @@ class DifferentiableKernels:
         self,
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
-        clamped: ClampedExperts | None = None,
+        form: ExpertForm | None = None,
     ) -> SeparateExperts:
         """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
-        if clamped is not None:
+        if isinstance(form, ClampedExperts):
             raise UnsupportedError("clamped experts have no gradients", _OTHERS)
         if not isinstance(self._kernels, ComposedKernels):
             raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
-        return SeparateExperts(tuple(gate_up), tuple(down), self.relu_squared)
+        return SeparateExperts(
+            tuple(gate_up), tuple(down), self.relu_squared, gelu_mul=self.gelu_mul, form=form
+        )
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None

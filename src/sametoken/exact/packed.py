@@ -13,7 +13,7 @@ from sametoken.errors import RequestError
 from sametoken.exact.kernels import RecordedKV
 from sametoken.exact.recurrent import RecordedMemory
 from sametoken.ops.backend import AttentionRows, LayerKV, RowRuns
-from sametoken.ops.cache_types import LayerCache, PagedKV
+from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.model.recurrent.rule import LayerMemory
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import upload
@@ -84,9 +84,11 @@ class PackedSequences:
         )
 
     def cache(self, caches: Sequence[LayerCache]) -> ModelCache:
-        """Memory for a pass; layers of one form share it, as each ends before the next."""
-        forms = [replace(one, window=None) if isinstance(one, PagedKV) else one for one in caches]
-        distinct = tuple(dict.fromkeys(forms))
+        """Memory for a pass; layers of one form share it, as each ends before the next.
+
+        A layer that reads another's KV reads that of the last such layer before it.
+        """
+        distinct = tuple(dict.fromkeys(caches))
         memory = ModelCache.allocate(
             distinct,
             num_blocks=self.num_blocks,
@@ -96,7 +98,7 @@ class PackedSequences:
             device=self.token_ids.device,
         )
         shared = dict(zip(distinct, memory.layers, strict=True))
-        return replace(memory, layers=tuple(self._recorded(shared[form]) for form in forms))
+        return replace(memory, layers=tuple(self._recorded(shared[form]) for form in caches))
 
     def _recorded(self, memory: object) -> RecordedKV | RecordedMemory | None:
         match memory:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
@@ -157,3 +158,38 @@ class SparseMoE:
     def nbytes(self) -> int:
         """Bytes of all experts, the router and the shared gate."""
         return self.routed.nbytes + self.shared.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """Routed experts beside an MLP, both of the residual stream, each with norms of its own.
+
+    Attributes:
+        router_norm: the router's, with its scales as weight.
+        router: projection to one logit per expert, whole on every rank.
+        expert_scales: [E] fp32, factors on the experts' weights.
+    """
+
+    kernels: Kernels
+    router_norm: RMSNorm
+    router: Linear
+    routing: Routing
+    expert_scales: Tensor
+    input_norm: RMSNorm
+    experts: Experts | DividedExperts
+    output_norm: RMSNorm
+
+    def __call__(self, residual: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(self._mixture, residual)
+
+    def _mixture(self, residual: Tensor) -> Tensor:
+        logits = self.router(self.router_norm(residual)).float()
+        chosen, weights = self.kernels.moe_gate(logits, self.routing)
+        weights = weights * self.expert_scales[chosen]
+        return self.output_norm(self.experts(self.input_norm(residual), chosen, weights))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts and the router."""
+        return self.experts.nbytes + self.router.nbytes

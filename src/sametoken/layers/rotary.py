@@ -26,7 +26,9 @@ _BAD_PARAMETERS = (
     ValueError,
 )
 LONGROPE = "longrope"
-SCALED_TYPES = ("linear", "llama3", "yarn", LONGROPE)
+#: Rotates a part of a head's pairs, with the frequencies that they have among all (Gemma 4).
+PROPORTIONAL = "proportional"
+SCALED_TYPES = ("linear", "llama3", "yarn", LONGROPE, PROPORTIONAL)
 #: Positions beyond the longest request that every table has, for drafts, whatever their number.
 DRAFT_POSITIONS = MAX_SPECULATIVE_TOKENS + 1
 

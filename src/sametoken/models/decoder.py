@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -57,7 +57,7 @@ class Layer(Protocol):
             x: [T, hidden], ``input_norm`` of ``residual``.
             residual: [T, hidden]; its memory may be reused.
             following: the norm after the layer.
-            cache: the pass's rows and the layer's memory, for its token mixer.
+            cache: the pass's rows and the layer's memory, for its token mixer (``_memory``).
 
         Returns:
             ``following`` of the residual stream after the layer, and that stream.
@@ -169,8 +169,7 @@ class Decoder:
         self._max_positions = max_positions
         rotaries = self._rotaries(weights.device)
         self._prefix = self.tensor_prefix(weights)
-        vocabulary = Part(self._embedding_name, config.vocab_size)
-        self.embedding = weights.packed(config.hidden_size, vocabulary)
+        self.embedding = self._load_embedding(weights)
         self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
@@ -241,13 +240,14 @@ class Decoder:
         """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
         step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
         residual = self._embed(token_ids)
+        memory = self._memory(token_ids, residual, cache)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
         for index, layer in enumerate(self._layers):
             self._keep(auxiliary, index, residual)
             of_layer = step if isinstance(self.caches[index], Recurrent) else rows
-            x, residual = layer(x, residual, self._norm_after(index), of_layer, cache.layers[index])
+            x, residual = layer(x, residual, self._norm_after(index), of_layer, *memory[index])
         self._keep(auxiliary, len(self._layers), residual)
         if step is not None:
             step.finish()
@@ -283,6 +283,18 @@ class Decoder:
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to the residual stream that enters the first layer."""
         return self.embedding.rows(token_ids)
+
+    def _memory(
+        self, token_ids: Tensor, embedded: Tensor, cache: ModelCache
+    ) -> Sequence[tuple[Any, ...]]:
+        """What each layer reads beside the pass's rows: its memory.
+
+        Args:
+            token_ids: [T].
+            embedded: [T, hidden], as ``_embed`` gives it.
+            cache: the memory of all layers.
+        """
+        return [(layer,) for layer in cache.layers]
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         """The rotary table of each layer."""
@@ -322,6 +334,10 @@ class Decoder:
     def _head_name(self) -> str:
         # Beside the decoder's "model", and at the top where the decoder is "model.language_model".
         return f"language_model.{HEAD}" if self._prefix == "language_model.model" else HEAD
+
+    def _load_embedding(self, weights: WeightReader) -> UnquantizedWeight:
+        vocabulary = Part(self._embedding_name, self.config.vocab_size)
+        return weights.packed(self.config.hidden_size, vocabulary)
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"

@@ -14,7 +14,7 @@ from sametoken.models.blocks import load_gated_mlp
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing
-from sametoken.ops.weight import Experts
+from sametoken.ops.weight import ExpertForm, Experts, Weight
 
 
 def is_sparse(config: ModelConfig, index: int) -> bool:
@@ -112,13 +112,29 @@ def load_routed(
     weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
     count = settings.integer(count_key, most=MAX_EXPERTS)
-    size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
-    router = weights.linear(hidden, Part(f"{prefix}.gate", count))
-    experts: Experts | DividedExperts
-    experts = own = _packed_experts(weights, f"{prefix}.experts", count, hidden, size)
-    if weights.parallel.size > 1:
-        experts = DividedExperts(weights.kernels, weights.parallel, own)
+    router = weights.linear(config.hidden_size, Part(f"{prefix}.gate", count))
+    experts = load_experts(config, weights, f"{prefix}.experts", count)
     return RoutedExperts(weights.kernels, router, experts, routing)
+
+
+def load_experts(
+    config: ModelConfig,
+    weights: WeightReader,
+    prefix: str,
+    count: int,
+    form: ExpertForm | None = None,
+) -> Experts | DividedExperts:
+    """Load the ``count`` gated experts at ``prefix``; ranks divide every expert.
+
+    Raises:
+        CheckpointError: their size is missing or impossible.
+    """
+    settings = Settings(config.extra, weights.source.location)
+    size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
+    own = weights.kernels.pack_experts(*_matrices(weights, prefix, count, hidden, size), form)
+    if weights.parallel.size == 1:
+        return own
+    return DividedExperts(weights.kernels, weights.parallel, own)
 
 
 def load_grouped(
@@ -157,19 +173,16 @@ def load_grouped(
     return SparseMoE(routed, shared)
 
 
-def _packed_experts(
+def _matrices(
     weights: WeightReader, prefix: str, count: int, hidden: int, size: int
-) -> Experts:
-    """All experts, stored in one fused tensor each for gate_up and down, or one by one."""
+) -> tuple[list[Weight], list[Weight]]:
+    """[gate | up] and down of all experts, from one fused tensor for each of the two, or many."""
     if f"{prefix}.gate_up_proj" in weights:
         fused = Part(
             f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
         )
         gate_up = weights.packed_stack(count, hidden, fused)
         down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
-        down = weights.packed_stack(count, size, down_part)
-        return weights.kernels.pack_experts(gate_up, down)
+        return gate_up, weights.packed_stack(count, size, down_part)
     mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
-    return weights.kernels.pack_experts(
-        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
-    )
+    return [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]

@@ -13,29 +13,24 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from sametoken.layers.feed_forward import GeluMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, NormedAfter
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp, zero_centred
-from sametoken.models.decoder import Decoder, DecoderLayer
-from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
+from sametoken.models.decoder import DecoderLayer
+from sametoken.models.gemma import GemmaDecoder, full_every
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache
 
 
-class Gemma3ForCausalLM(Decoder):
-    """The shared decoder with windows, norms on both sides of blocks, and scaled embeddings."""
+class Gemma3ForCausalLM(GemmaDecoder):
+    """Gemma's decoder with norms on both sides of blocks."""
 
-    layer_types = WINDOWED
-    local_theta = 10_000.0
-    activation = "gelu_pytorch_tanh"
     refused = ("attn_logit_softcapping", "use_bidirectional_attention")
-    aliases: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
     implied: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -61,8 +56,7 @@ class Gemma3ForCausalLM(Decoder):
         settings = Settings(config.extra, location)
         if not settings.names("layer_types"):
             every = settings.integer("sliding_window_pattern", 6)
-            layers = range(1, config.num_layers + 1)
-            types = [SLIDING if layer % every else FULL for layer in layers]
+            types = full_every(every, config.num_layers)
             config = replace(config, extra={**config.extra, "layer_types": types})
         return super().caches_of(config, dtype, location)
 
@@ -74,18 +68,6 @@ class Gemma3ForCausalLM(Decoder):
             zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
             config.rms_norm_eps,
         )
-
-    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
-        """As ``Decoder.compute_rank_logits``, capped softly if the config says so."""
-        logits = super().compute_rank_logits(hidden)
-        settings = Settings(self.config.extra, self.config.architecture)
-        if settings.get("final_logit_softcapping") is None:
-            return logits
-        return self.kernels.soft_cap(logits, settings.number("final_logit_softcapping"))
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        rows = super()._embed(token_ids)
-        return rows * torch.tensor(self.config.hidden_size**0.5, dtype=rows.dtype).item()
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         def norm(name: str) -> RMSNorm:

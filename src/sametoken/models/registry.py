@@ -11,6 +11,7 @@ from sametoken.models.deepseek import (
     Glm4MoeLiteForCausalLM,
 )
 from sametoken.models.gemma3 import Gemma3ForCausalLM
+from sametoken.models.gemma4 import Gemma4ForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM
@@ -33,6 +34,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,

@@ -329,7 +329,7 @@ class Kernels(Packing, Protocol):
     ) -> Tensor:
         """Norm and rotate q and k of [T, q|k|v], write k and v at ``rows.kv_slots``.
 
-        Returns q as [T, num_heads, head_dim].
+        Returns q as [T, num_heads, head_dim]. A layer without KV heads of its own writes nothing.
         """
         ...
 

@@ -35,6 +35,7 @@ class PagedKV:
     """Keys and values of every position, for paged attention.
 
     Attributes:
+        num_kv_heads: 0 in a layer that reads another's.
         window: number of positions that a row sees, its own included; None: all.
     """
 

@@ -43,7 +43,7 @@ from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.sampling.sample import make_keys
 from sametoken.ops.weight import (
-    ClampedExperts,
+    ExpertForm,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
@@ -74,10 +74,10 @@ class ComposedKernels:
         self: Kernels,
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
-        clamped: ClampedExperts | None = None,
+        form: ExpertForm | None = None,
     ) -> SeparateExperts:
-        activations = (self.relu_squared, self.clamped_swiglu)
-        return SeparateExperts(tuple(gate_up), tuple(down), *activations, clamped)
+        activations = (self.relu_squared, self.clamped_swiglu, self.gelu_mul)
+        return SeparateExperts(tuple(gate_up), tuple(down), *activations, form)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None

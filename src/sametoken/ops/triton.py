@@ -53,7 +53,7 @@ from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.weight import (
-    ClampedExperts,
+    ExpertForm,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
@@ -204,12 +204,12 @@ class TritonKernels:
         self,
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
-        clamped: ClampedExperts | None = None,
+        form: ExpertForm | None = None,
     ) -> StackedExperts:
         first, first_scales, first_rounding = _stacked(gate_up)
         second, second_scales, second_rounding = _stacked(down)
         scales, roundings = (first_scales, second_scales), (first_rounding, second_rounding)
-        return StackedExperts(first, second, *scales, *roundings, clamped)
+        return StackedExperts(first, second, *scales, *roundings, form)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -168,6 +168,17 @@ class ClampedExperts:
         return self.gate_up.nbytes + self.down.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class GeluExperts:
+    """Experts without biases whose gate is gelu, as in ``Kernels.gelu_mul`` (Gemma 4)."""
+
+    nbytes: ClassVar[int] = 0
+
+
+#: What experts have in place of silu's gate without biases.
+ExpertForm = ClampedExperts | GeluExperts
+
+
 class Experts(Protocol):
     """The experts of a mixture-of-experts layer, in the layout of their products."""
 
@@ -180,7 +191,8 @@ class Experts(Protocol):
         """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` over each row's experts.
 
         Without gates, of ``down.matmul(relu_squared(up.matmul(x)))``; with ``ClampedExperts``, of
-        ``down.matmul(clamped_swiglu(gate_up.matmul(x)))``, biases added to both.
+        ``down.matmul(clamped_swiglu(gate_up.matmul(x)))``, biases added to both; with
+        ``GeluExperts``, of ``down.matmul(gelu_mul(gate_up.matmul(x)))``.
 
         Added in fp32, in an order that depends on the row only, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
@@ -227,11 +239,11 @@ class Packing(Protocol):
         self,
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
-        clamped: ClampedExperts | None = None,
+        form: ExpertForm | None = None,
     ) -> Experts:
         """Take over [gate | up] and down of E experts; the caller drops its own references.
 
         Experts whose first matrix is as wide as the second is deep are not gated: up and down,
-        with ``relu_squared`` between. ``clamped`` gives gated ones biases and another gate.
+        with ``relu_squared`` between. ``form`` gives gated ones another gate, and biases.
         """
         ...

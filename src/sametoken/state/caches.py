@@ -73,7 +73,8 @@ class ModelCache:
                 torch.zeros(len(indices), max_num_seqs + 1, *shape, dtype=dtype, device=device)
                 for shape, dtype in kept.slot_shapes(num_drafts)
             ]
-            blocks += paged
+            # A layer that reads another's KV has none to swap.
+            blocks += [tensor for tensor in paged if tensor.numel()]
             slots += by_slot
             for place, index in enumerate(indices):
                 layers[index] = kept.part(*(tensor[place] for tensor in (*paged, *by_slot)))

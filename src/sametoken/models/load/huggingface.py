@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
-from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
+from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, SLIDING
@@ -181,14 +181,14 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
             f"{settings.location}: partial_rotary_factor={partial!r} rotates more than a head",
             AGAIN,
         )
-    if partial != 1.0 and not rotates_parts:
+    rope_type = own.get("rope_type") or own.get("type") or "default"
+    if partial != 1.0 and not (rotates_parts or rope_type == PROPORTIONAL):
         raise UnsupportedError(
             f"{settings.location}: partial_rotary_factor={partial!r} is not supported",
             "use a checkpoint that rotates whole heads",
         )
     if partial != 1.0:
         given = {**given, "partial_rotary_factor": partial}
-    rope_type = own.get("rope_type") or own.get("type") or "default"
     if rope_type == "mrope":
         # Of text the three positions of a token are equal.
         rope_type = "default"

@@ -23,6 +23,13 @@ def clamped_swiglu_of(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def gelu_of(gate):
+    """gelu of fp32 values, as in ``Kernels.gelu_mul``."""
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-slope))
+
+
+@triton.jit
 def _gated_kernel(
     gate_up,  # [T, 2 * WIDTH]
     out,  # [T, WIDTH]
@@ -42,11 +49,10 @@ def _gated_kernel(
     up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
     if KIND == "clamped_swiglu":
         value = clamped_swiglu_of(gate, up, ALPHA, LIMIT)
+    elif KIND == "gelu_mul":
+        value = gelu_of(gate) * up
     else:
-        slope = gate
-        if KIND == "gelu_mul":
-            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        value = gate / (1.0 + tl.exp(-slope)) * up
+        value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
 
 

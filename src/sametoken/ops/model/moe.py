@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import Routing
 from sametoken.ops.model import activation
-from sametoken.ops.weight import ClampedExperts, Weight
+from sametoken.ops.weight import ClampedExperts, ExpertForm, GeluExperts, Weight
 
 #: Added to a sum of weights, so that rows whose scores are all 0 get weights of 0.
 TINY = 1e-20
@@ -22,20 +22,21 @@ class SeparateExperts:
 
     Attributes:
         relu_squared: the activation of experts without gates.
-        clamped_swiglu: that of clamped ones.
-        clamped: their biases and limits, if they are clamped.
+        clamped_swiglu, gelu_mul: those of ``ClampedExperts`` and ``GeluExperts``.
+        form: which of the two they are; None: neither.
     """
 
     gate_up: Sequence[Weight]
     down: Sequence[Weight]
     relu_squared: Callable[[Tensor], Tensor] = activation.relu_squared
     clamped_swiglu: Callable[[Tensor, float, float], Tensor] = activation.clamped_swiglu
-    clamped: ClampedExperts | None = None
+    gelu_mul: Callable[[Tensor], Tensor] = activation.gelu_mul
+    form: ExpertForm | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices and biases."""
-        biases = 0 if self.clamped is None else self.clamped.nbytes
+        biases = 0 if self.form is None else self.form.nbytes
         return sum(weight.nbytes for weight in (*self.gate_up, *self.down)) + biases
 
     def __call__(
@@ -51,21 +52,23 @@ class SeparateExperts:
         return out.to(out_dtype or x.dtype)
 
     def _inner(self, expert: int, x: Tensor) -> Tensor:
-        first, second, clamped = self.gate_up[expert], self.down[expert], self.clamped
-        if clamped is not None:
-            gate_up = first.matmul(x, clamped.gate_up[expert])
-            return self.clamped_swiglu(gate_up, clamped.alpha, clamped.limit)
+        first, second, form = self.gate_up[expert], self.down[expert], self.form
+        if isinstance(form, ClampedExperts):
+            gate_up = first.matmul(x, form.gate_up[expert])
+            return self.clamped_swiglu(gate_up, form.alpha, form.limit)
+        if isinstance(form, GeluExperts):
+            return self.gelu_mul(first.matmul(x))
         if first.out_features == second.in_features:
             return self.relu_squared(first.matmul(x))
         return first.gated_matmul(x)
 
     def _outer(self, expert: int, inner: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-        second, clamped = self.down[expert], self.clamped
-        if clamped is None:
+        second, form = self.down[expert], self.form
+        if not isinstance(form, ClampedExperts):
             return second.matmul(inner, out_dtype=out_dtype)
         if out_dtype is None:
-            return second.matmul(inner, clamped.down[expert])
-        return second.matmul(inner, out_dtype=out_dtype) + clamped.down[expert]
+            return second.matmul(inner, form.down[expert])
+        return second.matmul(inner, out_dtype=out_dtype) + form.down[expert]
 
 
 def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

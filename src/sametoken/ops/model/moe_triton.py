@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.activation_triton import clamped_swiglu_of
+from sametoken.ops.model.activation_triton import clamped_swiglu_of, gelu_of
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.weight import ClampedExperts, Rounding
+from sametoken.ops.weight import ClampedExperts, ExpertForm, Rounding
 
 _GROUP_BLOCK = 1024
 _COLUMNS = 1024
@@ -40,7 +40,7 @@ class StackedExperts:
         gate_up_scales, down_scales: fp32 scales of float8 matrices: [E, rows], or
             [E, rows, groups] by row and 128 features; None: not float8.
         gate_up_rounding, down_rounding: of activations before a float8 product; None: none.
-        clamped: biases and limits of clamped experts; None: of others.
+        form: what they have in place of silu's gate without biases; None: nothing.
     """
 
     gate_up: Tensor
@@ -49,12 +49,12 @@ class StackedExperts:
     down_scales: Tensor | None = None
     gate_up_rounding: Rounding | None = None
     down_rounding: Rounding | None = None
-    clamped: ClampedExperts | None = None
+    form: ExpertForm | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices, scales and biases."""
-        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales, self.clamped)
+        parts = (self.gate_up, self.down, self.gate_up_scales, self.down_scales, self.form)
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(
@@ -177,6 +177,8 @@ def _activated(
     rounded = sums.to(dtype).to(tl.float32)
     if ACTIVATION == "clamped_swiglu":
         return clamped_swiglu_of(rounded, up.to(dtype).to(tl.float32), ALPHA, LIMIT)
+    elif ACTIVATION == "gelu_mul":
+        return gelu_of(rounded) * up.to(dtype).to(tl.float32)
     elif ACTIVATION == "silu_mul":
         return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
     else:
@@ -197,7 +199,7 @@ def _expert_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # "silu_mul", "clamped_swiglu", "relu_squared" or "none"
+    ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared", "none"
     W_GROUPS: tl.constexpr,
     X_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -207,7 +209,7 @@ def _expert_kernel(
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    GATED: tl.constexpr = ACTIVATION == "silu_mul" or ACTIVATION == "clamped_swiglu"
+    GATED: tl.constexpr = ACTIVATION != "relu_squared" and ACTIVATION != "none"
     GROUPED: tl.constexpr = W_GROUPS > 1 or X_GROUPS > 1
     W_STEP: tl.constexpr = 1 if W_GROUPS > 1 else 0
     X_STEP: tl.constexpr = 1 if X_GROUPS > 1 else 0
@@ -330,8 +332,8 @@ def moe_forward(
 
 
 def _both_products(experts: StackedExperts) -> tuple[_Matrices, _Matrices]:
-    clamped = experts.clamped
-    biases = (None, None) if clamped is None else (clamped.gate_up, clamped.down)
+    form = experts.form
+    biases = (form.gate_up, form.down) if isinstance(form, ClampedExperts) else (None, None)
     return (
         _Matrices(experts.gate_up, experts.gate_up_scales, experts.gate_up_rounding, biases[0]),
         _Matrices(experts.down, experts.down_scales, experts.down_rounding, biases[1]),
@@ -339,8 +341,11 @@ def _both_products(experts: StackedExperts) -> tuple[_Matrices, _Matrices]:
 
 
 def _activation_of(experts: StackedExperts) -> _Activation:
-    if experts.clamped is not None:
-        return _Activation("clamped_swiglu", experts.clamped.alpha, experts.clamped.limit)
+    form = experts.form
+    if isinstance(form, ClampedExperts):
+        return _Activation("clamped_swiglu", form.alpha, form.limit)
+    if form is not None:
+        return _Activation("gelu_mul")
     is_gated = experts.gate_up.shape[1] != experts.down.shape[2]
     return _Activation("silu_mul" if is_gated else "relu_squared")
 

@@ -60,7 +60,11 @@ def normed_and_rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[T, q|k|v] to q and k in fp32, normed and rotated, and v as it is: [T, heads, head_dim]."""
     parts = qkv.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in parts)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (
+        part.unflatten(-1, (count, shape.head_dim))
+        for part, count in zip(parts, heads, strict=True)
+    )
     q, k = q.float(), k.float()
     if qk_norm is not None:
         q = _normed(q, qk_norm.q_weight, qk_norm.eps)

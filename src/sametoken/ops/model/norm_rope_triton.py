@@ -363,7 +363,7 @@ def rope_and_cache(
     assert aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
     q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
-    heads = min(triton.next_power_of_2(num_kv_heads), _MAX_HEADS_PER_PROGRAM)
+    heads = min(triton.next_power_of_2(max(num_kv_heads, 1)), _MAX_HEADS_PER_PROGRAM)
     programs = triton.cdiv(shape.num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     if num_rows:
         _rope_and_cache_kernel[(num_rows, programs)](

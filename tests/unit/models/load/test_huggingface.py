@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -66,7 +67,7 @@ def test_absent_keys_take_the_values_transformers_implies(tmp_path):
             "hybrid_layer_ids": "M-M*",
             "head_dim": 0,
         },
-        {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": {"full_attention": {}}},
+        {"architectures": ["Gemma3nForCausalLM"], "rope_parameters": {"full_attention": {}}},
         {"architectures": ["OPTForCausalLM"], "quantization_config": {"bits": 4}},
     ],
     ids=lambda config: config["architectures"][0],
@@ -99,6 +100,7 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     ("name", "config_class"),
     [
         ("Gemma3ForCausalLM", Gemma3TextConfig),
+        ("Gemma4ForCausalLM", Gemma4TextConfig),
         ("Glm4MoeForCausalLM", Glm4MoeConfig),
         ("GptOssForCausalLM", GptOssConfig),
         ("GraniteForCausalLM", GraniteConfig),
@@ -110,6 +112,8 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
 def test_what_one_family_implies(tmp_path, name, config_class):
     sizes = BASE | {"architectures": [name], "num_attention_heads": 8}
     found, theirs = read(tmp_path, sizes), config_class()
+    # Gemma 4's layers differ.
+    theirs.allow_global_per_layer_attribute_access = True
     rope = theirs.rope_parameters
     implied = dict(ARCHITECTURES[name].implied)
     assert found.rms_norm_eps == theirs.rms_norm_eps
@@ -174,6 +178,72 @@ def test_gemma_3_as_it_is_published(tmp_path):
     assert windows == ([1024] * 5 + [None]) * 5 + [1024] * 4
 
 
+#: Of E2B, as it is published; "head_dim" of layers that see all had a key of its own.
+GEMMA_4 = {
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True,
+}
+
+
+def gemma_4(tmp_path, **changes):
+    name = "Gemma4ForConditionalGeneration"
+    config = {"architectures": [name], "text_config": GEMMA_4 | changes, "audio_config": {}}
+    found = read(tmp_path, config)
+    return found, ARCHITECTURES[name].caches_of(found, torch.bfloat16, "")
+
+
+def test_gemma_4_as_it_is_published(tmp_path):
+    found, caches = gemma_4(tmp_path)
+    assert found.rope == {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    }
+    assert found.local_rope == {"rope_type": "default", "rope_theta": 1e4}
+    assert found.also_sees
+    assert [cache.num_kv_heads for cache in caches] == [1] * 15 + [0] * 20
+    assert [(cache.k_dim, cache.window) for cache in caches] == (
+        [(256, 512)] * 4 + [(512, None)]
+    ) * 7
+    one = {"head_dim": 512, "num_key_value_heads": 2}
+    saved = {"per_layer_config": {str(index): one for index in range(4, 35, 5)}}
+    found, caches = gemma_4(tmp_path, **saved, num_kv_shared_layers=0, attention_k_eq_v=True)
+    assert [(cache.num_kv_heads, cache.k_dim) for cache in caches[:5]] == [(1, 256)] * 4 + [
+        (2, 512)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what"),
+    [
+        ({"num_kv_shared_layers": 34}, CheckpointError, "no layer has the KV that layer 4 shares"),
+        ({"layer_types": ["full_attention"]}, CheckpointError, "1 layer_types for 35 layers"),
+        ({"per_layer_config": {"4": {"x": 1}}}, UnsupportedError, "sets x of layer 4"),
+        ({"global_head_dim": 511}, CheckpointError, "8 heads of size 511"),
+    ],
+)
+def test_layers_that_gemma_4_cannot_have(tmp_path, changes, error, what):
+    with pytest.raises(error, match=what):
+        gemma_4(tmp_path, **changes)
+
+
 @pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])
 def test_phi_3_as_it_is_published(tmp_path, rope_type):
     """The original positions stand beside the rope settings, which have had three names."""
@@ -192,6 +262,11 @@ def test_phi_3_as_it_is_published(tmp_path, rope_type):
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3ForCausalLM", {"hidden_activation": "relu"}, "hidden_act='relu'"),
+        (
+            "Gemma4ForCausalLM",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention",
+        ),
         ("GraniteForCausalLM", {"mlp_bias": True}, "mlp_bias=true"),
         ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],

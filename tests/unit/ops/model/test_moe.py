@@ -20,7 +20,7 @@ from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import _stacked as stacked
-from sametoken.ops.weight import ClampedExperts, Rounding
+from sametoken.ops.weight import ClampedExperts, GeluExperts, Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
@@ -161,7 +161,7 @@ def test_clamped_experts_with_biases(rows, count, top_k, hidden, inner, dtype):
     clamped = clamped_of(count, hidden, inner, dtype)
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = moe_gate(logits, Routing(top_k, True))
-    stack = StackedExperts(gate_up, down, clamped=clamped)
+    stack = StackedExperts(gate_up, down, form=clamped)
     host = ClampedExperts(1.702, 0.8, clamped.gate_up.cpu(), clamped.down.cpu())
     packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
     separate = KERNELS.pack_experts(*packed, host)
@@ -178,6 +178,30 @@ def test_clamped_experts_with_biases(rows, count, top_k, hidden, inner, dtype):
         assert torch.equal(alone, actual[-1:])
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_with_gates_of_gelu(dtype):
+    gate_up, down = matrices(3, 33, 20, dtype)
+    x, logits = noise(7, 33, seed=3, dtype=dtype), noise(7, 3, seed=4, dtype=dtype)
+    chosen, weights = moe_gate(logits, Routing(2, True))
+    stack = StackedExperts(gate_up, down, form=GeluExperts())
+    packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
+    separate = KERNELS.pack_experts(*packed, GeluExperts())
+    assert stack.nbytes == separate.nbytes == gate_up.nbytes + down.nbytes
+    inner = torch.einsum("tk,enk->ten", x.double(), gate_up.double())
+    gate, up = inner.chunk(2, dim=-1)
+    outer = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    outputs = torch.einsum("tei,ehi->teh", outer, down.double())
+    by_expert = torch.zeros(7, 3, dtype=torch.float64, device=DEVICE)
+    by_expert.scatter_(1, chosen, weights.double())
+    expected = (outputs * by_expert[..., None]).sum(1).cpu()
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    actual = stack(x, chosen, weights)
+    for one in (actual.cpu(), separate(x.cpu(), chosen.cpu(), weights.cpu())):
+        torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(stack(x[-1:].clone(), chosen[-1:], weights[-1:]), actual[-1:])
+
+
 def test_clamped_experts_compile(tmp_path):
     code = """
 from sametoken.ops.model.moe_triton import StackedExperts
@@ -186,7 +210,7 @@ from sametoken.ops.weight import ClampedExperts
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
 clamped = ClampedExperts(1.702, 7.0, gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous())
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-StackedExperts(gate_up, down, clamped=clamped)(down[0, :4, :64].contiguous(), chosen, weights)
+StackedExperts(gate_up, down, form=clamped)(down[0, :4, :64].contiguous(), chosen, weights)
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2

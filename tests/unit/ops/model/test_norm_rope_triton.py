@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -131,6 +133,19 @@ def test_rope_and_cache(shape, half, block_size, with_norm, dtype):
     assert torch.equal(alone, actual[2:3])
     mine = ~alone_kv.keys.isnan()
     assert torch.equal(alone_kv.keys[mine], actual_kv.keys[mine])
+
+
+def test_a_layer_that_reads_another_s_kv_rotates_q_alone():
+    shape, weight = AttentionShape(4, 2, 16), noise(16, seed=2)
+    rows, kv = attention_rows([1, 5, 9]), empty_kv(shape, 4, torch.float32)
+    rotary, qk_norm = RotaryTable(noise(40, 8), noise(40, 8, seed=1)), QKNorm(weight, weight, 1e-6)
+    qkv, own = noise(3, 128), replace(shape, num_kv_heads=0)
+    whole = norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+    q = qkv[:, : shape.q_size].contiguous()
+    for operation in (norm_rope.rope_and_cache, reference.rope_and_cache):
+        no_kv = empty_kv(own, 4, torch.float32)
+        close(operation(q, own, rotary, rows, no_kv, qk_norm), whole)
+    assert torch.equal(norm_rope.rope_and_cache(q, own, rotary, rows, no_kv, qk_norm), whole)
 
 
 def test_padding_rows_may_share_one_address():

@@ -1,0 +1,53 @@
+"""Gemma 4's checkpoints: what they hold beside the model, and what cannot be run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.families import write_family
+from helpers.forward import Bench
+from helpers.parity import load
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.triton import TritonKernels
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_family(tmp_path, "gemma4")
+
+
+def edit(checkpoint, **changes) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_projections_of_layers_that_read_another_s_kv_are_not_read(checkpoint):
+    """Published checkpoints have them."""
+    wanted = Bench(load(checkpoint)).logits([1, 2, 3], [])
+    file, prefix = checkpoint / "model.safetensors", "model.layers.2.self_attn"
+    tensors = load_file(file)
+    assert f"{prefix}.k_proj.weight" not in tensors
+    unread = {f"{prefix}.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(tensors | unread, file)
+    assert torch.equal(Bench(load(checkpoint)).logits([1, 2, 3], []), wanted)
+    save_file(tensors | {f"{prefix}.sinks": torch.ones(3)}, file)
+    with pytest.raises(UnsupportedError, match=r"does not use: model.layers.2.self_attn.sinks"):
+        load(checkpoint)
+
+
+def test_embeddings_by_layer_cover_the_vocabulary(checkpoint):
+    edit(checkpoint, vocab_size_per_layer_input=60)
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input=60 is below vocab_size"):
+        load(checkpoint)
+
+
+def test_a_gpu_refuses_the_heads_of_published_models(checkpoint):
+    heads = {"head_dim": 512, "num_key_value_heads": 2}
+    edit(checkpoint, per_layer_config={"1": heads, "2": heads})
+    with pytest.raises(UnsupportedError, match="head_dim 512 is above 256"):
+        load(checkpoint, TritonKernels(load_table("another device")))

@@ -44,6 +44,7 @@ class EngineSummary:
         method: the speculative method's label; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
         world_size: ranks that share the model.
+        logprobs_mode: of which distribution log-probabilities are.
         synthetic: labels of synthetic parts, to show beside every result.
         settings: every setting with its reason.
     """
@@ -58,6 +59,7 @@ class EngineSummary:
     method: str | None
     num_speculative_tokens: int
     world_size: int
+    logprobs_mode: str
     synthetic: tuple[str, ...]
     settings: tuple[Setting, ...]
 
@@ -77,6 +79,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         method=speculative.label if speculative else None,
         num_speculative_tokens=config.num_speculative_tokens,
         world_size=config.tensor_parallel_size,
+        logprobs_mode=config.logprobs_mode,
         synthetic=config.synthetic,
         settings=explanation(resolved),
     )

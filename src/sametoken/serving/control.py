@@ -19,6 +19,7 @@ from sametoken.serving.messages import (
     ChangeWeights,
     FallAsleep,
     FinishUpdate,
+    ForgetPrefixes,
     NameWeights,
     Pause,
     Resume,
@@ -26,7 +27,7 @@ from sametoken.serving.messages import (
 )
 from sametoken.serving.weight_updates import Done, WeightCommand, WeightUpdates
 
-Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand | Done
+Command = Pause | Resume | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand | Done
 
 
 class Control:
@@ -68,6 +69,9 @@ class Control:
             self.note_step()
         elif isinstance(message, Resume | FallAsleep | WakeUp):
             self._answer(self._obey(message))
+        elif isinstance(message, ForgetPrefixes):
+            self._engine.scheduler.forget_prefixes()
+            self._answer(Answer(message.ticket))
         elif isinstance(message, Done):
             self._answer(self._use(message))
             self._updates.used()

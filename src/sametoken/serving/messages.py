@@ -85,6 +85,13 @@ class WakeUp:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPrefixes:
+    """Empty the prefix cache."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeWeights:
     """Replace the weights by those of a directory; as ``LLM.update_weights``."""
 

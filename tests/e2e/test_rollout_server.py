@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
-from sametoken.distributed.trainer_group import Rendezvous, TrainerGroup
+from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import RequestError, WeightUpdateError
 from sametoken.serving.weight_sender import WeightSender
+from sametoken.types.weight_updates import Rendezvous
 
 PROMPTS = ["the inner", "a thin in", "in the", "er the the the"]
 SAMPLING = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "ignore_eos": True}
@@ -182,7 +183,7 @@ def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
         ("/init_weight_transfer_engine", None),
         ("/init_weight_transfer_engine", {}),
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}),
-        ("/start_weight_update", {"is_checkpoint_format": True}),
+        ("/start_weight_update", {"is_checkpoint_format": False}),
         ("/start_draft_weight_update", None),
         ("/update_weights", {"update_info": None}),
         ("/update_weights", {"update_info": {}}),
@@ -318,6 +319,54 @@ def test_a_trainers_process_group(by_group, models, said):
     # The group is whole: every tensor came.
     sender.send(tensors_of(models[1]).items())
     by_group.says(said[1], 9)
+
+
+def test_a_trainer_that_joins_tensors(by_group, models, said):
+    """As TRL's does, beside vLLM 0.28 and later."""
+    tensors = tensors_of(models[0])
+    place = {"master_address": "127.0.0.1", "master_port": free_port()}
+    at = Rendezvous("gloo", *place.values(), 0, 2, 10.0, packed_bytes=70_000)
+    info = place | {"rank_offset": 1, "world_size": 2}
+    info |= {"packed": True, "packed_buffer_size_bytes": 70_000}
+    forms = {
+        "names": list(tensors),
+        "dtype_names": ["float32"] * len(tensors),
+        "shapes": [list(one.shape) for one in tensors.values()],
+    }
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(by_group.post, "/init_weight_transfer_engine", {"init_info": info})
+        group = TrainerGroup(at)
+        joined.result(30)
+        by_group.post("/start_weight_update", {})
+        sent = pool.submit(by_group.post, "/update_weights", {"update_info": forms})
+        flat = [one.view(-1).view(torch.uint8) for one in tensors.values()]
+        pieces = list(group.pieces([one.numel() for one in flat]))
+        for piece in pieces:
+            group.broadcast(torch.cat([flat[i] for i in piece]))
+        sent.result(30)
+    assert 1 < len(pieces) < len(tensors)
+    by_group.post("/finish_weight_update", {})
+    assert by_group.post("/reset_prefix_cache") == {"success": True}
+    by_group.says(said[0], version_of(by_group))
+
+
+def test_what_trl_asks_and_reads(by_group):
+    """The fields of TRL 1.16's client."""
+    info = by_group.get("/server_info?config_format=json")["vllm_config"]
+    assert info["weight_transfer_config"] is not None
+    assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+    sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    sampling |= {"min_p": 0.0, "max_tokens": 3, "logprobs": 0}
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
+    model = by_group.get("/v1/models")["data"][0]["id"]
+    body = {"model": model, "prompt": [[1, 2, 3], [4, 5]], **asked}
+    choices = by_group.post("/v1/completions", body)["choices"]
+    assert [one["prompt_token_ids"] for one in choices] == [[1, 2, 3]] * 2 + [[4, 5]] * 2
+    for one in choices:
+        said = one["logprobs"]
+        assert said["tokens"] == [f"token_id:{token}" for token in one["token_ids"]]
+        assert [list(top) for top in said["top_logprobs"]] == [[token] for token in said["tokens"]]
+        assert all(value <= 0 for value in said["token_logprobs"])
 
 
 def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):

@@ -29,6 +29,7 @@ SUMMARY = EngineSummary(
     method="ngram",
     num_speculative_tokens=4,
     world_size=1,
+    logprobs_mode="raw_logprobs",
     synthetic=(),
     settings=(),
 )

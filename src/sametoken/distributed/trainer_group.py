@@ -1,21 +1,29 @@
 """The process group of a trainer and the engines that it sends weights to.
 
 Rank 0, the trainer, opens a ``TCPStore`` that the others connect to; over it all of them make one
-of torch's process groups. Bytes of tensors alone are exchanged, and nothing is unpickled.
+group. Bytes of tensors alone are exchanged, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from sametoken.distributed.nccl import NcclGroup, read_unique_id
 from sametoken.errors import WeightUpdateError
 from sametoken.types.weight_updates import GLOO, NCCL, Rendezvous
 
 _distributed: Any = torch.distributed
+
+
+class _Group(Protocol):
+    device: torch.device
+
+    def broadcast(self, data: Tensor) -> None: ...
 
 
 class TrainerGroup:
@@ -32,14 +40,27 @@ class TrainerGroup:
 
     def __init__(self, at: Rendezvous) -> None:
         _require_backend(at.backend)
-        self.device = torch.device("cuda" if at.backend == NCCL else "cpu")
         self._at = at
-        self._from_trainer = _distributed.BroadcastOptions()
-        self._from_trainer.rootRank = self._from_trainer.rootTensor = 0
         try:
-            self._group = _joined(at)
+            self._group: _Group = _nccl(at) if at.backend == NCCL else _Gloo(at)
         except RuntimeError as error:
             raise self._lost(error) from error
+        self.device = self._group.device
+
+    def pieces(self, num_bytes: Sequence[int]) -> Iterator[range]:
+        """Which tensors come in one broadcast, as vLLM's trainers join them.
+
+        Args:
+            num_bytes: of each tensor, in order.
+        """
+        first = total = 0
+        for i, one in enumerate(num_bytes):
+            total += one
+            if total > self._at.packed_bytes:
+                yield range(first, i + 1)
+                first, total = i + 1, 0
+        if first < len(num_bytes):
+            yield range(first, len(num_bytes))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Fill a contiguous tensor of ``device`` with that of rank 0, and wait for it.
@@ -50,10 +71,7 @@ class TrainerGroup:
         if not tensor.numel():
             return
         try:
-            self._group.broadcast([tensor.view(-1).view(torch.uint8)], self._from_trainer).wait()
-            if self._at.backend == NCCL:
-                # The wait is that of a stream; other threads read the tensor on others.
-                torch.cuda.synchronize()
+            self._group.broadcast(tensor.view(-1).view(torch.uint8))
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -61,7 +79,7 @@ class TrainerGroup:
         # Without torch's advice, which follows its first sentence.
         first = str(error).partition("\n")[0].partition(". ")[0]
         return WeightUpdateError(
-            f"the group at {self._at.address}:{self._at.port} is not whole ({first})",
+            f"the group {self._at.place} is not whole ({first})",
             "let every rank join it again",
         )
 
@@ -71,19 +89,28 @@ def _require_backend(backend: str) -> None:
         raise WeightUpdateError("nccl needs a GPU on both sides", f"use the backend {GLOO!r}")
 
 
-def _joined(at: Rendezvous) -> Any:
-    timeout = timedelta(seconds=at.timeout_s)
-    store = _distributed.TCPStore(
-        at.address,
-        at.port,
-        at.world_size,
-        is_master=at.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    store = _distributed.PrefixStore("sametoken", store)
-    if at.backend == NCCL:
-        options = _distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return _distributed.ProcessGroupNCCL(store, at.rank, at.world_size, options)
-    return _distributed.ProcessGroupGloo(store, at.rank, at.world_size, timeout)
+def _nccl(at: Rendezvous) -> NcclGroup:
+    found = at.unique_id or read_unique_id(at.address, at.port, at.world_size, at.timeout_s)
+    return NcclGroup(found, at.rank, at.world_size, at.timeout_s)
+
+
+class _Gloo:
+    device = torch.device("cpu")
+
+    def __init__(self, at: Rendezvous) -> None:
+        timeout = timedelta(seconds=at.timeout_s)
+        store = _distributed.TCPStore(
+            at.address,
+            at.port,
+            at.world_size,
+            is_master=at.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+        store = _distributed.PrefixStore("sametoken", store)
+        self._group = _distributed.ProcessGroupGloo(store, at.rank, at.world_size, timeout)
+        self._from_trainer = _distributed.BroadcastOptions()
+        self._from_trainer.rootRank = self._from_trainer.rootTensor = 0
+
+    def broadcast(self, data: Tensor) -> None:
+        self._group.broadcast([data], self._from_trainer).wait()

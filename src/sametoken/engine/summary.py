@@ -36,6 +36,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         method=speculative.label if speculative else None,
         num_speculative_tokens=config.num_speculative_tokens,
         world_size=config.tensor_parallel_size,
+        logprobs_mode=config.logprobs_mode,
         synthetic=config.synthetic,
         settings=explanation(resolved),
     )

@@ -374,6 +374,10 @@ class AsyncLLM:
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
         await self._client.wake_up(None if tags is None else tuple(tags))
 
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache in the engine's memory; errors as in ``pause``."""
+        await self._client.forget_prefixes()
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those in flight have ended.
 

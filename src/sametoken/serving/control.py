@@ -20,6 +20,7 @@ from sametoken.serving.messages import (
     Command,
     FallAsleep,
     FinishUpdate,
+    ForgetPrefixes,
     NameWeights,
     Pause,
     Resume,
@@ -67,6 +68,9 @@ class Control:
             self.note_step()
         elif isinstance(message, Resume | FallAsleep | WakeUp):
             self._answer(self._obey(message))
+        elif isinstance(message, ForgetPrefixes):
+            self._engine.scheduler.forget_prefixes()
+            self._answer(Answer(message.ticket))
         elif isinstance(message, Done):
             self._answer(self._use(message))
             self._updates.used()

@@ -22,6 +22,7 @@ from sametoken.serving.messages import (
     Build,
     Command,
     FallAsleep,
+    ForgetPrefixes,
     Pause,
     Refused,
     Release,
@@ -174,6 +175,11 @@ class EngineClient:
         """End a sleep, and the pause with it; errors as in ``EngineCore.wake_up``."""
         self.require_ready()
         await self._command(lambda ticket: WakeUp(ticket, tags))
+
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache; errors as in ``require_ready``."""
+        self.require_ready()
+        await self._command(ForgetPrefixes)
 
     @property
     def is_sleeping(self) -> bool:

@@ -88,6 +88,13 @@ class WakeUp:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPrefixes:
+    """Empty the prefix cache."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeWeights:
     """Replace the weights by those of a directory; as ``LLM.update_weights``."""
 
@@ -146,7 +153,7 @@ class Prepared:
 
 
 WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
-Command = Pause | Resume | FallAsleep | WakeUp | WeightCommand
+Command = Pause | Resume | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand
 
 
 # From the engine

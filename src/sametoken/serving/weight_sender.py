@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import urllib.error
@@ -12,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sametoken.distributed.nccl import new_unique_id
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError
-from sametoken.types.weight_updates import GLOO, Rendezvous
+from sametoken.types.weight_updates import GLOO, NCCL, Rendezvous
 
 #: Tensors of one request, so that its body stays small.
 _AT_ONCE = 1000
@@ -25,7 +27,7 @@ class WeightSender:
 
     Args:
         urls: of servers that were started with this backend; each has one rank.
-        address, port: of this process, as the servers reach it.
+        address, port: of this process, as the servers reach it; with "nccl" of no meaning.
         backend: "gloo", or "nccl", which has not been run.
         api_key: of the servers.
         timeout_s: seconds to wait for a server.
@@ -50,9 +52,12 @@ class WeightSender:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         world_size = len(self._urls) + 1
-        info = {"master_address": address, "master_port": port, "world_size": world_size}
-        bodies = [{"init_info": info | {"rank_offset": 1 + i}} for i in range(len(self._urls))]
-        at = Rendezvous(backend, address, port, 0, world_size, timeout_s)
+        unique_id = new_unique_id() if backend == NCCL else None
+        at = Rendezvous(backend, address, port, 0, world_size, timeout_s, unique_id=unique_id)
+        bodies = [
+            {"init_info": _place(at) | {"rank_offset": 1 + i, "world_size": world_size}}
+            for i in range(len(self._urls))
+        ]
         with ThreadPoolExecutor(len(self._urls)) as pool:
             answers = self._begin(pool, "init_weight_transfer_engine", bodies)
             self._group = _whole(lambda: TrainerGroup(at), answers)
@@ -120,6 +125,12 @@ class WeightSender:
             raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
         except OSError as error:
             raise WeightUpdateError(f"{url} does not answer ({error})", "see its log") from error
+
+
+def _place(at: Rendezvous) -> dict[str, Any]:
+    if at.unique_id is not None:
+        return {"nccl_unique_id_b64": base64.b64encode(at.unique_id).decode()}
+    return {"master_address": at.address, "master_port": at.port}
 
 
 def _whole(work: Any, answers: Sequence[Future[None]]) -> Any:

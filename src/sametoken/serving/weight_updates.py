@@ -166,9 +166,8 @@ class _Update:
                 for them; or the trainer is gone.
         """
         dtypes = [self._dtype(form) for form in forms]
-        sent = sum(map(_num_bytes, forms, dtypes)) + sum(
-            one.nbytes for one in self.tensors.values()
-        )
+        sizes = [_num_bytes(form, dtype) for form, dtype in zip(forms, dtypes, strict=True)]
+        sent = sum(sizes) + sum(one.nbytes for one in self.tensors.values())
         if sent > self.most_bytes:
             raise WeightUpdateError(
                 f"the update has {in_units(sent)} and may have {in_units(self.most_bytes)}",
@@ -180,16 +179,15 @@ class _Update:
                 raise WeightUpdateError(
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
                 )
-        for form, dtype in zip(forms, dtypes, strict=True):
-            try:
-                tensor = torch.empty(form.shape, dtype=dtype, device=group.device)
-            except (MemoryError, RuntimeError) as error:
-                raise WeightUpdateError(
-                    f"no memory for {in_units(_num_bytes(form, dtype))} of {shown(form.name)}",
-                    "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
-                ) from error
-            group.broadcast(tensor)
-            self.tensors[form.name] = tensor
+        for piece in group.pieces(sizes):
+            buffer = _room(sum(sizes[i] for i in piece), forms[piece[0]], group.device)
+            group.broadcast(buffer)
+            parts = torch.split(buffer, [sizes[i] for i in piece])
+            for i, part in zip(piece, parts, strict=True):
+                # Within a buffer, a tensor of large items may follow one of small ones.
+                aligned = part.storage_offset() % dtypes[i].itemsize == 0
+                whole = part if aligned else part.clone()
+                self.tensors[forms[i].name] = whole.view(dtypes[i]).view(forms[i].shape)
 
     def source(self) -> TensorSource:
         """All tensors of the update."""
@@ -205,6 +203,16 @@ class _Update:
             )
         dtype: torch.dtype = getattr(torch, form.dtype)
         return dtype
+
+
+def _room(num_bytes: int, first: TensorForm, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (MemoryError, RuntimeError) as error:
+        raise WeightUpdateError(
+            f"no memory for {in_units(num_bytes)}, {shown(first.name)} and what comes with it",
+            "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
+        ) from error
 
 
 def _num_bytes(form: TensorForm, dtype: torch.dtype) -> int:

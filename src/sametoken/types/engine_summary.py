@@ -28,6 +28,7 @@ class EngineSummary:
         method: the speculative method's label; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
         world_size: ranks that share the model.
+        logprobs_mode: of which distribution log-probabilities are.
         synthetic: labels of synthetic parts, to show beside every result.
         settings: every setting with its reason.
     """
@@ -42,5 +43,6 @@ class EngineSummary:
     method: str | None
     num_speculative_tokens: int
     world_size: int
+    logprobs_mode: str
     synthetic: tuple[str, ...]
     settings: tuple[Setting, ...]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 MODEL, DRAFTER = "model", "drafter"
 #: What tensors are sent by.
 GLOO, NCCL = "gloo", "nccl"
+#: Of the id that ranks of NCCL share.
+NCCL_ID_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class Rendezvous:
         rank: of this process; the trainer's is 0.
         world_size: the trainer and all engines.
         timeout_s: seconds that any rank waits for another.
+        packed_bytes: tensors come joined, until they are more than these; 0: one by one.
+        unique_id: of NCCL, if it is known: nobody meets at ``address``.
     """
 
     backend: str
@@ -28,3 +32,10 @@ class Rendezvous:
     rank: int
     world_size: int
     timeout_s: float
+    packed_bytes: int = 0
+    unique_id: bytes | None = None
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        return f"at {self.address}:{self.port}" if self.unique_id is None else "of this NCCL id"

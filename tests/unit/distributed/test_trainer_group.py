@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sametoken.distributed.trainer_group import Rendezvous, TrainerGroup
+from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError
+from sametoken.types.weight_updates import Rendezvous
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8)
 
@@ -41,6 +43,23 @@ def test_every_engine_gets_the_trainers_bits():
             for tensor in tensors[1:]:
                 same = tensor.reshape(-1).view(torch.uint8) == sent.reshape(-1).view(torch.uint8)
                 assert same.all()
+
+
+@pytest.mark.parametrize(
+    ("packed_bytes", "pieces"),
+    [
+        (0, [[0], [1, 2], [3], [4]]),
+        # A piece ends with the tensor that makes it more than the limit, not before.
+        (5, [[0, 1, 2], [3, 4]]),
+        (9, [[0, 1, 2, 3], [4]]),
+        (10, [[0, 1, 2, 3, 4]]),
+        (2**30, [[0, 1, 2, 3, 4]]),
+    ],
+)
+def test_tensors_are_joined_as_vllms_trainers_join_them(packed_bytes, pieces):
+    at = rendezvous(1)[0]
+    group = TrainerGroup(replace(at, packed_bytes=packed_bytes))
+    assert [list(one) for one in group.pieces([4, 0, 2, 4, 1])] == pieces
 
 
 def test_a_rank_that_is_gone_is_a_typed_error():

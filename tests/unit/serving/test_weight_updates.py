@@ -24,9 +24,10 @@ ONE, TWO = TensorForm("one", "float32", (2, 3)), TensorForm("two", "bfloat16", (
 
 
 class Group:
-    """Sends ones, until a tensor named 'lost' would come."""
+    """Sends bytes 0, 1, 2 and so on, a tensor at a time, until it is lost."""
 
     device = torch.device("cpu")
+    pieces = staticmethod(lambda sizes: [range(i, i + 1) for i in range(len(sizes))])
 
     def __init__(self, at) -> None:
         self.left = at
@@ -35,7 +36,7 @@ class Group:
         if not self.left:
             raise WeightUpdateError("the group is not whole")
         self.left -= 1
-        tensor.fill_(1)
+        torch.arange(tensor.numel(), out=tensor)
 
 
 class Weights:
@@ -79,9 +80,25 @@ def test_tensors_in_several_parts_make_one_update(scene):
     assert isinstance(carry_out(FinishUpdate(4, None)), NewWeights)
     ((target, tensors),) = weights.loaded
     assert target == "drafter"
-    assert torch.equal(tensors["one"], torch.ones(2, 3))
+    sent = torch.arange(24, dtype=torch.uint8)
+    assert torch.equal(tensors["one"], sent.view(torch.float32).view(2, 3))
     assert tensors["two"].dtype == torch.bfloat16
     assert isinstance(carry_out(FinishUpdate(5, None)), WeightUpdateError)
+
+
+def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monkeypatch):
+    weights, carry_out = scene
+    monkeypatch.setattr(Group, "pieces", staticmethod(lambda sizes: [range(len(sizes))]))
+    carry_out(JoinTrainer(0, 1))
+    carry_out(StartUpdate(1, "model"))
+    odd = TensorForm("odd", "bfloat16", (3,))
+    assert carry_out(TakeWeights(2, (odd, ONE, TWO))) is None
+    assert isinstance(carry_out(FinishUpdate(3, None)), NewWeights)
+    tensors = weights.loaded[0][1]
+    sent = torch.arange(32, dtype=torch.uint8)
+    assert torch.equal(tensors["odd"], sent[:6].view(torch.bfloat16))
+    assert torch.equal(tensors["one"], sent[6:30].clone().view(torch.float32).view(2, 3))
+    assert torch.equal(tensors["two"], sent[30:].view(torch.bfloat16))
 
 
 def test_a_new_update_drops_what_was_sent(scene):

@@ -6,146 +6,54 @@ They are answered if ``weight_transfer_config`` is set (docs/rollouts.md).
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, BeforeValidator, Field
 
 from sametoken.errors import CheckpointError, shown
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.responses import ErrorResponse
-from sametoken.serving.http.schemas import Count, Strict, Text
+from sametoken.serving.http.rollout_schemas import (
+    FinishRequest,
+    InitInfo,
+    InitRequest,
+    IsPaused,
+    IsSleeping,
+    Message,
+    ModelInfo,
+    NameRequest,
+    NewVersion,
+    Nothing,
+    ParallelInfo,
+    PauseStatus,
+    Reset,
+    ServerInfo,
+    Settings,
+    StartRequest,
+    TransferInfo,
+    UpdateInfo,
+    UpdateRequest,
+    WeightInfo,
+    WorldSize,
+)
 from sametoken.serving.http.transfer_config import FILES, WeightTransferConfig
 from sametoken.serving.messages import TensorForm
-from sametoken.types.weight_updates import DRAFTER, MODEL, Rendezvous
+from sametoken.types.weight_updates import DRAFTER, MODEL, NCCL, NCCL_ID_BYTES, Rendezvous
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
 
-_MAX_TENSORS, _MAX_DIMENSIONS, _MAX_PORT, _MAX_DIGITS = 2**16, 8, 2**16 - 1, 19
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The weights or the request do not fit"},
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
     403: {"model": ErrorResponse, "description": "A page of another site sent the request"},
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
 }
-
-
-def _number(version: object) -> object:
-    """The number of a version in text, as vLLM's are.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
-    if not isinstance(version, str):
-        return version
-    if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS):
-        raise ValueError('a version is a whole number that grows, as in "7"')
-    return int(version)
-
-
-Version = Annotated[
-    int,
-    BeforeValidator(_number, json_schema_input_type=int | str),
-    Field(ge=0, lt=2**63),
-]
-_List = Field(max_length=_MAX_TENSORS, fail_fast=True)
-
-
-class Nothing(Strict):
-    """A JSON object without fields."""
-
-
-class InitInfo(Strict):
-    """Where the trainer's process group meets; nothing for files."""
-
-    master_address: Text | None = None
-    master_port: Annotated[int, Field(ge=1, le=_MAX_PORT)] | None = None
-    rank_offset: Annotated[Count, Field(ge=1)] = 1
-    world_size: Annotated[Count, Field(ge=2)] = 2
-
-
-class InitRequest(Strict):
-    """Prepare for updates."""
-
-    init_info: InitInfo
-
-
-class UpdateInfo(Strict):
-    """What the trainer sends: the name of a directory, or tensors in order."""
-
-    path: Text | None = None
-    names: Annotated[list[Text], _List] | None = None
-    dtype_names: Annotated[list[Text], _List] | None = None
-    shapes: (
-        Annotated[list[Annotated[list[Count], Field(max_length=_MAX_DIMENSIONS)]], _List] | None
-    ) = None
-    packed: Literal[False] = False
-
-
-class UpdateRequest(Strict):
-    """Take weights of an update."""
-
-    update_info: UpdateInfo
-
-
-class FinishRequest(Strict):
-    """Use the weights that were sent, under a version or the next."""
-
-    weight_version: Version | None = None
-
-
-class NameRequest(Strict):
-    """Give the weights another version."""
-
-    new_version: Version
-
-
-class Message(BaseModel):
-    """What was done."""
-
-    message: str
-
-
-class PauseStatus(BaseModel):
-    """Whether the engine steps."""
-
-    status: Literal["paused", "resumed"]
-
-
-class IsPaused(BaseModel):
-    """Whether a pause holds."""
-
-    is_paused: bool
-
-
-class IsSleeping(BaseModel):
-    """Whether some part sleeps."""
-
-    is_sleeping: bool
-
-
-class WeightInfo(BaseModel):
-    """The version of the weights: a whole number, as text."""
-
-    weight_version: str
-
-
-class NewVersion(BaseModel):
-    """The version of the weights from now on."""
-
-    success: bool
-    new_version: str
-
-
-class WorldSize(BaseModel):
-    """Ranks that share the model."""
-
-    world_size: int
 
 
 def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bool) -> APIRouter:
@@ -162,6 +70,7 @@ def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bo
     _add_sleep(router, engine)
     _add_updates(router, engine, config)
     _add_versions(router, engine)
+    _add_server_info(router, engine, config)
     return router
 
 
@@ -221,7 +130,9 @@ def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConf
         return Message(message="Weight transfer initialized")
 
     @router.post("/start_weight_update")
-    async def start_weight_update(body: Nothing = Nothing()) -> Message:  # noqa: B008
+    async def start_weight_update(
+        body: StartRequest = StartRequest(),  # noqa: B008
+    ) -> Message:
         """Begin an update of the model's weights; what was sent of another one is dropped."""
         await engine.start_update(MODEL)
         return Message(message="Weight update started")
@@ -268,6 +179,31 @@ def _add_versions(router: APIRouter, engine: AsyncLLM) -> None:
         return WorldSize(world_size=engine.resolved.world_size)
 
 
+def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransferConfig) -> None:
+    @router.get("/server_info")
+    async def server_info(config_format: Literal["json"] = "json") -> ServerInfo:
+        """The settings that trainers look at."""
+        resolved = engine.resolved
+        return ServerInfo(
+            vllm_config=Settings(
+                model_config=ModelInfo(
+                    model=resolved.model,
+                    dtype=f"torch.{resolved.dtype}",
+                    max_model_len=resolved.max_model_len,
+                    logprobs_mode=resolved.logprobs_mode,
+                ),
+                parallel_config=ParallelInfo(tensor_parallel_size=resolved.world_size),
+                weight_transfer_config=TransferInfo(backend=config.backend),
+            )
+        )
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Reset:
+        """Empty the prefix cache; updates need no reset, as no KV of other weights is read."""
+        await engine.forget_prefixes()
+        return Reset(success=True)
+
+
 def _require_no_page(request: Request) -> None:
     """Refuse what a browser sends for a page of another site, where no key tells them apart."""
     if "origin" in request.headers:
@@ -280,12 +216,12 @@ def _require_no_page(request: Request) -> None:
 
 def _rendezvous(info: InitInfo, config: WeightTransferConfig) -> Rendezvous | None:
     """Where to join; None for files, which are joined nowhere."""
-    address, port = info.master_address, info.master_port
     if config.backend == FILES:
         if info.model_fields_set:
             raise _misfit("init_info", "no fields", config)
         return None
-    if address is None or port is None:
+    unique_id = _unique_id(info, config)
+    if unique_id is None and (info.master_address is None or info.master_port is None):
         raise _misfit("init_info", "master_address and master_port", config)
     if info.rank_offset >= info.world_size:
         raise invalid(
@@ -294,8 +230,30 @@ def _rendezvous(info: InitInfo, config: WeightTransferConfig) -> Rendezvous | No
             "init_info",
         )
     return Rendezvous(
-        config.backend, address, port, info.rank_offset, info.world_size, config.timeout
+        config.backend,
+        info.master_address or "",
+        info.master_port or 0,
+        info.rank_offset,
+        info.world_size,
+        config.timeout,
+        packed_bytes=info.packed_buffer_size_bytes if info.packed else 0,
+        unique_id=unique_id,
     )
+
+
+def _unique_id(info: InitInfo, config: WeightTransferConfig) -> bytes | None:
+    """NCCL's id, if the trainer has sent it."""
+    if info.nccl_unique_id_b64 is None:
+        return None
+    if config.backend != NCCL or info.master_address is not None or info.master_port is not None:
+        raise _misfit("init_info", "master_address and master_port, or nccl an id alone", config)
+    try:
+        found = base64.b64decode(info.nccl_unique_id_b64, validate=True)
+    except ValueError:
+        found = b""
+    if len(found) != NCCL_ID_BYTES:
+        raise invalid(f"nccl_unique_id_b64 is not base64 of {NCCL_ID_BYTES} bytes", "init_info")
+    return found
 
 
 def _sent(info: UpdateInfo, config: WeightTransferConfig) -> Path | tuple[TensorForm, ...]:

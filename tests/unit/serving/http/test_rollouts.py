@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from sametoken.errors import CheckpointError, DrainingError, UnsupportedError, W
 from sametoken.serving.http.rollouts import rollout_routes
 from sametoken.serving.http.transfer_config import WeightTransferConfig
 from sametoken.serving.messages import TensorForm
+from sametoken.types.weight_updates import Rendezvous
 
 GLOO = json.dumps({"backend": "gloo", "timeout": 5})
 
@@ -75,6 +77,8 @@ def test_pages_of_other_sites_are_refused(serve, path):
         ("/wake_up?tags=weights", None, ("wake_up", ["weights"])),
         ("/wake_up?tags=weights&tags=kv_cache", None, ("wake_up", ["weights", "kv_cache"])),
         ("/start_weight_update", {}, ("start_update", "model")),
+        ("/start_weight_update", {"is_checkpoint_format": True}, ("start_update", "model")),
+        ("/reset_prefix_cache", None, ("forget_prefixes",)),
         ("/start_draft_weight_update", None, ("start_update", "drafter")),
         ("/finish_weight_update", None, ("finish_update", None)),
         ("/finish_weight_update", {}, ("finish_update", None)),
@@ -118,6 +122,64 @@ def test_where_nobody_can_meet(serve, info):
     assert engine.told == []
 
 
+PLACE = {"master_address": "x", "master_port": 1}
+NCCL_ID = base64.b64encode(bytes(128)).decode()
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("gloo", [(PLACE, Rendezvous("gloo", "x", 1, 1, 2, 300.0))]),
+        (
+            "nccl",
+            [
+                # What TRL 1.16 sends.
+                (
+                    PLACE | {"rank_offset": 1, "world_size": 2, "packed": True},
+                    Rendezvous("nccl", "x", 1, 1, 2, 300.0, packed_bytes=2**30),
+                ),
+                (
+                    PLACE | {"packed": True, "packed_buffer_size_bytes": 7},
+                    Rendezvous("nccl", "x", 1, 1, 2, 300.0, packed_bytes=7),
+                ),
+                (
+                    {"nccl_unique_id_b64": NCCL_ID, "rank_offset": 2, "world_size": 3},
+                    Rendezvous("nccl", "", 0, 2, 3, 300.0, unique_id=bytes(128)),
+                ),
+            ],
+        ),
+    ],
+)
+def test_where_the_group_meets(serve, backend, expected):
+    client = serve(engine := Engine(), weight_transfer_config=json.dumps({"backend": backend}))
+    for info, joined in expected:
+        body = {"init_info": info}
+        assert client.post("/init_weight_transfer_engine", json=body).status_code == 200
+        assert engine.told.pop() == ("join_trainer", joined)
+
+
+@pytest.mark.parametrize(
+    ("backend", "infos"),
+    [
+        ("gloo", [{"nccl_unique_id_b64": NCCL_ID}]),
+        (
+            "nccl",
+            [
+                PLACE | {"nccl_unique_id_b64": NCCL_ID},
+                {"nccl_unique_id_b64": NCCL_ID[4:]},
+                {"nccl_unique_id_b64": "-"},
+            ],
+        ),
+    ],
+)
+def test_ids_that_are_none(serve, backend, infos):
+    client = serve(engine := Engine(), weight_transfer_config=json.dumps({"backend": backend}))
+    for info in infos:
+        answer = client.post("/init_weight_transfer_engine", json={"init_info": info})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "init_info")
+    assert engine.told == []
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -138,6 +200,19 @@ def test_what_is_known(serve):
     assert client.get("/is_paused").json() == {"is_paused": False}
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert client.get("/weight_info").json() == {"weight_version": "7"}
+    assert client.get("/server_info", params={"config_format": "json"}).json() == {
+        "vllm_config": {
+            "model_config": {
+                "model": "toy",
+                "dtype": "torch.float32",
+                "max_model_len": 512,
+                "logprobs_mode": "raw_logprobs",
+            },
+            "parallel_config": {"tensor_parallel_size": 1},
+            "weight_transfer_config": {"backend": "gloo"},
+        }
+    }
+    assert client.get("/server_info", params={"config_format": "text"}).status_code == 400
     assert client.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
 
 

@@ -53,7 +53,8 @@ VLLM = {
     "vllm/distributed/weight_transfer/nccl_common.py": """
 from types import SimpleNamespace
 
-from sametoken.distributed.trainer_group import Rendezvous, TrainerGroup
+from sametoken.distributed.trainer_group import TrainerGroup
+from sametoken.types.weight_updates import Rendezvous
 
 def trainer_init(info):
     made = TrainerGroup(Rendezvous("gloo", info["master_address"], info["master_port"], 0,

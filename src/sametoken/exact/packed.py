@@ -97,7 +97,7 @@ class PackedSequences:
                     for shape, dtype in form.block_shapes(self.block_size)
                 )
             keys, values = shared[form]
-            layers.append(RecordedKV(keys, values, self.lengths))
+            layers.append(RecordedKV(keys, values, lengths=self.lengths))
         return ModelCache(tuple(layers), (), (), self.num_blocks, None)
 
 

@@ -80,6 +80,12 @@ class EngineConfig:
     block_size: int = option(
         0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU", limits=(0, 1024)
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "dtype of keys and values in memory: fp8 is fp8_e4m3, half the bytes of 16 bits and other "
+        "tokens; auto: fp8 where the checkpoint has a kv_cache_scheme, else the model's",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU",

@@ -29,6 +29,7 @@ ENGINE = {
     "max_num_batched_tokens": 0,
     "enable_prefix_caching": True,
     "enforce_eager": False,
+    "kv_cache_dtype": "auto",
     "swap_space": 4.0,
     "tensor_parallel_size": 1,
     "load_format": "auto",

@@ -29,9 +29,11 @@ from sametoken.extraction.writer import (
 from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNHead
+from sametoken.ops.backend import LayerKV
 from sametoken.ops.model import moe
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink
+from sametoken.ops.model.attention.kv import as_read
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
@@ -102,6 +104,10 @@ LATENT_BITS = (
 SINKS_ONCE = (
     "tests/unit/ops/model/attention/test_triton.py"
     "::test_sinks_join_once_whatever_the_number_of_splits[None-config1]"
+)
+FLOAT8_ROWS = (
+    "tests/unit/ops/model/attention/test_kv.py"
+    "::test_a_row_reads_what_is_stored_in_any_step[reference-fp32]"
 )
 SINKS_BITS = (
     "tests/e2e/test_parity_families.py::test_a_row_has_the_same_bits_in_every_chunk[gpt_oss-dtype0]"
@@ -873,6 +879,29 @@ def rows_alone_have_no_sinks(patch: pytest.MonkeyPatch) -> None:
         return attention(self, q, shape, rows, kv, sinks if len(q) > 1 else None)
 
     patch.setattr(ReferenceKernels, "attention", mutant)
+
+
+# Keys and values in float8
+
+
+@mutant("rows-of-the-same-step-read-unrounded", "docs/decisions/0035", FLOAT8_ROWS, "position")
+def own_step_is_read_before_rounding(patch: pytest.MonkeyPatch) -> None:
+    """As where a prompt's attention takes K and V from registers, and memory keeps them rounded."""
+    write, read = ReferenceKernels.rope_and_cache, ReferenceKernels.attention
+    unrounded: list[LayerKV] = []
+
+    def writes(self, qkv, shape, rotary, rows, kv, qk_norm):
+        q = write(self, qkv, shape, rotary, rows, kv, qk_norm)
+        wide = LayerKV(as_read(kv.keys, kv.k_scales), as_read(kv.values, kv.v_scales))
+        write(self, qkv, shape, rotary, rows, wide, qk_norm)
+        unrounded[:] = [wide]
+        return q
+
+    def reads(self, q, shape, rows, kv, sinks=None):
+        return read(self, q, shape, rows, *unrounded, sinks)
+
+    patch.setattr(ReferenceKernels, "rope_and_cache", writes)
+    patch.setattr(ReferenceKernels, "attention", reads)
 
 
 # Latent attention

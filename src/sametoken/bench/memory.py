@@ -22,9 +22,11 @@ from sametoken.drafters.build import (
 from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,
+    kv_dtype,
     resolve_device,
     resolve_dtype,
     resolve_kv_bytes,
+    resolve_kv_dtype,
     resolve_max_model_len,
     resolve_sizes,
 )
@@ -39,7 +41,7 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.cache_types import LayerCache, bytes_per_block
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, stored_in
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.reference import ReferenceKernels
@@ -150,6 +152,7 @@ def measure_memory(
     config = replace(config, speculative_config=spec)
     architecture = read_config(path, load_format=config.load_format)
     dtype, _ = resolve_dtype(config, architecture.dtype)
+    config, _ = resolve_kv_dtype(config, architecture, str(path), device)
     longest = resolve_max_model_len(config, architecture)
     require_drafter_fits(spec, architecture, longest)
     target = load_shapes(architecture, path, dtype)
@@ -157,8 +160,9 @@ def measure_memory(
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
     aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
-    steps = StepMemory.of(config, architecture, target.caches, dtype, len(aux_layers))
-    caches = (*target.caches, *drafter.caches)
+    own, drafts = (stored_in(one.caches, kv_dtype(config, dtype)) for one in (target, drafter))
+    steps = StepMemory.of(config, architecture, own, dtype, len(aux_layers))
+    caches = (*own, *drafts)
     num_kept_states, _ = count_kept_states(
         config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))
     )
@@ -172,7 +176,7 @@ def measure_memory(
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
         num_kept_states=num_kept_states,
-        request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
+        request=RequestMemory.of(config.num_speculative_tokens, own, drafts),
         swap=_swap_limits(config, caches, longest),
         max_num_batched_tokens=config.max_num_batched_tokens,
         step=steps.bytes_of(config.max_num_batched_tokens),

@@ -117,7 +117,7 @@ def target_pass(resolved: ResolvedConfig) -> TargetPass:
     """Count the multiply-adds of this engine's target; with MoE it counts all experts."""
     model, itemsize = resolved.model, resolved.dtype.itemsize
     head = model.vocab_size * model.hidden_size
-    kv_elements = resolved.request_memory.kv_per_token // itemsize
+    kv_elements = resolved.request_memory.kv_per_token // resolved.kv_cache_dtype.itemsize
     return TargetPass(
         layers=step_traffic(resolved).weights // itemsize - head,
         head=head,

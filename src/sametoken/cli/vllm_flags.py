@@ -14,8 +14,9 @@ from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, VllmOptions
 #: vLLM's flags with the same meaning here.
 _SAME = """
     model revision tokenizer chat_template generation_config dtype device seed load_format
-    max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_memory_bytes
-    gpu_memory_utilization num_gpu_blocks_override enable_prefix_caching enforce_eager
+    max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_dtype
+    kv_cache_memory_bytes gpu_memory_utilization num_gpu_blocks_override
+    enable_prefix_caching enforce_eager
     swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
     tool_call_parser weight_transfer_config

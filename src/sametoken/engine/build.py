@@ -24,13 +24,16 @@ from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
     RequestMemory,
     ResolvedConfig,
+    kv_dtype,
     reachable_positions,
     require_quantization,
     require_ranks,
+    require_room,
     resolve_device,
     resolve_dtype,
     resolve_extraction,
     resolve_kv_bytes,
+    resolve_kv_dtype,
     resolve_max_model_len,
     resolve_sizes,
 )
@@ -56,6 +59,7 @@ from sametoken.ops.cache_types import (
     bytes_per_block,
     bytes_per_slot,
     common_window,
+    stored_in,
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.ops.step.types import Chances
@@ -100,9 +104,10 @@ class _Requested:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Loaded weights and resolved sizes; nothing else is allocated yet."""
+    """Loaded weights, the target's caches and resolved sizes; nothing else is allocated yet."""
 
     target: Decoder
+    caches: tuple[LayerCache, ...]
     drafter: LoadedDrafter
     backend: Backend
     memory: MemoryPlan
@@ -189,7 +194,7 @@ def _silent(text: str) -> None:
 def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
     resolved, memory, backend = loaded.resolved, loaded.memory, loaded.backend
     config, device, mode = resolved.config, resolved.device, resolved.config.logprobs_mode
-    kv = _allocate(loaded, loaded.target.caches)
+    kv = _allocate(loaded, loaded.caches)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
         max_len=memory.max_model_len + config.num_speculative_tokens + 1,
@@ -284,13 +289,14 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)
     max_len = resolve_max_model_len(config, architecture)
-    _require_room(config)
+    require_room(config)
     require_ranks(config, architecture, device)
     require_swap(config)
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
+    config, stored = resolve_kv_dtype(config, architecture, str(path), device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    reasons = shipped | completed | reasons
+    reasons = shipped | completed | reasons | stored
     return _Requested(given, config, device, path, architecture, dtype, layers, reasons)
 
 
@@ -304,13 +310,14 @@ def _load(
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
-    caches = (*target.caches, *drafter.caches)
     config = requested.config
+    own = stored_in(target.caches, kv_dtype(config, requested.dtype[0]))
+    caches = (*own, *drafter.caches)
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
     architecture, (dtype, why) = requested.architecture, requested.dtype
-    steps = StepMemory.of(config, architecture, target.caches, dtype, len(requested.aux_layers))
+    steps = StepMemory.of(config, architecture, own, dtype, len(requested.aux_layers))
     budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
@@ -330,7 +337,7 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        attention_kernels=_attention_kernels(backend, requested, config, target),
+        attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
@@ -338,23 +345,21 @@ def _load(
         step_bytes=steps.bytes_of(config.max_num_batched_tokens),
         num_kept_states=memory.num_kept_states,
         kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
-        request_memory=RequestMemory.of(
-            config.num_speculative_tokens, target.caches, drafter.caches
-        ),
+        request_memory=RequestMemory.of(config.num_speculative_tokens, own, drafter.caches),
     )
     require_memory(resolved)
-    return _Loaded(target, drafter, backend, memory, swap, resolved, extraction)
+    return _Loaded(target, own, drafter, backend, memory, swap, resolved, extraction)
 
 
 def _attention_kernels(
-    backend: Backend, requested: _Requested, config: EngineConfig, target: Decoder
+    backend: Backend, requested: _Requested, caches: tuple[LayerCache, ...], has_sinks: bool
 ) -> str:
-    model, (dtype, _), device = requested.architecture, requested.dtype, requested.device
+    model, size, device = requested.architecture, requested.config.block_size, requested.device
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    if not any(isinstance(cache, PagedKV) for cache in target.caches):
+    dtype = next((cache.dtype for cache in caches if isinstance(cache, PagedKV)), None)
+    if dtype is None:
         return backend.model.name
-    name, size, sinks = backend.model.name, config.block_size, target.has_sinks
-    return attention_kernels(name, shape, dtype, size, device, has_sinks=sinks)
+    return attention_kernels(backend.model.name, shape, dtype, size, device, has_sinks=has_sinks)
 
 
 def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
@@ -371,7 +376,8 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
-    own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
+    stored = kv_dtype(config, dtype)
+    own = stored_in((cache.divided(ranks.parallel.size) for cache in declared), stored)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
     target = load_model(
@@ -387,17 +393,9 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     placement = Placement(
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )
-    return target, load_drafter(spec, target, placement), backend
-
-
-def _require_room(config: EngineConfig) -> None:
-    """Refuse a step that is too small for one window."""
-    if config.max_num_batched_tokens <= config.num_speculative_tokens:
-        raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
-            f"{config.num_speculative_tokens + 1} rows",
-            "raise max_num_batched_tokens or lower num_speculative_tokens",
-        )
+    drafter = load_drafter(spec, target, placement)
+    drafter = replace(drafter, caches=stored_in(drafter.caches, stored))
+    return target, drafter, backend
 
 
 def _allocate(loaded: _Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:
@@ -435,7 +433,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
-        sliding_window=common_window((*loaded.target.caches, *loaded.drafter.caches)) or 0,
+        sliding_window=common_window((*loaded.caches, *loaded.drafter.caches)) or 0,
         enable_prefix_caching=config.enable_prefix_caching,
         # Prefill, decode and verify rows have equal bits (batch invariance). Of a drafter's
         # recurrent layers no window passes every position.

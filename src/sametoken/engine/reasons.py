@@ -11,6 +11,7 @@ from sametoken.types.units import in_units
 _BY_DEVICE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "steps_in_flight")
 _DEFAULTS = {
     "tokenizer": "the model's own",
+    "kv_cache_dtype": "the model's",
     "prefill_chunk_size": "as max_num_batched_tokens",
     "speculative_config": "none was given: plain decoding",
 }

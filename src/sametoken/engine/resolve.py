@@ -12,8 +12,10 @@ from sametoken.config import EngineConfig
 from sametoken.engine.step_memory import StepMemory
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.load.quantization import SCHEME, kv_strategy
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.units import in_units
 
@@ -82,6 +84,9 @@ class RequestMemory:
 
 CPU_KV_BYTES = 2**30
 
+#: What "fp8_e4m3" is resolved to.
+FP8 = "fp8"
+
 #: The first compute capability with float8 conversions.
 FLOAT8_CAPABILITY = (8, 9)
 
@@ -131,6 +136,11 @@ class ResolvedConfig:
     num_kept_states: int = 0
     kept_states_bytes: int = 0
     request_memory: RequestMemory = field(default_factory=RequestMemory)
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in memory."""
+        return kv_dtype(self.config, self.dtype)
 
     @property
     def steps_in_flight(self) -> int:
@@ -198,6 +208,20 @@ def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device
         )
 
 
+def require_room(config: EngineConfig) -> None:
+    """Refuse a step that is too small for one window.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if config.max_num_batched_tokens <= config.num_speculative_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
+            f"{config.num_speculative_tokens + 1} rows",
+            "raise max_num_batched_tokens or lower num_speculative_tokens",
+        )
+
+
 def require_quantization(config: EngineConfig, device: torch.device) -> None:
     """Refuse fp8 draft heads on devices without a kernel for them.
 
@@ -210,13 +234,46 @@ def require_quantization(config: EngineConfig, device: torch.device) -> None:
     wanted = f"quantization {spec.quantization!r} of a draft head"
     if device.type != "cuda":
         raise UnsupportedError(f"{wanted} does not run on a CPU", 'leave "quantization" out')
+    require_float8(device, wanted, 'leave "quantization" out')
+
+
+def resolve_kv_dtype(
+    config: EngineConfig, model: ModelConfig, location: str, device: torch.device
+) -> tuple[EngineConfig, dict[str, str]]:
+    """The config with ``kv_cache_dtype`` "auto" (the model's dtype), or "fp8" and why.
+
+    Raises:
+        CheckpointError: the checkpoint's ``kv_cache_scheme`` is malformed.
+        UnsupportedError: it is another one, or the device has no float8.
+    """
+    strategy, given = kv_strategy(model.extra, location), config.kv_cache_dtype
+    if given == "auto" and strategy is None:
+        return config, {}
+    if device.type == "cuda":
+        require_float8(device, "KV in fp8", "use kv_cache_dtype 'auto', or another checkpoint")
+    asked = "requested" if given != "auto" else f"the checkpoint has a {SCHEME}"
+    scales = f"scales are the checkpoint's, by {strategy}" if strategy else "scales are 1"
+    return replace(config, kv_cache_dtype=FP8), {"kv_cache_dtype": f"fp8: {asked}; {scales}"}
+
+
+def require_float8(device: torch.device, wanted: str, remedy: str) -> None:
+    """Refuse a GPU without float8 conversions.
+
+    Raises:
+        UnsupportedError: names what was wanted, and the compute capability.
+    """
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8_CAPABILITY:
         raise UnsupportedError(
             f"{wanted} needs a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)}, "
             f"this one has {_dotted(capability)}",
-            'leave "quantization" out',
+            remedy,
         )
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of keys and values in memory, of a resolved config."""
+    return FLOAT8 if config.kv_cache_dtype == FP8 else dtype
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -11,13 +11,20 @@ from sametoken.ops.dispatch import CHOICE
 from sametoken.types.engine_summary import EngineSummary, Setting
 from sametoken.types.units import in_tokens, in_units
 
-_RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
+_RESOLVED = (
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "max_model_len",
+    "num_kv_blocks",
+    "steps_in_flight",
+)
 _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
 _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
-_ATTENTION = "gluon on Hopper GPUs in bf16 and fp16 without sinks, else as kernels"
+_ATTENTION = "gluon on Hopper GPUs with KV in bf16 and without sinks, else as kernels"
 _NO_RECURRENT = "the model has no recurrent layers"
 
 

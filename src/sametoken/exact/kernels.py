@@ -39,7 +39,7 @@ class RecordedKV(LayerKV):
         written: keys and values [T, num_kv_heads, head_dim]; written by ``rope_and_cache``.
     """
 
-    lengths: Sequence[int]
+    lengths: Sequence[int] = field(kw_only=True)
     written: list[Tensor] = field(default_factory=list)
 
 

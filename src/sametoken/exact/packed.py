@@ -103,7 +103,7 @@ class PackedSequences:
     def _recorded(self, memory: object) -> RecordedKV | RecordedMemory | None:
         match memory:
             case LayerKV(keys, values):
-                return RecordedKV(keys, values, self.lengths)
+                return RecordedKV(keys, values, lengths=self.lengths)
             case LayerMemory(states, history, pending_mixed, pending_gates):
                 return RecordedMemory(states, history, pending_mixed, pending_gates, self.lengths)
         # Latent attention has no gradients.

@@ -18,6 +18,8 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import Biases, attention_cache, load_attention, load_mlp
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
+from sametoken.models.load.kv_scheme import read_kv_scales
+from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
@@ -117,6 +119,7 @@ class Decoder:
         rotates_parts: whether a config may rotate only a part of each head.
         has_sinks: whether attention has sinks (``Kernels.attention``).
         embedding_name, final_norm_name: names of their tensors, without prefix and ``.weight``.
+        attention_name: that of a layer's attention block.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -135,6 +138,7 @@ class Decoder:
     has_sinks: ClassVar[bool] = False
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
+    attention_name: ClassVar[str] = "self_attn"
 
     def __init__(
         self,
@@ -158,17 +162,14 @@ class Decoder:
             )
         self.config = config
         self._declared = self.caches_of(config, weights.dtype, weights.source.location)
-        self.caches = tuple(cache.divided(weights.parallel.size) for cache in self._declared)
-        for cache in self.caches:
-            if isinstance(cache, Recurrent):
-                weights.kernels.require_rule(cache.rule)
+        self._prefix = self.tensor_prefix(weights)
+        self.caches = tuple(self._own_cache(weights, *each) for each in enumerate(self._declared))
         self.kernels: Kernels = weights.kernels
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
         self._max_positions = max_positions
         rotaries = self._rotaries(weights.device)
-        self._prefix = self.tensor_prefix(weights)
         self.embedding = self._load_embedding(weights)
         self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
@@ -365,6 +366,18 @@ class Decoder:
             # A window longer than any request is full attention.
             return replace(cache, window=None)
         return cache
+
+    def _own_cache(self, weights: WeightReader, index: int, declared: LayerCache) -> LayerCache:
+        """A layer's declaration on this rank, with its scales."""
+        own = declared.divided(weights.parallel.size)
+        if isinstance(own, Recurrent):
+            weights.kernels.require_rule(own.rule)
+        strategy = kv_strategy(self.config.extra, weights.source.location)
+        num_heads = declared.num_kv_heads if isinstance(declared, PagedKV) else 0
+        if strategy is None or not isinstance(own, PagedKV) or not num_heads:
+            return own
+        prefix = f"{self._prefix}.layers.{index}.{self.attention_name}"
+        return replace(own, scales=read_kv_scales(weights, prefix, strategy, num_heads))
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)

@@ -311,6 +311,7 @@ class NemotronHForCausalLM(Decoder):
     unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
     embedding_name: ClassVar[str] = "embeddings"
     final_norm_name: ClassVar[str] = "norm_f"
+    attention_name: ClassVar[str] = "mixer"
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.ops.model.attention.kv import LayerKV as LayerKV
 from sametoken.ops.model.latent_attention.shape import (
     HeadWeights,
     LatentRotary,
@@ -88,14 +89,6 @@ class AttentionRows:
     block_table: Tensor
     runs: RowRuns | None = None
     committed: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """One layer's KV memory: two tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)

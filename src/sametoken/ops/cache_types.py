@@ -6,14 +6,15 @@ Block memory grows with a request, and layers share its block table; slot memory
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import LayerKV
+from sametoken.errors import UnsupportedError
+from sametoken.ops.model.attention.kv import FLOAT8, KVScales, LayerKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.recurrent.rule import LayerMemory, RecurrentRule
 
@@ -37,6 +38,7 @@ class PagedKV:
     Attributes:
         num_kv_heads: 0 in a layer that reads another's.
         window: number of positions that a row sees, its own included; None: all.
+        scales: this rank's, for float8; None: all are 1. No other dtype needs them.
     """
 
     num_kv_heads: int
@@ -44,6 +46,7 @@ class PagedKV:
     v_dim: int
     dtype: torch.dtype
     window: int | None = None
+    scales: KVScales | None = field(default=None, compare=False)
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
         """The tensors of one block."""
@@ -60,7 +63,7 @@ class PagedKV:
 
     def part(self, keys: Tensor, values: Tensor) -> LayerKV:
         """The layer's view of its memory."""
-        return LayerKV(keys, values)
+        return LayerKV(keys, values, self.scales if self.dtype == FLOAT8 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,23 @@ class Stateless:
 
 
 LayerCache = PagedKV | LatentKV | Recurrent | Stateless
+
+
+def stored_in(caches: Iterable[LayerCache], dtype: torch.dtype) -> tuple[LayerCache, ...]:
+    """The declarations with keys and values in ``dtype``.
+
+    Raises:
+        UnsupportedError: a layer has latent attention, which has no such form.
+    """
+    caches = tuple(caches)
+    if any(isinstance(cache, LatentKV) and cache.dtype != dtype for cache in caches):
+        raise UnsupportedError(
+            f"latent attention keeps no vectors in {str(dtype).removeprefix('torch.')}",
+            "use kv_cache_dtype 'auto', and a checkpoint without a kv_cache_scheme",
+        )
+    return tuple(
+        replace(cache, dtype=dtype) if isinstance(cache, PagedKV) else cache for cache in caches
+    )
 
 
 def bytes_per_block(caches: Iterable[LayerCache], block_size: int) -> int:

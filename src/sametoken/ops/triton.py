@@ -236,7 +236,7 @@ class TritonKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         block_size, has_sinks = kv.keys.shape[2], sinks is not None
-        if hopper.serves(shape, q.dtype, block_size, q.device, has_sinks=has_sinks):
+        if hopper.serves(shape, kv.keys.dtype, block_size, q.device, has_sinks=has_sinks):
             if self._arrived is None:
                 self._arrived = hopper.counters(q.device)
             return hopper.attention(q, shape, rows, kv, self._arrived)

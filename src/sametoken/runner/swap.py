@@ -35,7 +35,7 @@ class SwapStore:
     def __init__(
         self, caches: tuple[ModelCache, ...], num_blocks: int, limit: int, *, pinned: bool
     ) -> None:
-        self._memory = tuple(tensor for cache in caches for tensor in cache.blocks)
+        self._memory = tuple(_movable(tensor) for cache in caches for tensor in cache.blocks)
         self._widths = [memory[:, 0].nbytes for memory in self._memory]
         self.host = HostBlocks(num_blocks, limit, max(sum(self._widths), 1), pinned=pinned)
         self._piece = max(1, PIECE_BYTES // self.host.block_bytes)
@@ -87,3 +87,8 @@ class SwapStore:
         for first in range(0, len(swap.block_ids), self._piece):
             piece = slice(first, first + self._piece)
             yield swap.block_ids[piece], swap.host_blocks[piece]
+
+
+def _movable(memory: Tensor) -> Tensor:
+    """A view that torch can index: float8 as bytes."""
+    return memory.view(torch.uint8) if memory.dtype == torch.float8_e4m3fn else memory

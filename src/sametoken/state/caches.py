@@ -77,7 +77,8 @@ class ModelCache:
             blocks += [tensor for tensor in paged if tensor.numel()]
             slots += by_slot
             for place, index in enumerate(indices):
-                layers[index] = kept.part(*(tensor[place] for tensor in (*paged, *by_slot)))
+                own = (tensor[place] for tensor in (*paged, *by_slot))
+                layers[index] = caches[index].part(*own)
         folded = None
         if slots:
             counts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)

@@ -143,11 +143,10 @@ VLLM_OPTIONS = (
         "--speculative-config",
     ),
     VllmOptions(
-        "KV has the model's dtype",
-        values="kv_cache_dtype",
+        "scales of KV are the checkpoint's, or 1",
         switches="calculate_kv_scales",
-        accepted=("auto", "none", *_OFF),
-        instead="use auto, and --kv-cache-memory-bytes or --max-model-len to save memory",
+        accepted=_OFF,
+        instead="use a checkpoint with a kv_cache_scheme",
     ),
     VllmOptions(
         "recurrent state is kept in one dtype",

@@ -45,7 +45,8 @@ class FakeLLM:
             attention_kernels="native",
             request_memory=RequestMemory(),
             **dict.fromkeys(
-                ("dtype", "device", "steps_in_flight", "model_path", "kernels"), "resolved"
+                ("dtype", "kv_cache_dtype", "device", "steps_in_flight", "model_path", "kernels"),
+                "resolved",
             ),
             **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
             **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes", "step_bytes"), 2**20),

@@ -22,6 +22,7 @@ from sametoken.engine.resolve import (
     resolve_device,
     resolve_dtype,
     resolve_kv_bytes,
+    resolve_kv_dtype,
     resolve_max_model_len,
     resolve_sizes,
 )
@@ -221,6 +222,17 @@ def test_quantized_heads_are_refused_elsewhere(monkeypatch):
         require_quantization(EngineConfig(), device)
         unquantized = dataclasses.replace(QUANTIZED.speculative_config, quantization=None)
         require_quantization(EngineConfig(speculative_config=unquantized), device)
+
+
+def test_float8_kv_needs_a_gpu_that_converts_it_or_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    asked = EngineConfig(kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedError, match=r"KV in fp8 needs .* 8\.9, this one has 8\.0"):
+        resolve_kv_dtype(asked, MODEL, "here", CUDA)
+    assert resolve_kv_dtype(EngineConfig(), MODEL, "here", CUDA) == (EngineConfig(), {})
+    found, reasons = resolve_kv_dtype(asked, MODEL, "here", CPU)
+    assert found.kv_cache_dtype == "fp8"
+    assert reasons == {"kv_cache_dtype": "fp8: requested; scales are 1"}
 
 
 def test_a_model_without_attention_has_as_many_blocks_as_are_useful():

@@ -16,6 +16,7 @@ from sametoken.models.in_place import Replacement
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model
+from sametoken.ops.cache_types import stored_in
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -119,10 +120,11 @@ def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, mon
         target = load(write_family(tmp_path / name, name))
         requested = SimpleNamespace(
             architecture=target.config,
-            dtype=(torch.bfloat16, "asked for"),
+            config=SimpleNamespace(block_size=64),
             device=torch.device("cuda"),
         )
         backend = SimpleNamespace(model=SimpleNamespace(name="triton"))
-        config = SimpleNamespace(block_size=64)
-        found.append(_attention_kernels(backend, requested, config, target))
-    assert found == ["triton", "gluon"]
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            own = stored_in(target.caches, dtype)
+            found.append(_attention_kernels(backend, requested, own, target.has_sinks))
+    assert found == ["triton", "triton", "gluon", "triton"]

@@ -28,11 +28,12 @@ from sametoken.models.load.files import (
     weight_files,
 )
 from sametoken.models.load.pickled import PickledSource
-from sametoken.models.load.quantization import KEYS, read_quantization
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import (
     MAX_COUNT,
     MAX_LAYERS,
     NO_SETTINGS,
+    QUANTIZATION_KEYS,
     Settings,
     require_head_counts,
 )
@@ -40,7 +41,7 @@ from sametoken.models.load.weights import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 # Top-level keys of a vision-language config that apply to its text decoder too.
-_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", *KEYS)
+_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_KEYS)
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

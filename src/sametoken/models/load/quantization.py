@@ -25,16 +25,22 @@ from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
 from sametoken.models.load.mxfp4 import Mxfp4Stack
-from sametoken.models.load.settings import Settings
+from sametoken.models.load.settings import (
+    ANOTHER,
+    Settings,
+    quantization_settings,
+    require_known,
+    unsupported,
+)
 from sametoken.models.load.weights import TensorSource
 
-KEYS = ("quantization_config", "compression_config")
 #: The class of every projection that a format may cover.
 _LINEAR = "Linear"
+#: Of keys and values, in compressed-tensors' form.
+SCHEME = "kv_cache_scheme"
 _EXPRESSION = "re:"
 #: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
 _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
-_ANOTHER = "use another checkpoint"
 #: How a checkpoint was made, and by which kernels its writers run it.
 _OF_QUANTIZING = (
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
@@ -138,11 +144,9 @@ def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
         CheckpointError: a key is missing or impossible.
         UnsupportedError: a method, format or setting is not implemented; named by its key.
     """
-    key = next((key for key in KEYS if config.get(key)), None)
-    if key is None:
+    settings = quantization_settings(config, location)
+    if settings is None:
         return UNQUANTIZED
-    given = Settings(config, location).nested(key)
-    settings = Settings(given, f"{location}: {key}")
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedError(
@@ -152,16 +156,38 @@ def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
     return _METHODS[method](settings)
 
 
+def kv_strategy(config: Mapping[str, Any], location: str) -> str | None:
+    """How a checkpoint scales keys and values in float8: "tensor" or "attn_head"; None: not.
+
+    Raises:
+        CheckpointError: a key is impossible.
+        UnsupportedError: another scheme, named by its key.
+    """
+    settings = quantization_settings(config, location)
+    if settings is None or not settings.get(SCHEME):
+        return None
+    scheme = _arguments(settings, SCHEME)
+    _require_e4m3(scheme)
+    if scheme.get("dynamic"):
+        raise unsupported(scheme, "dynamic", ANOTHER)
+    strategy = scheme.get("strategy")
+    if strategy not in ("tensor", "attn_head"):
+        raise unsupported(scheme, "strategy", "use tensor or attn_head")
+    return str(strategy)
+
+
 def require_unquantized(config: Mapping[str, Any], location: str, use: str) -> None:
     """Refuse a quantized checkpoint for a use that needs its weights in a floating dtype.
 
     Raises:
         UnsupportedError: names the use.
     """
-    if read_quantization(config, location) is not UNQUANTIZED:
+    weights = read_quantization(config, location) is not UNQUANTIZED
+    if weights or kv_strategy(config, location):
+        what = "weights" if weights else "keys and values"
         raise UnsupportedError(
-            f"{location} has quantized weights, which {use} does not support",
-            "use the checkpoint's unquantized weights",
+            f"{location} has quantized {what}, which {use} does not support",
+            "use the unquantized checkpoint",
         )
 
 
@@ -175,10 +201,10 @@ def _read_fp8(settings: Settings) -> Quantization:
     )
     block = settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
-        raise _unsupported(settings, "weight_block_size", f"use [{BLOCK}, {BLOCK}] or none")
+        raise unsupported(settings, "weight_block_size", f"use [{BLOCK}, {BLOCK}] or none")
     scheme = settings.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise _unsupported(settings, "activation_scheme", "use dynamic or static")
+        raise unsupported(settings, "activation_scheme", "use dynamic or static")
     dynamic = "token" if block is None else "group"
     linear = Fp8Linear(
         scales="tensor" if block is None else "block",
@@ -212,7 +238,7 @@ def _read_gptq(settings: Settings) -> Quantization:
     )
     layout = settings.get("checkpoint_format", GPTQ)
     if layout not in (GPTQ, GPTQ_V2):
-        raise _unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
+        raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
     return _all_stored(Int4Linear(layout, _group_size(settings)))
 
 
@@ -226,13 +252,13 @@ def _read_awq(settings: Settings) -> Quantization:
     )
     version = settings.get("version", settings.get("format", "gemm"))
     if str(version).lower() != "gemm":
-        raise _unsupported(settings, "version", "use gemm")
+        raise unsupported(settings, "version", "use gemm")
     return _all_stored(Int4Linear(AWQ, _group_size(settings)))
 
 
 def _group_size(settings: Settings) -> int:
     if settings.get("bits") != 4:
-        raise _unsupported(settings, "bits", "use 4")
+        raise unsupported(settings, "bits", "use 4")
     size = settings.get("group_size", 128)
     return size if size == -1 else settings.integer("group_size", 128)
 
@@ -259,11 +285,13 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
     """``quant_method: compressed-tensors``."""
     require_known(
         settings,
-        used=("config_groups", "format", "ignore"),
+        used=("config_groups", "format", "ignore", SCHEME),
         only={"quantization_status": ("compressed", "frozen")},
         unused=("quant_method", "version", "global_compression_ratio"),
     )
     groups = settings.nested("config_groups")
+    if not groups and settings.get(SCHEME):
+        return UNQUANTIZED
     if not groups:
         raise CheckpointError(
             f"{settings.location} has no config_groups", "compare with the original checkpoint's"
@@ -321,11 +349,11 @@ def _float_linear(group: Settings) -> Fp8Linear:
     _require_e4m3(weights)
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
-        raise _unsupported(weights, "strategy", "use tensor, channel or block")
+        raise unsupported(weights, "strategy", "use tensor, channel or block")
     if strategy == "block" and weights.get("block_structure") not in ([BLOCK, BLOCK], "128x128"):
-        raise _unsupported(weights, "block_structure", f"use [{BLOCK}, {BLOCK}]")
+        raise unsupported(weights, "block_structure", f"use [{BLOCK}, {BLOCK}]")
     if weights.get("dynamic"):
-        raise _unsupported(weights, "dynamic", _ANOTHER)
+        raise unsupported(weights, "dynamic", ANOTHER)
     return Fp8Linear(strategy, _float_activations(group), ("weight_scale",))
 
 
@@ -340,10 +368,10 @@ def _packed_linear(group: Settings) -> Int4Linear:
             "use 4 bits, int, not dynamic",
         )
     if group.get("input_activations") is not None:
-        raise _unsupported(group, "input_activations", "use a checkpoint of weights alone")
+        raise unsupported(group, "input_activations", "use a checkpoint of weights alone")
     strategy = weights.get("strategy", "group")
     if strategy not in ("group", "channel"):
-        raise _unsupported(weights, "strategy", "use group or channel")
+        raise unsupported(weights, "strategy", "use group or channel")
     size = -1 if strategy == "channel" else weights.integer("group_size")
     return Int4Linear(PACKED, size, bool(weights.get("symmetric", True)))
 
@@ -387,38 +415,6 @@ def _require_e4m3(settings: Settings) -> None:
             f"symmetric={short(found[2])} is not supported",
             "use 8 bits, float, symmetric",
         )
-
-
-def require_known(
-    settings: Settings,
-    *,
-    used: tuple[str, ...],
-    only: Mapping[str, tuple[object, ...]] | None = None,
-    unused: tuple[str, ...] = (),
-) -> None:
-    """Refuse a key that nobody reads, unless it is empty, and a value that nobody implements.
-
-    Args:
-        settings: the settings.
-        used: keys that the caller reads.
-        only: values of keys that mean nothing else.
-        unused: keys without a meaning for reading.
-
-    Raises:
-        UnsupportedError: names the key.
-    """
-    only = only or {}
-    for key, value in settings.values.items():
-        if key in used or key in unused or value in (None, [], {}, ""):
-            continue
-        if value not in only.get(key, ()):
-            raise _unsupported(settings, key, _ANOTHER)
-
-
-def _unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{settings.location}: {key}={short(settings.get(key))} is not supported", remedy
-    )
 
 
 _COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {

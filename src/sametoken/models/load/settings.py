@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
-from sametoken.errors import CheckpointError
+from sametoken.errors import CheckpointError, UnsupportedError
 
 # Several times any known model's sizes, so that a corrupt file cannot size a table or a loop.
 MAX_HEAD_DIM = 2048
@@ -18,6 +18,8 @@ MAX_EXPERTS = 4096
 MAX_COUNT = 2**22
 #: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
+ANOTHER = "use another checkpoint"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,18 @@ class Settings:
 NO_SETTINGS = Settings({}, "")
 
 
+def quantization_settings(config: Mapping[str, Any], location: str) -> Settings | None:
+    """How a config.json says that its checkpoint is quantized; None if it is not.
+
+    Raises:
+        CheckpointError: the key holds no object.
+    """
+    key = next((key for key in QUANTIZATION_KEYS if config.get(key)), None)
+    if key is None:
+        return None
+    return Settings(Settings(config, location).nested(key), f"{location}: {key}")
+
+
 def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, location: str) -> None:
     """Refuse attention heads that cannot be grouped or rotated.
 
@@ -108,3 +122,36 @@ def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, locati
             "are not possible",
             "compare with the original checkpoint's",
         )
+
+
+def require_known(
+    settings: Settings,
+    *,
+    used: tuple[str, ...],
+    only: Mapping[str, tuple[object, ...]] | None = None,
+    unused: tuple[str, ...] = (),
+) -> None:
+    """Refuse a key that nobody reads, unless it is empty, and a value that nobody implements.
+
+    Args:
+        settings: the settings.
+        used: keys that the caller reads.
+        only: values of keys that mean nothing else.
+        unused: keys without a meaning for reading.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
+    only = only or {}
+    for key, value in settings.values.items():
+        if key in used or key in unused or value in (None, [], {}, ""):
+            continue
+        if value not in only.get(key, ()):
+            raise unsupported(settings, key, ANOTHER)
+
+
+def unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:
+    """The error for a key's value that is valid and not implemented."""
+    return UnsupportedError(
+        f"{settings.location}: {key}={short(settings.get(key))} is not supported", remedy
+    )

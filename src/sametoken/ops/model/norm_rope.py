@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.activation import silu
+from sametoken.ops.model.attention.kv import as_stored
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,8 +47,8 @@ def rope_and_cache(
     q, k, v = normed_and_rotated(qkv, shape, rotary, rows.positions, qk_norm)
     block_size = kv.keys.shape[2]
     blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
-    kv.keys[blocks, :, offsets] = k.to(kv.keys.dtype)
-    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
+    kv.keys[blocks, :, offsets] = as_stored(k, kv.keys.dtype, kv.k_scales)
+    kv.values[blocks, :, offsets] = as_stored(v, kv.values.dtype, kv.v_scales)
     return q.to(qkv.dtype)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.model.attention.kv_triton import as_bytes, as_stored
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_launch_dependents, gdc_wait, pdl_options
 
 _MAX_HEADS_PER_PROGRAM = 8
@@ -226,6 +227,8 @@ def _norm_and_rotate(
     source,  # [HEADS, 1] pointers to the heads read
     target,  # [HEADS, 1] pointers to the heads written
     values,  # [HEADS, 1] pointers to the value heads of key heads, or None
+    scales,  # [heads] of what is stored in bytes, or None
+    head,  # [HEADS, 1]
     live,  # [HEADS, 1]
     weight,  # [D] or None
     cos,  # [HALF] of the row's position
@@ -240,7 +243,8 @@ def _norm_and_rotate(
 ):
     """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF.
 
-    A key head is NaN where its value head is not finite, for values are stored finite.
+    A key head is NaN where its value head is not finite, for values are stored finite: Hopper's
+    attention wants it, which reads no bytes.
     """
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
@@ -266,7 +270,8 @@ def _norm_and_rotate(
         high = high * scale * high_factor
         if 2 * HALF < D:
             tail = tail * scale * rest_factor
-    if values is not None:
+    dtype = target.dtype.element_ty
+    if values is not None and dtype != tl.uint8:
         column = tl.arange(0, D_BLOCK)[None, :]
         value = tl.load(values + column, live & (column < D), other=0.0)
         fault = tl.min(_finite(value).to(tl.int32), axis=1)[:, None] == 0
@@ -274,19 +279,22 @@ def _norm_and_rotate(
         high = tl.where(fault, float("nan"), high)
         if 2 * HALF < D:
             tail = tl.where(fault, float("nan"), tail)
-    dtype = target.dtype.element_ty
-    tl.store(target + half, (low * c - high * s).to(dtype), live & rotated)
-    tl.store(target + HALF + half, (high * c + low * s).to(dtype), live & rotated)
+    first = as_stored(low * c - high * s, scales, head, live, dtype)
+    second = as_stored(high * c + low * s, scales, head, live, dtype)
+    tl.store(target + half, first, live & rotated)
+    tl.store(target + HALF + half, second, live & rotated)
     if 2 * HALF < D:
-        tl.store(target + rest, tail.to(dtype), live & (rest < D))
+        tl.store(target + rest, as_stored(tail, scales, head, live, dtype), live & (rest < D))
 
 
 @triton.jit
 def _rope_and_cache_kernel(
     qkv,  # [T, (Q + 2 * KV) * D], rows qkv_stride apart
     q_out,  # [T, Q, D]
-    keys,  # [num_blocks, KV, BLOCK_SIZE, D]
+    keys,  # [num_blocks, KV, BLOCK_SIZE, D], float8 as bytes
     values,  # [num_blocks, KV, BLOCK_SIZE, D]
+    k_scales,  # [KV], or None
+    v_scales,  # [KV], or None
     cos,  # [max_positions, HALF]
     sin,  # [max_positions, HALF]
     positions,  # [T]
@@ -319,7 +327,8 @@ def _rope_and_cache_kernel(
     if program < Q_PROGRAMS:
         head += program * HEADS
         _norm_and_rotate(
-            source + head * D, q_out + (row * Q + head) * D, None, head < Q, q_weight, cos, sin,
+            source + head * D, q_out + (row * Q + head) * D, None, None,
+            head, head < Q, q_weight, cos, sin,
             eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
         )  # fmt: skip
     else:
@@ -329,8 +338,9 @@ def _rope_and_cache_kernel(
             head += (program - Q_PROGRAMS) * HEADS
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             _norm_and_rotate(
-                source + (Q + head) * D, keys + written, source + (Q + KV + head) * D, head < KV,
-                k_weight, cos, sin, eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
+                source + (Q + head) * D, keys + written, source + (Q + KV + head) * D, k_scales,
+                head, head < KV, k_weight, cos, sin,
+                eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
             )  # fmt: skip
         else:
             head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
@@ -339,8 +349,11 @@ def _rope_and_cache_kernel(
             inside = (head < KV) & (column < D)
             gdc_wait(PDL)
             value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
-            value = tl.where(_finite(value), value, 0.0)
-            tl.store(values + written + column, value.to(values.dtype.element_ty), inside)
+            if values.dtype.element_ty != tl.uint8:
+                value = tl.where(_finite(value), value, 0.0)
+            dtype = values.dtype.element_ty
+            stored = as_stored(value.to(tl.float32), v_scales, head, head < KV, dtype)
+            tl.store(values + written + column, stored, inside)
 
 
 def rope_and_cache(
@@ -369,8 +382,10 @@ def rope_and_cache(
         _rope_and_cache_kernel[(num_rows, programs)](
             qkv,
             q,
-            kv.keys,
-            kv.values,
+            as_bytes(kv.keys),
+            as_bytes(kv.values),
+            kv.k_scales,
+            kv.v_scales,
             rotary.cos,
             rotary.sin,
             rows.positions,

@@ -6,8 +6,10 @@
  * and values, which changes no sum: each score and each output element is added up in one
  * lane, over head_dim or over positions in ascending order.
  *
- * Values may have fewer elements than keys, and lie in the same memory as they (MLA).
+ * Values may have fewer elements than keys, and lie in the same memory as they (MLA). Both may
+ * be e4m3, which becomes the queries' dtype as it is packed; scales join scores and results.
  * A head's sink, if there are any, joins the merged splits as one more split, without values. */
+#include "kv.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -22,9 +24,10 @@
 typedef struct {
     const void *q, *keys, *values;
     const float *sinks; /* of each head, or NULL */
+    const float *k_scales, *v_scales; /* of each KV head, or NULL: 1 */
     const int64_t *positions, *slots, *block_table;
     void *out;
-    int64_t t, heads, kv_heads, dim, v_dim, block_size, max_blocks, window;
+    int64_t t, heads, kv_heads, dim, v_dim, block_size, max_blocks, window, e4m3;
     float scale;
 } attention_job;
 
@@ -88,8 +91,8 @@ static void locate(const attention_job *job, int64_t slot, int64_t head, int64_t
 /* Software prefetch, since blocks of KV are too scattered for hardware prefetching: keys of
  * later positions, and values of these. */
 INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t first,
-                        int64_t count, int64_t size) {
-    int64_t row = job->dim * size;
+                        int64_t count, int bf16) {
+    int64_t size = job->e4m3 ? 1 : bf16 ? 2 : 4, row = job->dim * size;
     for (int64_t i = first; i < smaller(first + LANES, count); i++) {
         int64_t ahead = work->offsets[smaller(i + AHEAD, count - 1)] * size;
         for (int64_t byte = 0; byte < row; byte += 64) {
@@ -101,19 +104,17 @@ INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t
 
 /* Pack keys of `count` positions as tile columns; further columns repeat the last position. */
 INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, int bf16) {
-    int64_t size = bf16 ? 2 : 4, units = job->dim * size / 4;
+    int64_t each = bf16 ? 2 : 1, units = job->dim / each;
     for (int64_t first = 0; first < count; first += LANES) {
-        fetch_ahead(job, work, first, count, size);
+        fetch_ahead(job, work, first, count, bf16);
         u32v *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
         for (int64_t unit = 0; unit < units; unit += LANES) {
             int64_t width = smaller(LANES, units - unit);
             u32v m[LANES];
             for (int i = 0; i < LANES; i++) {
                 int64_t position = smaller(first + i, count - 1);
-                const char *key = (const char *)job->keys + work->offsets[position] * size;
-                m[i] = (u32v){0};
-                if (width == LANES) memcpy(&m[i], key + unit * 4, sizeof m[i]);
-                else memcpy(&m[i], key + unit * 4, width * 4);
+                int64_t element = work->offsets[position] + unit * each;
+                m[i] = kv_words(job->keys, element, width, bf16, job->e4m3);
             }
             transpose(m);
             for (int64_t i = 0; i < width; i++) panel[(unit + i) * PANELS] = m[i];
@@ -125,7 +126,8 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
     for (int64_t i = 0; i < job->v_dim; i += LANES) {
         float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
         for (int64_t position = 0; position < count; position++) {
-            f32v v = load_some(job->values, work->offsets[position] + i, job->v_dim - i, bf16);
+            int64_t element = work->offsets[position] + i;
+            f32v v = load_kv(job->values, element, job->v_dim - i, bf16, job->e4m3);
             memcpy(panel + position * GROUP, &v, sizeof v);
         }
     }
@@ -133,7 +135,7 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
 
 /* Scaled scores of all queries with `count` positions. */
 INLINE void score(const attention_job *job, workspace *work, int64_t queries, int64_t count,
-                  const int bf16) {
+                  float scale, const int bf16) {
     int64_t stride = job->dim * (bf16 ? 2 : 4);
     for (int64_t column = 0; column < count; column += GROUP) {
         const char *columns = (const char *)work->keys + column * stride;
@@ -144,7 +146,7 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
                           (float *)sums, bf16);
             for (int64_t r = 0; r < rows; r++)
                 for (int p = 0; p < PANELS; p++) {
-                    f32v v = sums[r * PANELS + p] * job->scale;
+                    f32v v = sums[r * PANELS + p] * scale;
                     memcpy(work->scores + (first + r) * SPLIT + column + p * LANES, &v, sizeof v);
                 }
         }
@@ -241,7 +243,8 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
     locate(job, job->slots[tile->first], kv_head, start, count, work->offsets);
     pack_keys(job, work, count, bf16);
     pack_values(job, work, count, bf16);
-    score(job, work, tile->rows * group, count, bf16);
+    float scale = job->scale * scale_of(job->k_scales, kv_head);
+    score(job, work, tile->rows * group, count, scale, bf16);
 
     int64_t size = partial_size(job->v_dim), stride = tile->splits * size;
     float *partials = all_partials + tile->first_partial;
@@ -283,9 +286,10 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
         }
     }
     if (job->sinks) add_sink(job->sinks[head], total, size);
+    float scale = scale_of(job->v_scales, head / (job->heads / job->kv_heads));
     for (int64_t i = 0; i < job->v_dim; i += LANES)
         store_some(job->out, (row * job->heads + head) * job->v_dim + i, job->v_dim - i, bf16,
-                   load_some(total, LANES + i, LANES, 0) / total[1]);
+                   load_some(total, LANES + i, LANES, 0) / total[1] * scale);
 }
 
 /* Divide rows into tiles; returns their number. */
@@ -352,13 +356,15 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
 
 /* Returns 0 if out of memory. */
 EXPORT int64_t attention(const void *q, const void *keys, const void *values,
-                         const float *sinks, void *out, const int64_t *positions,
-                         const int64_t *slots,
+                         const float *sinks, const float *k_scales, const float *v_scales,
+                         void *out, const int64_t *positions, const int64_t *slots,
                          const int64_t *block_table, int64_t t, int64_t heads,
                          int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t block_size,
-                         int64_t max_blocks, int64_t window, float scale, int64_t bf16) {
-    attention_job job = {q, keys, values, sinks, positions, slots, block_table, out, t,
-                         heads, kv_heads, dim, v_dim, block_size, max_blocks, window, scale};
+                         int64_t max_blocks, int64_t window, int64_t e4m3, float scale,
+                         int64_t bf16) {
+    attention_job job = {q, keys, values, sinks, k_scales, v_scales, positions, slots,
+                         block_table, out, t, heads, kv_heads, dim, v_dim, block_size,
+                         max_blocks, window, e4m3, scale};
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;

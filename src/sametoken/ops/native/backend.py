@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
@@ -166,7 +167,7 @@ class NativeKernels(ComposedKernels):
         t, dim = qkv.shape[0], shape.head_dim
         qkv = qkv.contiguous()
         self.require(shape)
-        require(qkv, kv.keys.dtype)
+        e4m3, scales = _stored_form(qkv, kv)
         require(rotary.cos, torch.float32)
         require(rotary.sin, torch.float32)
         q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
@@ -181,6 +182,7 @@ class NativeKernels(ComposedKernels):
             rows.kv_slots.data_ptr(),
             None if qk_norm is None else qk_norm.q_weight.data_ptr(),
             None if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            *scales,
             0.0 if qk_norm is None else qk_norm.eps,
             t,
             shape.num_heads,
@@ -188,6 +190,7 @@ class NativeKernels(ComposedKernels):
             dim,
             rotary.cos.shape[1],
             kv.keys.shape[2],
+            e4m3,
             is_bf16(qkv),
             qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
         )
@@ -202,7 +205,7 @@ class NativeKernels(ComposedKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         t, table = q.shape[0], rows.block_table
-        require(q, kv.keys.dtype)
+        e4m3, scales = _stored_form(q, kv)
         require(table, torch.int64)
         if sinks is not None:
             require(sinks, torch.float32)
@@ -212,6 +215,7 @@ class NativeKernels(ComposedKernels):
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            *scales,
             out.data_ptr(),
             rows.positions.data_ptr(),
             rows.slots.data_ptr(),
@@ -224,6 +228,7 @@ class NativeKernels(ComposedKernels):
             kv.keys.shape[2],
             table.shape[1],
             shape.sliding_window or 0,
+            e4m3,
             shape.scale,
             is_bf16(q),
         )
@@ -307,6 +312,17 @@ class NativeKernels(ComposedKernels):
             _norm_is_bf16(weight, x),
         )
         return out
+
+
+def _stored_form(x: Tensor, kv: LayerKV) -> tuple[bool, tuple[int | None, ...]]:
+    """Whether KV is float8 rather than of the dtype of ``x``, and the addresses of its scales."""
+    e4m3 = kv.keys.dtype is FLOAT8
+    require(x, x.dtype if e4m3 else kv.keys.dtype)
+    scales = (kv.k_scales, kv.v_scales)
+    for one in scales:
+        if one is not None:
+            require(one, torch.float32)
+    return e4m3, tuple(None if one is None else one.data_ptr() for one in scales)
 
 
 def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:

@@ -129,6 +129,8 @@ def attention(
         vectors.data_ptr(),
         vectors.data_ptr(),
         None,
+        None,
+        None,
         out.data_ptr(),
         rows.positions.data_ptr(),
         rows.slots.data_ptr(),
@@ -141,6 +143,7 @@ def attention(
         vectors.shape[1],
         table.shape[1],
         0,
+        False,
         scale,
         q.dtype is torch.bfloat16,
     )

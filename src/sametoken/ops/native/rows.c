@@ -1,4 +1,5 @@
 /* Row-wise operations: norms, activations, rotary embedding and the KV write. */
+#include "kv.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -221,10 +222,11 @@ EXPORT void gated_group_norm(const void *x, const void *gate, const void *weight
     else gated_group_rows(x, gate, weight, out, t, groups, size, eps, 1, 0);
 }
 
-/* Norm (if `weight`) and rotate one head of `dim` elements from `x` to `out`. */
+/* Norm (if `weight`) and rotate one head of `dim` elements from `x` to `out`, in its dtype. */
 INLINE void rotate_head(const void *x, int64_t x_first, void *out, int64_t out_first,
                         int64_t dim, const void *weight, float eps, const float *cos,
-                        const float *sin, int64_t half, int bf16, int weight_bf16) {
+                        const float *sin, int64_t half, int bf16, int out_bf16,
+                        int weight_bf16) {
     float head[MAX_HEAD_DIM + LANES];
     float scale = weight ? inverse_rms(x, x_first, dim, eps, bf16) : 1.0f;
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -236,11 +238,11 @@ INLINE void rotate_head(const void *x, int64_t x_first, void *out, int64_t out_f
         int64_t count = smaller(LANES, half - i);
         f32v c = load_some(cos, i, count, 0), s = load_some(sin, i, count, 0);
         f32v low = load_some(head, i, count, 0), high = load_some(head, half + i, count, 0);
-        store_some(out, out_first + i, count, bf16, low * c - high * s);
-        store_some(out, out_first + half + i, count, bf16, high * c + low * s);
+        store_some(out, out_first + i, count, out_bf16, low * c - high * s);
+        store_some(out, out_first + half + i, count, out_bf16, high * c + low * s);
     }
     for (int64_t i = 2 * half; i < dim; i += LANES)
-        store_some(out, out_first + i, dim - i, bf16, load_some(head, i, dim - i, 0));
+        store_some(out, out_first + i, dim - i, out_bf16, load_some(head, i, dim - i, 0));
 }
 
 typedef struct {
@@ -249,10 +251,26 @@ typedef struct {
     const float *cos, *sin;
     const int64_t *positions, *kv_slots;
     const void *q_weight, *k_weight;
-    int64_t t, heads, kv_heads, dim, half, block_size;
+    const float *k_scales, *v_scales; /* of each KV head, or NULL: 1 */
+    int64_t t, heads, kv_heads, dim, half, block_size, e4m3;
     float eps;
     int weight_bf16;
 } rope_job;
+
+/* Norm and rotate a head of keys, and divide and round it and its values. */
+INLINE void round_heads(const rope_job *job, int64_t source, int64_t head, int64_t place,
+                        const float *cos, const float *sin, const int bf16) {
+    float key[MAX_HEAD_DIM + LANES];
+    int64_t dim = job->dim, value = source + job->kv_heads * dim;
+    float k_scale = scale_of(job->k_scales, head), v_scale = scale_of(job->v_scales, head);
+    rotate_head(job->qkv, source, key, 0, dim, job->k_weight, job->eps, cos, sin, job->half,
+                bf16, 0, job->weight_bf16);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        store_e4m3(job->keys, place + i, dim - i, load_some(key, i, dim - i, 0) / k_scale);
+        store_e4m3(job->values, place + i, dim - i,
+                   load_some(job->qkv, value + i, dim - i, bf16) / v_scale);
+    }
+}
 
 INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
     int64_t dim = job->dim, size = bf16 ? 2 : 4;
@@ -261,13 +279,18 @@ INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
     const float *sin = job->sin + job->positions[row] * job->half;
     for (int64_t head = 0; head < job->heads; head++, source += dim)
         rotate_head(job->qkv, source, job->q, (row * job->heads + head) * dim, dim,
-                    job->q_weight, job->eps, cos, sin, job->half, bf16, job->weight_bf16);
+                    job->q_weight, job->eps, cos, sin, job->half, bf16, bf16,
+                    job->weight_bf16);
     int64_t block = job->kv_slots[row] / job->block_size;
     int64_t offset = job->kv_slots[row] % job->block_size;
     for (int64_t head = 0; head < job->kv_heads; head++, source += dim) {
         int64_t place = ((block * job->kv_heads + head) * job->block_size + offset) * dim;
+        if (job->e4m3) {
+            round_heads(job, source, head, place, cos, sin, bf16);
+            continue;
+        }
         rotate_head(job->qkv, source, job->keys, place, dim, job->k_weight, job->eps, cos,
-                    sin, job->half, bf16, job->weight_bf16);
+                    sin, job->half, bf16, bf16, job->weight_bf16);
         memcpy((char *)job->values + place * size,
                (const char *)job->qkv + (source + job->kv_heads * dim) * size, dim * size);
     }
@@ -276,12 +299,13 @@ INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
 EXPORT void rope_and_cache(const void *qkv, void *q, void *keys, void *values,
                            const float *cos, const float *sin, const int64_t *positions,
                            const int64_t *kv_slots, const void *q_weight,
-                           const void *k_weight, float eps, int64_t t, int64_t heads,
+                           const void *k_weight, const float *k_scales,
+                           const float *v_scales, float eps, int64_t t, int64_t heads,
                            int64_t kv_heads, int64_t dim, int64_t half, int64_t block_size,
-                           int64_t bf16, int64_t weight_bf16) {
-    rope_job job = {qkv,      q,        keys,     values, cos,   sin,      positions, kv_slots,
-                    q_weight, k_weight, t,        heads,  kv_heads, dim, half,     block_size,
-                    eps,      (int)weight_bf16};
+                           int64_t e4m3, int64_t bf16, int64_t weight_bf16) {
+    rope_job job = {qkv,      q,        keys,     values,   cos, sin,      positions, kv_slots,
+                    q_weight, k_weight, k_scales, v_scales, t,   heads,    kv_heads,  dim,
+                    half,     block_size, e4m3,   eps,      (int)weight_bf16};
 #pragma omp parallel for schedule(static) if (t * heads * dim > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++) {
         if (bf16) rope_row(&job, row, 1);

@@ -13,7 +13,11 @@ from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED
-from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.quantization import (
+    kv_strategy,
+    read_quantization,
+    require_unquantized,
+)
 
 LAYER = "model.layers.11"
 
@@ -216,7 +220,6 @@ REFUSED = [
     (CHANNEL, "format", None),
     (CHANNEL, "ignore", "lm_head"),
     (CHANNEL, "quantization_status", "initialized"),
-    (CHANNEL, "kv_cache_scheme", {"num_bits": 8}),
     (CHANNEL, "sparsity_config", {"format": "sparse-24-bitmask"}),
     (CHANNEL, "transform_config", {"config_groups": {"a": 1}}),
     (CHANNEL, "output_activations", FLOAT),
@@ -268,3 +271,14 @@ def test_expressions_that_could_take_long_are_refused(expression):
 def test_what_is_no_expression_is_refused():
     with pytest.raises(CheckpointError, match="no regular expression"):
         read(compressed_config("channel", ignore=["re:[a"]))
+
+
+def test_quantized_keys_and_values_alone_leave_weights_as_they_are():
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    config = {"quantization_config": given}
+    assert read_quantization(config, "here") is UNQUANTIZED
+    assert kv_strategy(config, "here") == "tensor"
+    with pytest.raises(UnsupportedError, match="quantized keys and values, which a test"):
+        require_unquantized(config, "here", "a test")
+    assert kv_strategy({}, "here") is kv_strategy({"quantization_config": CHANNEL}, "here") is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sametoken.ops.model.attention.kv_triton import as_read
 from sametoken.ops.model.attention.tuning import LOG2_E
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -117,6 +118,7 @@ def with_tile(
         seen = seen & (at > lowest_of(position) - SLIDING_WINDOW)
     k_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
     k = tl.load(keys + start + (offset[:, None] + dim[None, :]), mask=k_mask, other=0)
+    k = as_read(k, q.dtype)
     scores = tl.dot(k, q, input_precision="ieee") if KV_LEFT else _right(q, k)
     where, limit = per_element(at, KV_LEFT), per_query(position, KV_LEFT)
     visible = where <= limit
@@ -131,7 +133,7 @@ def with_tile(
     # In the accumulators' shape: as a left operand, V needs its elements first.
     v_at = per_query(offset, KV_LEFT) + per_element(dim, KV_LEFT)
     v_mask = per_query(seen, KV_LEFT) & per_element(dim < HEAD_DIM, KV_LEFT)
-    v = tl.load(values + start + v_at, mask=v_mask, other=0)
+    v = as_read(tl.load(values + start + v_at, mask=v_mask, other=0), q.dtype)
     acc, totals = accumulated(acc * shrink, totals * shrink, weights, v, KV_LEFT)
     return acc, totals, new_peak
 
@@ -226,6 +228,12 @@ def with_sink(acc, total, peak, sink, scale, KV_LEFT: tl.constexpr):
 def normalised(acc, total, KV_LEFT: tl.constexpr):
     """Weighted values over total weight; 0 for inactive queries, whose weight is 0."""
     return acc / per_query(tl.where(total == 0.0, 1.0, total), KV_LEFT)
+
+
+@triton.jit
+def scaled(x, scales, kv_head):
+    """Times the scale of a KV head, if there are scales."""
+    return x if scales is None else x * tl.load(scales + kv_head)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
+from sametoken.ops.model.attention.kv import as_read
 
 
 def attention(
@@ -24,8 +25,8 @@ def attention(
     stops = (rows.positions + 1).tolist()
     for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
         first = max(0, stop - (shape.sliding_window or stop))
-        keys = _gathered(kv.keys, rows.block_table[slot], first, stop)
-        values = _gathered(kv.values, rows.block_table[slot], first, stop)
+        keys = as_read(_gathered(kv.keys, rows.block_table[slot], first, stop), kv.k_scales)
+        values = as_read(_gathered(kv.values, rows.block_table[slot], first, stop), kv.v_scales)
         grouped = q[row].clone().float().unflatten(0, (shape.num_kv_heads, -1))
         weights = _weights(grouped @ keys.mT * shape.scale, sinks)
         out[row] = (weights @ values).flatten().to(q.dtype)
@@ -41,9 +42,9 @@ def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _gathered(cache: Tensor, blocks: Tensor, first: int, stop: int) -> Tensor:
-    """Positions ``first .. stop - 1`` of one slot: [kv_heads, positions, head_dim] fp32."""
+    """Positions ``first .. stop - 1`` of one slot: [kv_heads, positions, head_dim]."""
     block_size = cache.shape[2]
     before = first // block_size
-    used = cache[blocks[before : -(-stop // block_size)]].float()
+    used = cache[blocks[before : -(-stop // block_size)]]
     at = slice(first - before * block_size, stop - before * block_size)
     return used.transpose(0, 1).flatten(1, 2)[:, at].contiguous()

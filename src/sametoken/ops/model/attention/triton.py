@@ -24,11 +24,13 @@ from sametoken.ops.model.attention.arithmetic import (
     normalised,
     per_element,
     per_query,
+    scaled,
     split_range,
     tile_queries,
     tile_rows,
     with_sink,
 )
+from sametoken.ops.model.attention.kv_triton import as_bytes
 from sametoken.ops.model.attention.splits import (
     merged_parts,
     prefetch_split,
@@ -67,7 +69,8 @@ def attention(
         q: [T, H, D], contiguous, bf16, fp16 or fp32.
         shape: head counts and the sliding window.
         rows: positions and slots of the rows, with their runs.
-        kv: the layer's KV, both tensors contiguous within a block and of equal strides.
+        kv: the layer's KV, both tensors contiguous within a block and of equal strides; of q's
+            dtype, or float8 e4m3.
         sinks: [H] fp32, a logit of each head without a value; None: there are none.
         max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
         config: launch configuration; chosen from the shapes by default.
@@ -111,8 +114,10 @@ def _launch(
     scale = shape.scale * LOG2_E
     strides = (rows.block_table.stride(0), *kv.keys.stride()[:2])
     where = (rows.positions, rows.slots, rows.runs.starts, group.first, group.max_rows)
-    inputs = (q, kv.keys, kv.values, *where, rows.block_table, *strides, scale)
+    memory = (as_bytes(kv.keys), as_bytes(kv.values))
+    inputs = (q, *memory, *where, rows.block_table, *strides, scale, kv.k_scales)
     sizes = {
+        "GROUP": heads_per_kv,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_DIM": max(16, triton.next_power_of_2(shape.head_dim)),
         "SPLIT": config.split,
@@ -120,7 +125,6 @@ def _launch(
         **pdl_options(q),
     }
     constants = sizes | {
-        "GROUP": heads_per_kv,
         "BLOCK_SIZE": kv.keys.shape[2],
         "BLOCK_QUERIES": config.block_queries,
         "TILE": config.tile,
@@ -129,7 +133,7 @@ def _launch(
         "num_stages": config.num_stages,
     }
     if config.form == "sequential":
-        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, sinks, out, **constants)
+        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, kv.v_scales, sinks, out, **constants)
         return
     max_splits = triton.cdiv(max_seq_len, config.split)
     programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
@@ -141,14 +145,24 @@ def _launch(
         *inputs, sums, stats, max_splits, **constants
     )
     _merge_kernel[places, shape.num_heads](
-        sums, stats, *where, sinks, out, max_splits, scale, num_warps=1, **sizes
+        sums,
+        stats,
+        *where,
+        sinks,
+        out,
+        max_splits,
+        scale,
+        kv.k_scales,
+        kv.v_scales,
+        num_warps=1,
+        **sizes,
     )
 
 
 @_jit
 def _sequential_kernel(
     q,  # [num_rows, heads, HEAD_DIM]
-    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], float8 as bytes
     values,
     positions,  # [num_rows] int64
     slots,  # [num_rows] int64
@@ -160,6 +174,8 @@ def _sequential_kernel(
     block_stride,
     head_stride,
     scale,
+    k_scales,  # [kv_heads] fp32, or None
+    v_scales,  # [kv_heads] fp32, or None
     sinks,  # [heads] fp32, or None
     out,  # [num_rows, heads, HEAD_DIM]
     GROUP: tl.constexpr,
@@ -183,11 +199,13 @@ def _sequential_kernel(
         positions, slots, slot, starts, first, stop,
         GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
     )  # fmt: skip
+    kv_head = tl.program_id(1)
+    scale = scaled(scale, k_scales, kv_head)
     gdc_wait(PDL)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     out += first_index * HEAD_DIM
-    keys += tl.program_id(1) * head_stride
-    values += tl.program_id(1) * head_stride
+    keys += kv_head * head_stride
+    values += kv_head * head_stride
 
     isolated = tl.min(position) * 0 - 1
     while isolated <= tl.max(position):
@@ -197,9 +215,10 @@ def _sequential_kernel(
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         if sinks is not None:
-            head = tl.program_id(1) * GROUP + tl.arange(0, BLOCK_QUERIES) % GROUP
+            head = kv_head * GROUP + tl.arange(0, BLOCK_QUERIES) % GROUP
             acc, total = with_sink(acc, total, peak, tl.load(sinks + head), scale, KV_LEFT)
-        result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
+        result = scaled(normalised(acc, total, KV_LEFT), v_scales, kv_head)
+        result = result.to(out.dtype.element_ty)
         # Dead rows are all 0, so a MoE layer routes them all to the same experts.
         stored = (isolated < 0) | (active >= 0)
         tl.store(out + at, result, mask=mask & per_query(stored, KV_LEFT))
@@ -221,6 +240,7 @@ def _split_kv_kernel(
     block_stride,
     head_stride,
     scale,
+    k_scales,
     sums,  # [places, heads, max_splits, HEAD_DIM] fp32
     stats,  # [places, heads, max_splits, 2] fp32: total weight, maximum score
     max_splits,
@@ -249,6 +269,7 @@ def _split_kv_kernel(
     sums += first_part * max_splits * HEAD_DIM
     stats += first_part * max_splits * 2
     dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
+    scale = scaled(scale, k_scales, tl.program_id(1))
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
     table = block_table + slot * table_stride
@@ -293,6 +314,9 @@ def _merge_kernel(
     out,  # [num_rows, heads, HEAD_DIM]
     max_splits,
     scale,
+    k_scales,
+    v_scales,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -311,6 +335,7 @@ def _merge_kernel(
     position = tl.load(positions + row + tl.arange(0, 1)).to(tl.int32)
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
+    scale = scaled(scale, k_scales, head // GROUP)
     gdc_wait(PDL)
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
     parts = merged_parts(sums, stats, first_split, last_split, scale, HEAD_DIM, BLOCK_DIM)
@@ -319,7 +344,7 @@ def _merge_kernel(
         sink = tl.load(sinks + head + tl.arange(0, 1))
         acc, total = with_sink(acc, total, peak, sink, scale, True)
     dim = tl.arange(0, BLOCK_DIM)[:, None]
-    result = normalised(acc, total, True)
+    result = scaled(normalised(acc, total, True), v_scales, head // GROUP)
     if starts is not None:
         result = tl.where(dead, 0.0, result)
     at = (row.to(tl.int64) * heads + head) * HEAD_DIM

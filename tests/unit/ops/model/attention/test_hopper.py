@@ -142,6 +142,7 @@ def test_it_serves_hopper_alone(monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     assert serves(QWEN3, *asked)
     assert not serves(QWEN3, torch.float32, *asked[1:])
+    assert not serves(QWEN3, torch.float8_e4m3fn, *asked[1:])
     assert not serves(AttentionShape(65, 1, 128), *asked)
     assert not serves(AttentionShape(4, 4, 20), *asked)
     assert not serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))

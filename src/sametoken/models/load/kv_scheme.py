@@ -1,0 +1,31 @@
+"""Scales of keys and values in float8, as compressed-tensors writes them.
+
+They lie beside each attention block's projections, as ``X.k_scale`` and ``X.v_scale`` in a
+floating dtype: [1] (strategy "tensor"), or [num_kv_heads, 1, 1] (strategy "attn_head"). Modules
+of draft heads have none.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sametoken.models.load.fp8_linear import positive
+from sametoken.models.load.share import of_rank
+from sametoken.models.load.weights import WeightReader
+from sametoken.ops.model.attention.kv import KVScales
+
+
+def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, num_heads: int) -> KVScales:
+    """This rank's scales of the attention block at ``prefix``, of ``num_heads`` KV heads in all.
+
+    Raises:
+        CheckpointError: they are missing, of another shape, or not positive.
+    """
+    shapes = {"tensor": ((1,), ()), "attn_head": ((num_heads, 1, 1), (num_heads,))}[strategy]
+    own = of_rank(range(num_heads), weights.parallel)
+
+    def read(name: str) -> Tensor:
+        whole = positive(weights, name, shapes).reshape(-1).expand(num_heads)
+        return whole[own.start : own.stop].contiguous().to(weights.device)
+
+    return KVScales(read(f"{prefix}.k_scale"), read(f"{prefix}.v_scale"))

@@ -1,0 +1,172 @@
+"""Keys and values in float8: an option of its own, within which the law holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.checkpoints import VOCAB, head_tensors, write_checkpoint, write_llama, write_safeailab
+from helpers.families import write_family
+from helpers.harness import request, run
+from helpers.hybrids import write_hybrid
+from helpers.latents import write_nextn
+from helpers.recorded import RecordedLogits
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.models.load.sent import source_of
+
+MAX_TOKENS = 14
+#: Half of each prompt is another's too, so that blocks are shared.
+PROMPTS = [(*range(1, 17), *(i * (n + 3) % VOCAB for i in range(4 + n))) for n in range(4)]
+FP8 = {"kv_cache_dtype": "fp8"}
+
+
+def engine(path, spec=None, **options):
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "prefill_chunk_size": 8}
+    options = sizes | {"num_kv_blocks": 64, "device": "cpu"} | FP8 | options
+    return build_engine(
+        EngineConfig.from_options(model=str(path), speculative_config=spec, **options)
+    )
+
+
+def requests(prompts=PROMPTS):
+    return [
+        request(f"r{i}", prompt, MAX_TOKENS, seed=i, temperature=0.7 * (i % 2))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def alone(path, **options) -> tuple[dict, dict]:
+    """Tokens and logits of requests, each by itself, without sharing."""
+    core = engine(
+        path, max_num_seqs=1, enable_prefix_caching=False, prefill_chunk_size=64, **options
+    )
+    recorded = RecordedLogits()
+    core._runner = recorded.runner(core._runner)
+    return run(core, requests()).tokens, recorded.rows
+
+
+def drafting(folder, method: str) -> tuple:
+    """A target, and how drafts are made for it."""
+    if method == "mtp":
+        return write_hybrid(folder / "target", seed=4), {"method": "mtp"}
+    if method == "ngram":
+        return write_family(folder / "target", "gpt_oss"), {"method": "ngram"}
+    target = write_llama(folder / "target", max_position_embeddings=128)
+    if method == "draft_model":
+        return target, {"method": "draft_model", "model": str(target)}
+    head = write_safeailab(folder / "head", head_tensors())
+    return target, {"method": "eagle3", "model": str(head)}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "mtp"])
+def test_no_draft_and_no_company_changes_a_bit(tmp_path, method):
+    """Among sinks and windows (ngram), recurrent layers (mtp), preemptions and shared blocks."""
+    path, spec = drafting(tmp_path, method)
+    tokens, truth = alone(path)
+    core = engine(path, spec | {"num_speculative_tokens": 3}, num_kv_blocks=26)
+    recorded = RecordedLogits()
+    core._runner = recorded.runner(core._runner)
+    drafted = run(core, requests())
+    assert drafted.tokens == tokens
+    same = [torch.equal(row, truth[key]) for key, row in recorded.rows.items() if key in truth]
+    assert all(same)
+    assert len(same) >= len(PROMPTS) * MAX_TOKENS
+    assert drafted.offered > 0
+    if method == "draft_model":
+        assert drafted.accepted == drafted.offered, "the drafter's KV is not the target's"
+        assert tokens != alone(path, kv_cache_dtype="auto")[0]
+    assert core.scheduler.num_preemptions > 0
+    assert run(core, requests()).tokens == tokens
+    # There is no memory to keep recurrent states for sharing.
+    assert core.scheduler.prefix_cache_hits > 0 or method == "mtp"
+
+
+def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path):
+    path, told = write_llama(tmp_path, max_position_embeddings=128), []
+    config = EngineConfig.from_options(model=str(path), max_model_len=64, num_kv_blocks=8, **FP8)
+    resolved = build_engine(config, told.append).resolved
+    assert (
+        resolved.kv_bytes * 4
+        == engine(path, kv_cache_dtype="auto", num_kv_blocks=35).resolved.kv_bytes
+    )
+    assert resolved.kv_cache_dtype == torch.float8_e4m3fn
+    assert "kv_cache_dtype is fp8: requested; scales are 1" in told
+
+
+def scaled(folder, strategy: str, changes=()):
+    """A target whose scheme wants float8, as llm-compressor writes it for KV alone."""
+    path = write_llama(folder, max_position_embeddings=128)
+    config = json.loads((path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
+    scheme |= {"symmetric": True, "observer": "minmax"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": scheme | dict(changes),
+        "format": "dense",
+        "quantization_status": "frozen",
+    }
+    tensors = load_file(path / "model.safetensors")
+    heads = config["num_key_value_heads"]
+    for index in range(config["num_hidden_layers"]):
+        for place, name in enumerate("kv"):
+            size = (1,) if strategy == "tensor" else (heads, 1, 1)
+            own = torch.arange(1, 1 + size[0]).view(size) * 0.01 + index * 0.1 + place * 0.02
+            tensors[f"model.layers.{index}.self_attn.{name}_scale"] = own.bfloat16()
+    return write_checkpoint(path, config, tensors), tensors
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_auto_takes_the_scales_of_the_checkpoint(tmp_path, strategy):
+    path, tensors = scaled(tmp_path, strategy)
+    core = engine(path, {"method": "ngram", "num_speculative_tokens": 3}, kv_cache_dtype="auto")
+    for index, layer in enumerate(core._runner.step.kv.layers):
+        for name, found in zip("kv", layer.scales, strict=True):
+            stored = tensors[f"model.layers.{index}.self_attn.{name}_scale"].float().flatten()
+            assert torch.equal(found, stored.expand(layer.keys.shape[1]))
+    assert core.resolved.reasons["kv_cache_dtype"] == (
+        f"fp8: the checkpoint has a kv_cache_scheme; scales are the checkpoint's, by {strategy}"
+    )
+    drafted = run(core, requests())
+    assert drafted.offered > 0
+    assert drafted.tokens == alone(path)[0]
+    assert drafted.tokens != alone(write_llama(tmp_path / "bare", max_position_embeddings=128))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_bits": 4}, "num_bits=4"),
+        ({"dynamic": True}, "dynamic=True"),
+        ({"symmetric": False}, "symmetric=False"),
+        ({"strategy": "token"}, "strategy='token'"),
+        ({"zero_points": True}, "zero_points=True"),
+    ],
+)
+def test_other_schemes_are_refused_by_the_key(tmp_path, changes, said):
+    path, _ = scaled(tmp_path, "tensor", changes)
+    with pytest.raises(UnsupportedError, match=f"kv_cache_scheme: .*{said}.* is not supported"):
+        engine(path)
+
+
+def test_latent_attention_and_other_dtypes_are_refused(tmp_path):
+    write_nextn(tmp_path, "deepseek_v3")
+    with pytest.raises(UnsupportedError, match="latent attention keeps no vectors in float8"):
+        engine(tmp_path)
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2'"):
+        EngineConfig(kv_cache_dtype="fp8_e5m2")
+
+
+def test_new_weights_bring_their_scales(tmp_path):
+    path, tensors = scaled(tmp_path, "attn_head")
+    core = engine(path, kv_cache_dtype="auto")
+    name = "model.layers.1.self_attn.v_scale"
+    tensors |= {name: tensors[name] * 4}
+    core.use_weights(core.weights.load(source_of(tensors.items()), "model"))
+    found = core._runner.step.kv.layers[1].scales.v
+    assert torch.equal(found, tensors[name].float().flatten())

@@ -5,6 +5,7 @@ Both are set before torch and triton are imported.
 
 from __future__ import annotations
 
+import gc
 import os
 
 # The suite runs several processes on few cores; spinning threads would fight over them.
@@ -69,6 +70,16 @@ def with_one_layout_each(items: list) -> list:
         if len(cases) > 1 and len(case) > 1
     }
     return [item for item in items if item not in dropped]
+
+
+def pytest_sessionstart():
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """What is imported and collected lives to the end: no search for garbage looks at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,10 +17,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import interpreter
+from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
 from sametoken.ops.model.recurrent import convolution_triton
 
+warm_processes.install()
 if not torch.cuda.is_available():
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.

@@ -5,6 +5,7 @@ Both are set before torch and triton are imported.
 
 from __future__ import annotations
 
+import gc
 import os
 
 # The suite runs several processes on few cores; spinning threads would fight over them.
@@ -16,10 +17,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from helpers import interpreter
+from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
 from sametoken.ops.model.recurrent import convolution_triton
 
+warm_processes.install()
 if not torch.cuda.is_available():
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
@@ -69,6 +71,16 @@ def with_one_layout_each(items: list) -> list:
         if len(cases) > 1 and len(case) > 1
     }
     return [item for item in items if item not in dropped]
+
+
+def pytest_sessionstart():
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """What is imported and collected lives to the end: no search for garbage looks at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

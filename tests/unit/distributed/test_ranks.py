@@ -17,6 +17,7 @@ import pytest
 from helpers.checkpoints import write_llama
 from helpers.harness import request, run
 from helpers.thread_ranks import engine_over_threads
+from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
@@ -58,7 +59,7 @@ def items():
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    return [one for one in psutil.Process().children() if not is_server(one.pid)]
 
 
 def gone(process: psutil.Process) -> bool:

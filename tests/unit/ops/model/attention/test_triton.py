@@ -135,7 +135,7 @@ def test_a_window_longer_than_a_query_tile(block_queries, config):
 
 
 #: Runs of a step: slot, first position, rows, and dead rows behind them.
-RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 10, 0), (4, 29, 19, 4))
+RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 9, 0), (4, 31, 9, 2))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -153,7 +153,7 @@ def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypa
     """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **o: new_empty(*a, **o).fill_(7e7))
-    scene = Scene(SHAPE, [41, 15, 9, 30, 48])
+    scene = Scene(SHAPE, [41, 15, 9, 29, 40])
     if sliding_window:
         forget(scene, sliding_window)
     where, live, zero, alone = [], [], [], []
@@ -272,10 +272,15 @@ def test_unread_kv_may_be_anything():
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("sliding_window", "poisoned"), [(None, (38, 40)), (3, (34, 38)), (3, (33, 40))]
-)
-@pytest.mark.parametrize(
-    ("config", "value"), [(SEQUENTIAL, torch.nan), (SPLIT_KV, torch.inf), (SPLIT_KV, torch.nan)]
+    ("config", "value", "sliding_window", "poisoned"),
+    [
+        (SEQUENTIAL, torch.nan, None, (38, 40)),
+        (SEQUENTIAL, torch.inf, 3, (34, 38)),
+        (SEQUENTIAL, torch.nan, 3, (33, 40)),
+        (SPLIT_KV, torch.inf, None, (38, 40)),
+        (SPLIT_KV, torch.nan, 3, (34, 38)),
+        (SPLIT_KV, torch.inf, 3, (33, 40)),
+    ],
 )
 def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
     config, value, sliding_window, poisoned

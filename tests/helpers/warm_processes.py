@@ -1,0 +1,157 @@
+"""Processes of the program, forked from one that has imported what they import.
+
+An engine's process takes 3.5 s of CPU time to import its libraries, and a process that tries
+grammars 4 s. ``spawn`` of ``sametoken.io.child_process`` starts what it starts without this: a
+child of the process that asks, with its environment, its output and the socket it passes on. The
+commands that tests run start their processes themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+
+from sametoken.io import child_process
+
+_PR_SET_CHILD_SUBREAPER = 36
+#: Variables that libraries read when they are imported.
+_READ_AT_IMPORT = ("CUDA", "HF_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_", "TRITON_")
+_LARGEST_REQUEST = 2**17
+
+
+def install() -> None:
+    """Make this process start its processes so; on Linux, where orphans can be adopted."""
+    if sys.platform == "linux":
+        child_process.subprocess = SimpleNamespace(Popen=WarmProcess, DEVNULL=subprocess.DEVNULL)
+
+
+class WarmProcess(subprocess.Popen):
+    """``python -m MODULE FD``, forked where it would import the same."""
+
+    def _execute_child(self, args, executable, preexec, close_fds, pass_fds, cwd, env, *others):
+        server = _server()
+        if not server.imports_the_same(env):
+            super()._execute_child(
+                args, executable, preexec, close_fds, pass_fds, cwd, env, *others
+            )
+            return
+        self.pid = server.fork(args[2], env, *pass_fds)
+        self._child_created = True
+        self._close_pipe_fds(*others[3:9])
+
+
+class _Server:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._imported_with = _read_at_import(os.environ)
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            path = os.pathsep.join(path for path in sys.path if path)
+            environment = os.environ | {"PYTHONPATH": path}
+            passed = [theirs.fileno()]
+            self._process = subprocess.Popen(command, env=environment, pass_fds=passed)
+        atexit.register(self._stop)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _stop(self) -> None:
+        self._sock.close()
+        self._process.wait()
+
+    def imports_the_same(self, env) -> bool:
+        return _read_at_import(env) == self._imported_with
+
+    def fork(self, module: str, env, fd: int) -> int:
+        """Process id of a child of this process."""
+        request = json.dumps([module, dict(env), os.getcwd()]).encode()
+        with self._lock, _adopting():
+            socket.send_fds(self._sock, [request], [fd, 1, 2])
+            return int(self._sock.recv(_LARGEST_REQUEST))
+
+
+_server = cache(_Server)
+
+
+def is_server(pid: int) -> bool:
+    """Whether a child of this process is the one that forks."""
+    return _server.cache_info().currsize > 0 and pid == _server().pid
+
+
+def _read_at_import(env) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+@contextmanager
+def _adopting():
+    """Orphans of the block become children of this process."""
+    control = ctypes.CDLL(None).prctl
+    control(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        control(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _serve(sock: socket.socket) -> None:
+    """Fork for every request; returns in the process that runs a module, once it has."""
+    while True:
+        request, fds, _, _ = socket.recv_fds(sock, _LARGEST_REQUEST, 3)
+        if not request:
+            return
+        read, write = os.pipe()
+        parent = os.fork()
+        if not parent:
+            # An orphan at once, which the asking process adopts.
+            if pid := os.fork():
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            for fd in (sock.detach(), read, write):
+                os.close(fd)
+            _run(json.loads(request), *fds)
+            return
+        os.waitpid(parent, 0)
+        sock.send(os.read(read, 32))
+        for fd in (*fds, read, write):
+            os.close(fd)
+
+
+def _run(request: list, fd: int, output: int, errors: int) -> None:
+    module, env, directory = request
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(directory)
+    sys.path += [path for path in env["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    for number, inherited in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
+        os.dup2(inherited, number)
+        os.close(inherited)
+    sys.argv = [module, str(fd)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    import xgrammar  # noqa: F401
+
+    import sametoken.engine.follower_main
+    import sametoken.serving.engine_main  # noqa: F401
+
+    gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -20,7 +20,7 @@ import pytest
 
 from sametoken.models.names import HYBRID_NAME
 
-PATIENCE_S = 120
+PATIENCE_S = 600
 PROMPT = "\n> "
 GREEN = "\x1b[1;32m"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from helpers.checkpoints import VOCAB
@@ -25,11 +27,16 @@ def expected_drafts(tokens: list[int], inside: set[int], k: int) -> tuple[int, i
     return accepted, offered
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_twin_is_right_wherever_the_map_has_the_token(tmp_path, k, seed):
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory):
+    """What a target says without drafts, by its seed."""
+    return cache(lambda seed: Twin(tmp_path_factory.mktemp("plain"), seed).plain(twin_requests()))
+
+
+@pytest.mark.parametrize(("k", "seed"), [(3, 0), (1, 1), (3, 1)])
+def test_a_twin_is_right_wherever_the_map_has_the_token(tmp_path, plain_of, k, seed):
     """A draft id that is taken for the target's, or an order other than the map's, is wrong."""
-    plain = Twin(tmp_path / "plain", seed).plain(twin_requests())
+    plain = plain_of(seed)
     emitted = sorted({token for tokens in plain.values() for token in tokens})
     inside = sorted({*emitted[::2], VOCAB - 1})
     twin = Twin(tmp_path / "mapped", seed, token_ids=inside)
@@ -45,29 +52,30 @@ def test_a_twin_is_right_wherever_the_map_has_the_token(tmp_path, k, seed):
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
-def test_in_company_and_in_flight_a_twin_with_a_map_changes_no_token(tmp_path, steps_in_flight):
+def test_in_company_and_in_flight_a_twin_with_a_map_changes_no_token(
+    tmp_path, plain_of, steps_in_flight
+):
     twin = Twin(tmp_path, token_ids=list(range(0, VOCAB, 2)))
     ran = run(twin.engine(3, steps_in_flight=steps_in_flight), twin_requests())
-    assert ran.tokens == twin.plain(twin_requests())
+    assert ran.tokens == plain_of(0)
     assert 0 < ran.accepted < ran.offered
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("k", [1, 4])
-def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, k, seed):
+@pytest.mark.parametrize(("k", "seed"), [(1, 0), (4, 0), (4, 1), (4, 2)])
+def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, plain_of, k, seed):
     """The module as it is would be right always."""
     twin = Twin(tmp_path, seed, quantized=True)
     weights = [name for name, one in packed_in(twin.head) if isinstance(one, Fp8Weight)]
     assert len(weights) == 6
     ran = run(twin.engine(k), twin_requests())
-    assert ran.tokens == twin.plain(twin_requests())
+    assert ran.tokens == plain_of(seed)
     # Seen: 0.91 to 0.96. A step of e4m3 is 1/8 of a number, and 23 logits lie close at times.
     assert ran.accepted > 0.8 * ran.offered > 0
 
 
 @pytest.mark.parametrize("token_ids", [None, list(range(0, VOCAB, 2))], ids=["whole", "mapped"])
-def test_a_quantized_twin_that_is_spoilt_changes_no_token(tmp_path, token_ids):
+def test_a_quantized_twin_that_is_spoilt_changes_no_token(tmp_path, plain_of, token_ids):
     twin = Twin(tmp_path, token_ids=token_ids, quantized=True)
     ran = run(twin.engine(3, steps_in_flight=2, spoil=True), twin_requests())
-    assert ran.tokens == twin.plain(twin_requests())
+    assert ran.tokens == plain_of(0)
     assert 0 < ran.accepted < ran.offered

@@ -58,7 +58,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=60)
+        self._http = httpx.Client(base_url=url, timeout=600)
 
     def post(self, path: str, body: dict | None = None) -> dict:
         answer = self._http.post(path, json=body)

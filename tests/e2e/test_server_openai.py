@@ -286,10 +286,10 @@ def test_a_client_that_leaves_frees_its_place(client, server):
     next(iter(stream))
     stream.close()
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.05).completions.create(
+        client.with_options(timeout=0.3).completions.create(
             model="tiny", prompt=PROMPT, max_tokens=1000, extra_body={"ignore_eos": True}
         )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while server.engine.stats().num_finished.get("abort", 0) < aborted + 2:
         assert time.monotonic() < deadline, "a request that nobody waits for still runs"
         time.sleep(0.02)

@@ -67,12 +67,12 @@ def asked(max_tokens: int, temperature: float = 0.0, **options) -> SamplingParam
 
 
 CHATS = [
-    (CALCULATOR_EDIT, asked(96)),
-    (CALCULATOR_EDIT, asked(48, 0.8)),
-    (calculator.PROMPT, asked(32, 1.0, seed=3)),
-    (WORD_PROBLEM, asked(32)),
+    (CALCULATOR_EDIT, asked(64)),
+    (CALCULATOR_EDIT, asked(32, 0.8)),
+    (calculator.PROMPT, asked(24, 1.0, seed=3)),
+    (WORD_PROBLEM, asked(24)),
 ]
-TEXTS = [(CODE, asked(56)), (CODE, asked(40, 0.7, top_p=0.9)), (calculator.PROMPT, asked(40))]
+TEXTS = [(CODE, asked(56)), (CODE, asked(28, 0.7, top_p=0.9)), (calculator.PROMPT, asked(28))]
 
 
 def answers(
@@ -125,7 +125,7 @@ def test_matches_are_accepted_most_in_the_edit():
     assert lengths[EDIT] == max(lengths)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "mtp-8"])
 def test_a_batch_in_small_chunks(drafter):
     """Four at once, the others wait; two take fewer drafts, and no other request loses one."""
     sizes = {"max_num_seqs": 4, "prefill_chunk_size": 32, "max_num_batched_tokens": 512}

@@ -47,13 +47,13 @@ class RunningServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(120)
+        assert self._started.wait(600)
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self.server.begin_drain)
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
         self._listener.close()
 

@@ -6,6 +6,7 @@ the row's KV, so any wrong address, stale block or rejected row changes the outp
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sametoken.models.base import HiddenStates, ModelConfig
@@ -43,6 +44,7 @@ class ToyModel:
         self.config = toy_config(vocab_size)
         self.caches = (PagedKV(1, 1, 1, torch.float64, window),)
         self.salt = salt
+        self._of_tokens = torch.arange(vocab_size, dtype=torch.int64) * 104_729 + salt
         self.seen: list[tuple[int, ...]] = []
 
     def forward(self, token_ids, rows, kv):
@@ -50,20 +52,18 @@ class ToyModel:
         block_size = layer.keys.shape[2]
         flat = layer.keys[:, 0, :, 0]
         flat[rows.kv_slots // block_size, rows.kv_slots % block_size] = token_ids.double()
-        hashes = []
+        memory, tables, hashes = flat.numpy(), rows.block_table.numpy(), []
         for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
             window = self.caches[0].window or position + 1
-            where = torch.arange(max(0, position + 1 - window), position + 1)
-            blocks = rows.block_table[slot, where // block_size]
-            visible = flat[blocks, where % block_size]
-            assert not visible.isnan().any(), "a row reads KV that nobody wrote"
-            hashes.append(self._hash(visible.long().tolist()))
+            where = np.arange(max(0, position + 1 - window), position + 1)
+            visible = memory[tables[slot, where // block_size], where % block_size]
+            assert not np.isnan(visible).any(), "a row reads KV that nobody wrote"
+            hashes.append(self._hash(visible.astype(np.int64).tolist()))
         last = torch.tensor([[h, 1.0] for h in hashes], dtype=torch.float64).view(-1, 2)
         return HiddenStates(last, last)
 
     def compute_logits(self, hidden):
-        vocabulary = torch.arange(self.config.vocab_size, dtype=torch.int64)
-        mixed = (hidden[:, :1].long() * 7919 + vocabulary * 104_729 + self.salt) % MODULUS
+        mixed = (hidden[:, :1].long() * 7919 + self._of_tokens) % MODULUS
         mixed = mixed * mixed % MODULUS
         return (mixed.double() / MODULUS * 6 - 3).float()
 

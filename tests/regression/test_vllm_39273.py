@@ -81,7 +81,7 @@ def run_watched(core, requests, limit: int) -> Watched:
 
 @pytest.mark.usefixtures("layouts")
 def test_a_step_without_drafts_after_accepted_drafts():
-    limit = 120
+    limit = 80
     model = HybridToy(pull=9.0)
     requests = [request(name, prompt, max_tokens=limit) for name, prompt in PROMPTS.items()]
     plain = run(build(model, SHAPE), requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -253,6 +253,15 @@ def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | Pickl
     return SafetensorsSource(str(directory), files, prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is, and what its file's header says of it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class SafetensorsSource:
     """The tensors of safetensors files.
 
@@ -267,28 +276,32 @@ class SafetensorsSource:
 
     def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
         self.location = location
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         for path in files:
             with _opened(path) as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            for name in names:
-                if self._files.setdefault(name, path) != path:
-                    raise CheckpointError(
-                        f"tensor {name} is in {self._files[name]} and in {path.name}", AGAIN
-                    )
+                slices = {name: file.get_slice(name) for name in names}
+                stored = {
+                    name: _Stored(path, one.get_dtype(), tuple(one.get_shape()))
+                    for name, one in slices.items()
+                }
+            for name in stored.keys() & self._stored.keys():
+                raise CheckpointError(
+                    f"tensor {name} is in {self._stored[name].path} and in {path.name}", AGAIN
+                )
+            self._stored |= stored
 
     def names(self) -> Collection[str]:
         """Names in the files."""
-        return self._files.keys()
+        return self._stored.keys()
 
     def names_in(self, file: Path) -> list[str]:
         """Names in one file."""
-        return [name for name, path in self._files.items() if path == file]
+        return [name for name, one in self._stored.items() if one.path == file]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file's header."""
-        with _opened(self._files[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def integers(self, name: str) -> Tensor:
         """A whole tensor of integers.
@@ -296,22 +309,21 @@ class SafetensorsSource:
         Raises:
             CheckpointError: it has another dtype, or cannot be read.
         """
-        with _opened(self._files[name]) as file:
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in _INTEGERS:
-                raise CheckpointError(
-                    f"tensor {name} of {self._files[name]} has dtype {dtype}, no integers", AGAIN
-                )
+        stored = self._stored[name]
+        if stored.dtype not in _INTEGERS:
+            raise CheckpointError(
+                f"tensor {name} of {stored.path} has dtype {stored.dtype}, no integers", AGAIN
+            )
+        with _opened(stored.path) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor; mapped only while read, as mapped pages count as memory."""
-        with _opened(self._files[name]) as file:
-            dtype = file.get_slice(name).get_dtype()
-        if dtype not in _FLOATING:
+        stored = self._stored[name]
+        if stored.dtype not in _FLOATING:
             raise UnsupportedError(
-                f"tensor {name} of {self._files[name]} has dtype {dtype}",
+                f"tensor {name} of {stored.path} has dtype {stored.dtype}",
                 f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)}), or one whose "
                 "quantization_config covers the tensor",
             )
@@ -319,14 +331,14 @@ class SafetensorsSource:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in the file's header."""
-        with _opened(self._files[name]) as file:
+        with _opened(self._stored[name].path) as file:
             tensor = file.get_slice(name)
             rows: Tensor = tensor[:0] if tensor.get_shape() else file.get_tensor(name)
             return rows.dtype
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype; a scalar is one row."""
-        with _opened(self._files[name]) as file:
+        with _opened(self._stored[name].path) as file:
             tensor = file.get_slice(name)
             shape = tensor.get_shape()
             if not shape:

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from helpers.forward import Bench
 from helpers.parity import BACKENDS, load
 from sametoken import LLM, SamplingParams
 from sametoken.audit import trainer_audit
 from sametoken.audit.trainer_audit import audit_trainer
-from sametoken.audit.trainer_fit import EQUAL, STALE, TEMPERATURE, TIES, TOKENS, UNEXPLAINED
+from sametoken.audit.trainer_fit import BOTH, EQUAL, STALE, TEMPERATURE, TIES, TOKENS, UNEXPLAINED
 from sametoken.audit.trainer_rollouts import scored_by
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig
@@ -281,3 +282,64 @@ def test_what_cannot_be_compared_is_refused(models, outputs):
     tiny = EngineConfig.from_options(model=str(models["now"]), **OPTIONS | {"max_model_len": 16})
     with pytest.raises(RequestError, match="a prompt of"):
         audit_trainer(tiny, [one])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002])
+def test_two_causes_at_once_are_both_named(tmp_path, models, outputs, noise):
+    exact, draw = Trainer(models["older"], 0.7), random.Random(0)
+
+    def trainer(token_ids, prompt_len):
+        return [min(0.0, one + draw.gauss(0, noise)) for one in exact(token_ids, prompt_len)]
+
+    others = [f"--checkpoint={models[name]}" for name in ("oldest", "older")]
+    code, found = audited(tmp_path, models, rows_of(outputs, trainer), *others)
+    assert (code, found["summary"]) == (1, BOTH)
+    best = found["groups"][0]["best"]
+    assert best["assumed"].startswith(f"with the weights of {models['older']} at temperature 0.7")
+    assert (best["num_equal"] == best["num_tokens"]) == (noise == 0)
+    assert {one["cause"] for one in found["groups"][0]["rollouts"]} == {BOTH}
+
+
+def mixed(models, outputs) -> list[dict]:
+    """An equal rollout, one of older weights, and one with a token that is off."""
+    now, older = (rows_of(outputs, Trainer(models[name])) for name in ("now", "older"))
+    scores = list(now[2]["logprobs"])
+    scores[5] -= 2
+    return [now[0], older[1], now[2] | {"logprobs": scores}]
+
+
+def test_each_rollout_has_a_cause_and_its_first_difference(tmp_path, models, outputs):
+    rows = mixed(models, outputs)
+    (group,) = audited(tmp_path, models, rows, f"--checkpoint={models['older']}")[1]["groups"]
+    assert group["cause"] == UNEXPLAINED
+    assert [one["cause"] for one in group["rollouts"]] == [EQUAL, STALE, UNEXPLAINED]
+    first = [one["first"] for one in group["rollouts"]]
+    assert first[0] is None
+    for one, row, position in zip(first[1:], rows[1:], (0, 5), strict=True):
+        assert one["position"] == position
+        assert one["trainer"] == row["logprobs"][position] != one["engine"]
+        assert one["token_id"] == row["token_ids"][row["prompt_length"] + position]
+
+
+@needs_chromium
+def test_the_report_works_in_a_browser(tmp_path, models, outputs):
+    page_file, errors = tmp_path / "trainer.html", []
+    rows = mixed(models, outputs)
+    rows[0]["messages"] = CONVERSATIONS[1]
+    others = (f"--checkpoint={models['older']}", f"--html={page_file}")
+    found = audited(tmp_path, models, rows, *others)[1]
+    with chromium() as browser:
+        page = browser.new_context(offline=True).new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(page_file.as_uri())
+        assert page.inner_text("#verdict") == found["summary"]
+        group = found["groups"][0]
+        assert page.locator("#assumptions tbody tr").count() == 1 + len(group["others"])
+        given = page.locator("#spread tbody tr").first.locator("td").all_inner_texts()
+        assert list(map(int, given)) == group["given"]["spread"]
+        assert page.locator("#rollouts tbody tr").count() == 3
+        page.select_option("#cause", UNEXPLAINED)
+        (row,) = page.locator("#rollouts tbody tr").all_inner_texts()
+        assert row.split()[:2] == ["3", UNEXPLAINED]
+        assert page.locator("#prompts tbody tr").count() == 1
+    assert errors == []

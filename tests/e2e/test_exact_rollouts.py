@@ -11,7 +11,7 @@ import torch
 
 from helpers.checkpoints import write_checkpoint
 from helpers.exact import CONFIGS, all_equal, rollout, write_exact
-from helpers.hybrids import twin_config, twin_tensors
+from helpers.hybrids import EXPERTS, merged_experts, twin_config, twin_tensors
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, SamplingParams
 from sametoken.exact import ExactModel
@@ -75,10 +75,11 @@ def test_any_drafter_batch_and_kernels(name, kernels, spec, checkpoints, monkeyp
     assert llm.speculation_metrics.num_accepted_tokens > 0
 
 
-def test_a_hybrid_with_its_own_module(tmp_path):
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "with experts"])
+def test_a_hybrid_with_its_own_module(experts, tmp_path):
     """As published: names of a model that also sees, and a module that the trainer leaves out."""
-    config = twin_config()
-    path = write_checkpoint(tmp_path, config, twin_tensors(config))
+    config = twin_config(**experts)
+    path = write_checkpoint(tmp_path, config, merged_experts(twin_tensors(config)))
     llm = engine(path, {"method": "mtp", "num_speculative_tokens": 3}, dtype="bfloat16")
     model = ExactModel(str(path), dtype="bfloat16", device="cpu", max_model_len=60)
     sequences, starts, logprobs = rollout(llm, PROMPTS, params(24, logprobs=0))

@@ -48,7 +48,10 @@ def test_floats_become_what_a_quantized_copy_has(copies):
     # Back by the copy's own tensors, and again by an optimizer's, which are rounded first.
     live.update_weights(tensors_of(old_copy).items())
     assert said(live) == before
-    live.update_weights((name, tensor.float() * 1.0001) for name, tensor in sent.items())
+    rounded = {name: tensor.float() * 1.0001 for name, tensor in sent.items()}
+    sent_bytes = sum(tensor.nbytes for tensor in rounded.values())
+    assert sent_bytes <= live._engine.weights.require_target("model")
+    live.update_weights(rounded.items())
     assert same_weights(live, built)
 
 

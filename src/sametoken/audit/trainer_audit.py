@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sametoken.audit.trainer_fit import (
+    BOTH,
     MIN_TOKENS,
     STALE,
     TEMPERATURE,
@@ -22,16 +22,21 @@ from sametoken.audit.trainer_fit import (
     fitted_temperature,
 )
 from sametoken.audit.trainer_rollouts import ScoredRollout
-from sametoken.audit.trainer_verdict import Group, TokenDifference, TrainerVerdict, WrongToken
+from sametoken.audit.trainer_scorer import Scorer
+from sametoken.audit.trainer_verdict import (
+    Group,
+    RolloutFinding,
+    TokenDifference,
+    TrainerVerdict,
+    WrongToken,
+)
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.errors import NumericalError, RequestError
+from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.text.tokenizer import Tokenizer
-from sametoken.types.request import EngineRequest
-from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.weight_updates import MODEL
 
 Build = Callable[[EngineConfig], EngineCore]
@@ -99,75 +104,23 @@ def audit_trainer(
 
 
 @dataclass(frozen=True, slots=True)
-class Scorer:
-    """The engine's log-probabilities of given tokens.
+class _Compared:
+    """Log-probabilities by rollout, under an assumption: the trainer's in fp64, the engine's."""
 
-    Attributes:
-        core: idle before and after.
-        concurrency: the most rollouts at once.
-    """
-
-    core: EngineCore
-    concurrency: int
+    assumed: str
+    cause: str
+    trainer: Sequence[Tensor]
+    engine: Sequence[Tensor]
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of a rollout that can be scored: the engine samples one more."""
-        return self.core.resolved.max_model_len - 1
+    def fit(self) -> Fit:
+        """Over all rollouts."""
+        return Fit.of(self.assumed, self.cause, self.trainer, self.engine)
 
-    def scores(
-        self, sequences: Sequence[tuple[int, ...]], num_wanted: Sequence[int], temperature: float
-    ) -> list[Tensor]:
-        """Score the last tokens of sequences; those past ``most_tokens`` are cut off first.
-
-        Args:
-            sequences: token ids, at least two each.
-            num_wanted: how many of each sequence's last tokens.
-            temperature: the log-probabilities are of softmax(logits / temperature).
-
-        Returns:
-            By sequence, fp32 of the wanted tokens that are left.
-
-        Raises:
-            RequestError, NumericalError: as ``audit_trainer``.
-        """
-        waiting = deque(range(len(sequences)))
-        running: dict[str, list[float]] = {}
-        found: dict[int, Tensor] = {}
-        while waiting or running:
-            while waiting and len(running) < self.concurrency:
-                index = waiting.popleft()
-                self.core.add_request(self._request(index, sequences[index], temperature))
-                running[str(index)] = []
-            for update in self.core.step():
-                if update.failed:
-                    raise NumericalError(
-                        "the model gives NaN for a rollout", "check the weights and the dtype"
-                    )
-                scores = running[update.request_id]
-                for position in update.prompt_logprobs or ():
-                    scores.extend(candidate.logprob for candidate in position.values())
-                if update.samples:
-                    index = int(update.request_id)
-                    first = len(sequences[index]) - num_wanted[index] - 1
-                    found[index] = torch.tensor(scores[first:], dtype=torch.float32)
-                    del running[update.request_id]
-                    self.core.release(update.request_id)
-        while self.core.has_unfinished:
-            self.core.step()
-        return [found[index] for index in range(len(sequences))]
-
-    def _request(self, index: int, token_ids: tuple[int, ...], temperature: float) -> EngineRequest:
-        kept = token_ids[: self.most_tokens]
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        return EngineRequest(
-            str(index),
-            kept,
-            params,
-            len(kept) + 1,
-            use_prefix_cache=False,
-            prompt_temperature=temperature,
-        )
+    def fit_of(self, index: int) -> Fit | None:
+        """Of one rollout; None if none of its tokens can be compared."""
+        theirs, ours = self.trainer[index], self.engine[index]
+        return Fit.of(self.assumed, self.cause, [theirs], [ours]) if len(ours) else None
 
 
 @dataclass(slots=True)
@@ -175,20 +128,20 @@ class _Open:
     """Rollouts of one weight version and temperature while their differences are explained."""
 
     rollouts: Sequence[ScoredRollout]
-    trainer: list[Tensor]
-    engine: list[Tensor]
+    compared: _Compared
     given: Fit
-    others: list[Fit]
+    others: dict[Fit, _Compared]
 
     @classmethod
     def of(cls, assumed: str, rollouts: Sequence[ScoredRollout], scorer: Scorer) -> _Open:
         """Score the rollouts as they are."""
-        engine = _scored(scorer, rollouts, rollouts[0].temperature)
+        engine = scorer.answers(rollouts, rollouts[0].temperature)
         trainer = [
             torch.tensor(one.logprobs[: len(scores)], dtype=torch.float64)
             for one, scores in zip(rollouts, engine, strict=True)
         ]
-        return cls(rollouts, trainer, engine, Fit.of(assumed, "", trainer, engine), [])
+        compared = _Compared(assumed, "", trainer, engine)
+        return cls(rollouts, compared, compared.fit, {})
 
     @property
     def temperature(self) -> float:
@@ -197,6 +150,29 @@ class _Open:
 
     def try_temperature(self, scorer: Scorer) -> None:
         """Search the temperature that fits a part of the rollouts, then compare all."""
+        self._try_temperature(scorer, "", TEMPERATURE)
+
+    def try_first_token(self, scorer: Scorer, bos: int | None) -> None:
+        """Compare with the sequences without their first token, or with one more BOS."""
+        if self.given.num_tokens < MIN_TOKENS:
+            return
+        if all(one.prompt_len > 1 for one in self.rollouts):
+            shorter = [one.token_ids[1:] for one in self.rollouts]
+            found = scorer.answers(self.rollouts, self.temperature, shorter)
+            self._add("without the first token", TOKENS, found)
+        if bos is not None:
+            longer = [(bos, *one.token_ids) for one in self.rollouts]
+            found = scorer.answers(self.rollouts, self.temperature, longer)
+            self._add("after one more BOS", TOKENS, found)
+
+    def try_weights(self, scorer: Scorer, name: str) -> None:
+        """Compare with what other weights give, which the engine has now; then at a temperature."""
+        assumed = f"with the weights of {name}"
+        found = scorer.answers(self.rollouts, self.temperature)
+        if not self._add(assumed, STALE, found).fits:
+            self._try_temperature(scorer, f"{assumed} ", BOTH)
+
+    def _try_temperature(self, scorer: Scorer, assumed: str, cause: str) -> None:
         if self.given.num_tokens < MIN_TOKENS:
             return
         lengths = [len(one.token_ids) for one in self.rollouts]
@@ -206,47 +182,32 @@ class _Open:
             index for index, past in zip(shortest, before, strict=False) if past < _SEARCHED_TOKENS
         ]
         rollouts = [self.rollouts[index] for index in searched]
-        trainer = [self.trainer[index] for index in searched]
+        trainer = [self.compared.trainer[index] for index in searched]
 
         def distance(temperature: float) -> float:
-            return Fit.of("", "", trainer, _scored(scorer, rollouts, temperature)).mean_abs
+            return Fit.of("", "", trainer, scorer.answers(rollouts, temperature)).mean_abs
 
         fitted = fitted_temperature(distance, self.temperature)
         if fitted != self.temperature:
-            found = _scored(scorer, self.rollouts, fitted)
-            self._add(f"at temperature {fitted:.4g}", TEMPERATURE, found)
+            found = scorer.answers(self.rollouts, fitted)
+            self._add(f"{assumed}at temperature {fitted:.4g}", cause, found)
 
-    def try_first_token(self, scorer: Scorer, bos: int | None) -> None:
-        """Compare with the sequences without their first token, or with one more BOS."""
-        if self.given.num_tokens < MIN_TOKENS:
-            return
-        if all(one.prompt_len > 1 for one in self.rollouts):
-            shorter = [one.token_ids[1:] for one in self.rollouts]
-            found = _scored(scorer, self.rollouts, self.temperature, shorter)
-            self._add("without the first token", TOKENS, found)
-        if bos is not None:
-            longer = [(bos, *one.token_ids) for one in self.rollouts]
-            found = _scored(scorer, self.rollouts, self.temperature, longer)
-            self._add("after one more BOS", TOKENS, found)
-
-    def try_weights(self, scorer: Scorer, name: str) -> None:
-        """Compare with what other weights give, which the engine has now."""
-        found = _scored(scorer, self.rollouts, self.temperature)
-        self._add(f"with the weights of {name}", STALE, found)
-
-    def _add(self, assumed: str, cause: str, engine: list[Tensor]) -> None:
+    def _add(self, assumed: str, cause: str, engine: list[Tensor]) -> Fit:
         # One more token before may cut one off, one less may let one in.
         pairs = [
             (one[: len(found)], found[: len(one)])
-            for one, found in zip(self.trainer, engine, strict=True)
+            for one, found in zip(self.compared.trainer, engine, strict=True)
         ]
-        if any(len(one) for one, _ in pairs):
-            trainer, found = zip(*pairs, strict=True)
-            self.others.append(Fit.of(assumed, cause, trainer, found))
+        if not any(len(one) for one, _ in pairs):
+            return self.given
+        trainer, found = zip(*pairs, strict=True)
+        compared = _Compared(assumed, cause, trainer, found)
+        self.others[compared.fit] = compared
+        return compared.fit
 
     def explained(self, tokenizer: Tokenizer | None) -> Group:
-        """The finding, with the tokens that differ most."""
-        cause, best = cause_of(self.given, self.others)
+        """The finding, also rollout by rollout, with the tokens that differ most."""
+        cause, best = cause_of(self.given, tuple(self.others))
         first = self.rollouts[0]
         return Group(
             weight_version=first.weight_version,
@@ -257,27 +218,48 @@ class _Open:
             given=self.given,
             others=tuple(self.others),
             largest=tuple(self._largest(tokenizer)),
+            rollouts=tuple(self._findings(best, tokenizer)),
         )
+
+    def _findings(self, best: Fit, tokenizer: Tokenizer | None) -> Iterator[RolloutFinding]:
+        """Each rollout by what explains all; by anything where nothing does."""
+        explaining = (self.others[best],) if best in self.others else tuple(self.others.values())
+        for index, rollout in enumerate(self.rollouts):
+            given = self.compared.fit_of(index)
+            assert given is not None
+            # Few tokens fit by chance.
+            enough = best in self.others or given.num_tokens >= MIN_TOKENS
+            others = (one.fit_of(index) for one in explaining if enough)
+            cause, _ = cause_of(given, [one for one in others if one is not None])
+            theirs, ours = self.compared.trainer[index], self.compared.engine[index]
+            unequal = (theirs.float() != ours).nonzero().flatten().tolist()
+            first = self._difference(index, unequal[0], tokenizer) if unequal else None
+            yield RolloutFinding(rollout.name, cause, given, first)
 
     def _largest(self, tokenizer: Tokenizer | None) -> Iterator[TokenDifference]:
         distances = [
             (ours.double() - theirs).abs()
-            for ours, theirs in zip(self.engine, self.trainer, strict=True)
+            for ours, theirs in zip(self.compared.engine, self.compared.trainer, strict=True)
         ]
         count = min(_MAX_SHOWN, self.given.num_tokens - self.given.num_equal)
         starts = list(accumulate(map(len, distances), initial=0))
         for place in torch.cat(distances).topk(count).indices.tolist():
             index = bisect_right(starts, place) - 1
-            position, rollout = place - starts[index], self.rollouts[index]
-            token_id = rollout.token_ids[rollout.prompt_len + position]
-            yield TokenDifference(
-                rollout=rollout.name,
-                position=position,
-                token_id=token_id,
-                text=None if tokenizer is None else tokenizer.decode_token(token_id),
-                trainer=float(self.trainer[index][position]),
-                engine=float(self.engine[index][position]),
-            )
+            yield self._difference(index, place - starts[index], tokenizer)
+
+    def _difference(
+        self, index: int, position: int, tokenizer: Tokenizer | None
+    ) -> TokenDifference:
+        rollout = self.rollouts[index]
+        token_id = rollout.token_ids[rollout.prompt_len + position]
+        return TokenDifference(
+            rollout=rollout.name,
+            position=position,
+            token_id=token_id,
+            text=None if tokenizer is None else tokenizer.decode_token(token_id),
+            trainer=float(self.compared.trainer[index][position]),
+            engine=float(self.compared.engine[index][position]),
+        )
 
 
 def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]:
@@ -288,18 +270,6 @@ def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]
 
     for _, part in groupby(sorted(rollouts, key=said), said):
         yield list(part)
-
-
-def _scored(
-    scorer: Scorer,
-    rollouts: Sequence[ScoredRollout],
-    temperature: float,
-    sequences: Sequence[tuple[int, ...]] | None = None,
-) -> list[Tensor]:
-    """The engine's scores of the answers; by default after the rollouts' own tokens."""
-    wanted = [len(one.token_ids) - one.prompt_len for one in rollouts]
-    own = [one.token_ids for one in rollouts] if sequences is None else sequences
-    return scorer.scores(own, wanted, temperature)
 
 
 def _require_possible(rollouts: Sequence[ScoredRollout], scorer: Scorer) -> None:

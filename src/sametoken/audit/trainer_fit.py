@@ -11,9 +11,12 @@ from torch import Tensor
 
 EQUAL, TIES, STALE = "equal", "numeric ties", "stale weights"
 TEMPERATURE, TOKENS, UNEXPLAINED = "wrong temperature", "wrong tokens", "unexplained"
+BOTH = f"{STALE} and {TEMPERATURE}"
 
 #: One step of a bf16 logit between 16 and 32, and the share of tokens that may be further off.
 ROUNDING, TOLERATED_SHARE = 0.125, 0.01
+#: Differences are counted up to each of these, and beyond.
+SIZES = (1e-6, 1e-4, 1e-2, ROUNDING, 1.0)
 #: Of the mean difference, the part that may lie in one direction where only rounding differs.
 TOLERATED_BIAS = 0.5
 #: An assumption explains differences if it leaves at most this part of them.
@@ -38,6 +41,7 @@ class Fit:
         mean: the mean difference; of tokens that the engine sampled, minus the estimate of the
             divergence KL(engine, trainer).
         mean_abs, max_abs: mean and largest absolute difference.
+        spread: tokens by absolute difference: with the same bits, up to each of ``SIZES``, beyond.
     """
 
     assumed: str
@@ -48,6 +52,7 @@ class Fit:
     mean: float
     mean_abs: float
     max_abs: float
+    spread: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -63,21 +68,30 @@ class Fit:
         theirs, ours = torch.cat(list(trainer)), torch.cat(list(engine))
         differences = theirs - ours.double()
         distances = differences.abs()
+        equal = theirs.float() == ours
+        sizes = torch.bucketize(distances[~equal], torch.tensor(SIZES, dtype=torch.float64))
+        num_equal = int(equal.sum())
         return cls(
             assumed=assumed,
             cause=cause,
             num_tokens=ours.numel(),
-            num_equal=int((theirs.float() == ours).sum()),
+            num_equal=num_equal,
             num_far=int((distances > ROUNDING).sum()),
             mean=float(differences.mean()),
             mean_abs=float(distances.mean()),
             max_abs=float(distances.max()),
+            spread=(num_equal, *sizes.bincount(minlength=len(SIZES) + 1).tolist()),
         )
 
     @property
     def is_exact(self) -> bool:
         """Whether every token has the same bits."""
         return self.num_equal == self.num_tokens
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is left to explain."""
+        return self.is_exact or self.is_rounding
 
     @property
     def is_rounding(self) -> bool:
@@ -97,9 +111,14 @@ def cause_of(given: Fit, others: Sequence[Fit]) -> tuple[str, Fit]:
     """
     if given.is_exact:
         return EQUAL, given
-    fitting = [fit for fit in others if fit.is_exact or fit.is_rounding]
-    best = min(fitting, key=lambda fit: fit.mean_abs, default=given)
-    if best is not given and best.mean_abs <= LEFT_OVER * given.mean_abs:
+    best = given
+    # Two causes at once must explain as much again as one does alone.
+    for num_causes in (1, 2):
+        fitting = (one for one in others if one.fits and (one.cause == BOTH) == (num_causes == 2))
+        found = min(fitting, key=lambda fit: fit.mean_abs, default=best)
+        if not best.is_exact and found.mean_abs <= LEFT_OVER * best.mean_abs:
+            best = found
+    if best is not given:
         return best.cause, best
     return (TIES if given.is_rounding else UNEXPLAINED), given
 

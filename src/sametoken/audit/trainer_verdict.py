@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-from sametoken.audit.trainer_fit import EQUAL, STALE, TEMPERATURE, TIES, TOKENS, UNEXPLAINED, Fit
+from sametoken.audit.trainer_fit import (
+    BOTH,
+    EQUAL,
+    SIZES,
+    STALE,
+    TEMPERATURE,
+    TIES,
+    TOKENS,
+    UNEXPLAINED,
+    Fit,
+)
+from sametoken.bench.documents import render_page
 
 #: The most serious first.
-_CAUSES = (UNEXPLAINED, TOKENS, STALE, TEMPERATURE, TIES, EQUAL)
+_CAUSES = (UNEXPLAINED, TOKENS, BOTH, STALE, TEMPERATURE, TIES, EQUAL)
 _REMEDIES = {
     TOKENS: "give the trainer the token ids of the rollout, not its text",
     STALE: "give engine and trainer the same weights before the next rollout",
     TEMPERATURE: "divide the trainer's logits by the rollout's temperature, and state it",
+    BOTH: "give engine and trainer the same weights, and divide the trainer's logits by the "
+    "rollout's temperature",
     TIES: "the trainer's kernels round otherwise",
     UNEXPLAINED: "compare the masks, the positions and the order of the trainer's tokens",
 }
@@ -81,6 +96,24 @@ class WrongToken:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutFinding:
+    """One rollout.
+
+    Attributes:
+        rollout: its name.
+        cause: why it differs: by what explains its group, or by what explains it alone if nothing
+            explains the group.
+        given: its differences under what it says of itself.
+        first: the first token whose bits differ; None without any.
+    """
+
+    rollout: str
+    cause: str
+    given: Fit
+    first: TokenDifference | None
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Rollouts that say the same of themselves.
 
@@ -92,6 +125,7 @@ class Group:
         given: under what they say of themselves.
         others: under other assumptions.
         largest: the tokens that differ most.
+        rollouts: the finding on each.
     """
 
     weight_version: int | None
@@ -102,6 +136,7 @@ class Group:
     given: Fit
     others: tuple[Fit, ...]
     largest: tuple[TokenDifference, ...]
+    rollouts: tuple[RolloutFinding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +171,12 @@ class TrainerVerdict:
         return next(cause for cause in _CAUSES if cause in causes)
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to JSON values: every field, ``summary`` and ``identical``."""
+        """Convert to JSON values: every field, ``summary``, ``identical``, remedy and sizes."""
         return {
             "summary": self.summary,
             "identical": self.identical,
+            "remedy": _REMEDIES.get(self.summary),
+            "sizes": SIZES,
             **dataclasses.asdict(self),
         }
 
@@ -159,6 +196,12 @@ def lines_of_trainer(verdict: TrainerVerdict) -> Iterator[str]:
         yield f"  {_REMEDIES[verdict.summary]}"
 
 
+def html_of_trainer(verdict: TrainerVerdict) -> str:
+    """Render the verdict as one self-contained HTML page."""
+    folder = resources.files("sametoken.audit").joinpath("page")
+    return render_page(folder, "trainer", f"{verdict.model}: trainer", verdict.as_json())
+
+
 def _told(one: WrongToken) -> str:
     if one.how == "lacks":
         return f"{one.expected!r} is missing"
@@ -172,6 +215,9 @@ def _of_group(group: Group) -> Iterator[str]:
     version = "" if group.weight_version is None else f"weight version {group.weight_version}, "
     said = f"{version}temperature {group.temperature:g}"
     yield f"  {group.num_rollouts} rollouts, {said}: {group.cause}"
+    causes = Counter(one.cause for one in group.rollouts)
+    if len(causes) > 1:
+        yield f"    by rollout: {', '.join(f'{count} {cause}' for cause, count in causes.items())}"
     for fit in (group.given, *group.others):
         mark = " (best)" if fit is group.best and group.best is not group.given else ""
         yield f"    {fit.assumed}{mark}: {_counts(fit)}"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
 
 DIFFERENT = 1
+AnyVerdict = TypeVar("AnyVerdict", "Verdict", "TrainerVerdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,7 @@ def audit(
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
     from sametoken.audit.engine_audit import AuditSettings
+    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
     from sametoken.audit.verdict import html_of, lines_of
 
     if html is not None:
@@ -209,12 +211,11 @@ def audit(
     servers = _Servers(concurrency=concurrency, **_taken(options, _SERVERS))
     of_prompts, of_trainer = _taken(options, _PROMPTS), _taken(options, _TRAINER)
     if of_trainer["trainer"] is not None:
-        if servers.url is not None or servers.baseline_url is not None or html is not None:
-            raise ConfigError("--trainer takes no --url, --baseline-url or --html", "leave it out")
+        if servers.url is not None or servers.baseline_url is not None:
+            raise ConfigError("--trainer takes no --url or --baseline-url", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
-        _audit_trainer(
-            config, **of_trainer, limit=limit, concurrency=concurrency, as_json=json_output
-        )
+        of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)
+        _report(of_rollouts, lines_of_trainer(of_rollouts), html_of_trainer, html, json_output)
     if of_trainer["checkpoint"]:
         raise ConfigError("--checkpoint is of use with --trainer alone", "give --trainer")
     prompts = _Prompts.of(**of_prompts)
@@ -224,9 +225,7 @@ def audit(
     else:
         verdict = _audit_servers(model, options, prompts, servers)
     verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
-    if html is not None:
-        html.write_text(html_of(verdict), encoding="utf-8")
-    _report(verdict, lines_of(verdict), as_json=json_output)
+    _report(verdict, lines_of(verdict), html_of, html, json_output)
 
 
 def _taken(options: dict[str, Any], group: Sequence[inspect.Parameter]) -> dict[str, Any]:
@@ -234,7 +233,15 @@ def _taken(options: dict[str, Any], group: Sequence[inspect.Parameter]) -> dict[
     return {one.name: options.pop(one.name) for one in group}
 
 
-def _report(verdict: Verdict | TrainerVerdict, lines: Iterable[str], *, as_json: bool) -> NoReturn:
+def _report(
+    verdict: AnyVerdict,
+    lines: Iterable[str],
+    page_of: Callable[[AnyVerdict], str],
+    html: Path | None,
+    as_json: bool,
+) -> NoReturn:
+    if html is not None:
+        html.write_text(page_of(verdict), encoding="utf-8")
     for line in (json.dumps(verdict.as_json()),) if as_json else lines:
         typer.echo(line)
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
@@ -247,15 +254,13 @@ def _audit_trainer(
     checkpoint: Sequence[Path] | None,
     limit: int,
     concurrency: int,
-    as_json: bool,
-) -> NoReturn:
+) -> TrainerVerdict:
     from sametoken.audit.trainer_audit import audit_trainer
     from sametoken.audit.trainer_rollouts import read_rollouts
-    from sametoken.audit.trainer_verdict import lines_of_trainer
 
     rollouts = read_rollouts(trainer, limit)
     path, tokenizer = _tokenizer(config)
-    verdict = audit_trainer(
+    return audit_trainer(
         replace(config, model=str(path)),
         rollouts,
         checkpoints=checkpoint or (),
@@ -263,7 +268,6 @@ def _audit_trainer(
         concurrency=concurrency,
         announce=_announce,
     )
-    _report(verdict, lines_of_trainer(verdict), as_json=as_json)
 
 
 def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sametoken.audit.trainer_fit import (
+    BOTH,
     EQUAL,
     STALE,
     TEMPERATURE,
@@ -35,7 +36,15 @@ def test_counts_and_differences_are_over_all_rollouts():
     found = Fit.of("so", STALE, theirs, [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])])
     assert (found.num_tokens, found.num_equal, found.num_far) == (3, 1, 2)
     assert (found.mean, found.mean_abs, found.max_abs) == (-0.25, 0.25, 0.5)
+    assert found.spread == (1, 0, 0, 0, 0, 2, 0)
     assert not found.is_exact
+
+
+def test_differences_are_counted_by_size():
+    ours = torch.full((8,), -2.0)
+    sizes = [0, 2**-21, 2**-20, 1e-4, 0.125, 0.126, 1.0, 1.5]
+    found = Fit.of("", "", [ours.double() - torch.tensor(sizes).double()], [ours])
+    assert found.spread == (1, 2, 1, 0, 1, 2, 1)
 
 
 def test_a_number_that_was_printed_in_full_is_equal_in_fp32():
@@ -56,6 +65,11 @@ def test_a_number_that_was_printed_in_full_is_equal_in_fp32():
         (fit(0.5), [fit(0.3, cause=TEMPERATURE), fit(0.02, cause=STALE)], STALE),
         (fit(0.5), [fit(0.02, cause=STALE), fit(0.01, cause=TEMPERATURE)], TEMPERATURE),
         (fit(0.5), [fit(0.2, cause=STALE)], UNEXPLAINED),
+        # Two causes must leave half of what one leaves.
+        (fit(0.5), [fit(0.02, cause=TEMPERATURE), fit(0.015, cause=BOTH)], TEMPERATURE),
+        (fit(0.5), [fit(0.02, cause=TEMPERATURE), fit(0.01, cause=BOTH)], BOTH),
+        (fit(0.5), [fit(cause=STALE), fit(cause=BOTH)], STALE),
+        (fit(0.5), [fit(0.3, cause=STALE), fit(0.01, cause=BOTH)], BOTH),
         # All in one direction: a sum over other tokens, for one.
         (fit(0.001, shift=0.02), [], UNEXPLAINED),
         (fit(0.03, shift=0.005), [], TIES),

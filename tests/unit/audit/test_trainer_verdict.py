@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from sametoken.audit.trainer_fit import EQUAL, STALE, TEMPERATURE, TIES, TOKENS, UNEXPLAINED, Fit
+from sametoken.audit.trainer_fit import (
+    BOTH,
+    EQUAL,
+    STALE,
+    TEMPERATURE,
+    TIES,
+    TOKENS,
+    UNEXPLAINED,
+    Fit,
+)
 from sametoken.audit.trainer_verdict import (
     Group,
+    RolloutFinding,
     TokenDifference,
     TrainerVerdict,
     WrongToken,
@@ -54,6 +65,7 @@ def test_a_prompt_differs_first_at_one_token(expected, found, place, how, said):
         ((EQUAL, TIES), (), TIES),
         ((TEMPERATURE, TIES), (), TEMPERATURE),
         ((STALE, TEMPERATURE), (), STALE),
+        ((STALE, BOTH), (), BOTH),
         ((STALE, UNEXPLAINED), (), UNEXPLAINED),
         ((EQUAL,), (wrong((1, 2), (2,)),), TOKENS),
         ((UNEXPLAINED,), (wrong((1, 2), (2,)),), TOKENS),
@@ -77,6 +89,17 @@ def test_lines_show_every_assumption_and_the_largest_differences():
         "  5 tokens beyond max_model_len were not compared",
         "  give engine and trainer the same weights before the next rollout",
     ]
+
+
+def test_causes_that_differ_are_counted_by_rollout():
+    causes = (STALE, EQUAL, STALE)
+    each = tuple(RolloutFinding(str(i), cause, GIVEN, None) for i, cause in enumerate(causes))
+    (line,) = (
+        line
+        for line in lines_of_trainer(TrainerVerdict("m", (replace(group(), rollouts=each),)))
+        if "by rollout" in line
+    )
+    assert line == "    by rollout: 2 stale weights, 1 equal"
 
 
 def test_many_wrong_prompts_are_counted():

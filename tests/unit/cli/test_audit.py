@@ -34,7 +34,6 @@ def no_model(monkeypatch):
         (("model", "--trainer", "/no/file"), "/no/file cannot be read"),
         (("--trainer", "/no/file"), "there is nothing to audit"),
         (("model", "--trainer", "x", "--url", NOBODY), "--trainer takes no --url"),
-        (("model", "--trainer", "x", "--html", "/dev/null"), "--trainer takes no --url"),
         (("model", "--checkpoint", "x"), "--checkpoint is of use with --trainer alone"),
     ],
 )

@@ -3,16 +3,6 @@ const comparisons = data.comparisons;
 /** A token, or the end of an answer, in words. */
 const word = (token) => (token === null ? "the end" : JSON.stringify(data.texts[token] ?? token));
 
-/** A table of texts; a cell may be an element. */
-function table(headings, rows, kind = "words") {
-  const head = element("tr", {}, ...headings.map((heading) => element("th", { scope: "col" }, heading)));
-  const body = rows.map(([first, ...cells]) => element(
-    "tr", {}, element("th", { scope: "row" }, first),
-    ...cells.map((cell) => (cell instanceof Node ? cell : element("td", {}, String(cell ?? "–")))),
-  ));
-  return element("table", { class: kind }, element("thead", {}, head), element("tbody", {}, ...body));
-}
-
 function makeHead() {
   const { workload, environment } = data;
   byId("made").textContent = `made by sametoken ${environment.sametoken}`;

@@ -26,6 +26,16 @@ function card(title, facts, attributes = {}) {
   return element("article", { class: "card", ...attributes }, element("h3", {}, title), list);
 }
 
+/** A table of texts; a cell may be an element. */
+function table(headings, rows, kind = "words") {
+  const head = element("tr", {}, ...headings.map((heading) => element("th", { scope: "col" }, heading)));
+  const body = rows.map(([first, ...cells]) => element(
+    "tr", {}, element("th", { scope: "row" }, first),
+    ...cells.map((cell) => (cell instanceof Node ? cell : element("td", {}, String(cell ?? "–")))),
+  ));
+  return element("table", { class: kind }, element("thead", {}, head), element("tbody", {}, ...body));
+}
+
 /** Begin with the reader's theme; the button changes it and calls `redraw`. */
 function startTheme(redraw = () => {}) {
   const set = (name) => {

@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {
@@ -64,6 +65,46 @@ def written(folder, groups: dict, ignore=("lm_head",), token_ids=(), **changes):
 
 @torch.no_grad()
 def _written(folder, groups, ignore, token_ids, changes):
+    model = tiny_llama(**changes)
+    compressor = _quantized(model, groups, ignore)
+    logits = model(torch.tensor([token_ids])).logits[0] if token_ids else None
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    return logits
+
+
+@torch.no_grad()
+def compressed(folder, groups: dict, ignore=()) -> dict[str, torch.Tensor]:
+    """Quantize the matrices of a checkpoint in place; the tensors that it then stands for."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, module, _ = ["", *name.split(".")]
+        if tensor.dim() == 2 and not name.startswith("embed"):
+            place = model
+            for part in path[1:]:
+                place.add_module(part, place._modules.get(part, torch.nn.Module()))
+                place = place.get_submodule(part)
+            linear = torch.nn.Linear(*reversed(tensor.shape), bias=False)
+            linear.weight.copy_(tensor)
+            place.add_module(module, linear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compressor = _quantized(model, copy.deepcopy(groups), list(ignore))
+        compressor.compress_model(model)
+        stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        compressor.update_config(str(folder))
+        compressor.decompress_model(model)
+    others = {name: tensor for name, tensor in tensors.items() if name not in model.state_dict()}
+    save_file(others | stored, file)
+    meant = {name: one for name, one in model.state_dict().items() if name in tensors}
+    return others | meant
+
+
+def _quantized(model: torch.nn.Module, groups: dict, ignore: list[str]):
+    """Give a model's linears the scales of their groups; what compresses it."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -71,7 +112,6 @@ def _written(folder, groups, ignore, token_ids, changes):
         apply_quantization_config,
     )
 
-    model = tiny_llama(**changes)
     config = QuantizationConfig(config_groups=groups, ignore=ignore)
     apply_quantization_config(model, config)
     for name, module in model.named_modules():
@@ -86,9 +126,4 @@ def _written(folder, groups, ignore, token_ids, changes):
             # Unlike for each module, so that fused ones must not share one.
             module.input_scale.fill_(0.01 + 0.002 * (len(name) % 5))
         module.quantization_status = QuantizationStatus.FROZEN
-    logits = model(torch.tensor([token_ids])).logits[0] if token_ids else None
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(str(folder))
-    return logits
+    return ModelCompressor.from_pretrained_model(model)

@@ -57,8 +57,9 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
         return max(found, key=lambda one: len(one[0]))[1]
     # A head of the first EAGLE has the config.json of a Llama.
     has_weights = any(any(path.glob(one)) for one in _WEIGHTS)
-    is_head = has_weights and "fc.weight" in open_weights(path).names()
-    return "eagle" if is_head else "draft_model"
+    # Quantized or not.
+    names = open_weights(path).names() if has_weights else ()
+    return "eagle" if any(name.startswith("fc.weight") for name in names) else "draft_model"
 
 
 def _own_k(config: Mapping[str, Any]) -> int | None:

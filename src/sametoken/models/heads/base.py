@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -18,10 +18,11 @@ from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedE
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
+from sametoken.models.heads.stored_names import NamedAsStored, NamedSource, head_source
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import model_config, open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.quantization import require_unquantized
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -29,18 +30,9 @@ from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
-LAYER = "layers.0"
 # Tensors of the target that some heads contain and none uses.
 UNUSED_TENSORS = (*DERIVED_TENSORS, "verifier_lm_head.weight", "verifier_norm.weight")
 _ANOTHER_HEAD = "use a head that was trained for this target"
-#: Tensors of integers in the files of heads over fewer tokens.
-_TOKEN_MAPS = ("d2t", "t2d")
-_RENAMED = (
-    ("model.", ""),
-    ("midlayer.", f"{LAYER}."),
-    ("transformer.", f"{LAYER}."),
-    ("fusion_fc.", "fc."),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +243,6 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     if not isinstance(nested, dict):
         raise CheckpointError(f"{location}: transformer_layer_config is not an object")
     layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
-    require_unquantized(layer.extra, str(location), "an EAGLE head")
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
     windowed = "sliding_attention" in settings.names("layer_types") or (
@@ -263,6 +254,13 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
         (windowed, "sliding-window attention"),
     )
     return layer
+
+
+def read_head_quantization(config: Mapping[str, Any], location: Path) -> Quantization:
+    """The formats of a head's linears, from its config or its layer's; errors as there."""
+    nested = Settings(config, str(location)).nested("transformer_layer_config")
+    formats = read_quantization({**nested, **config}, str(location))
+    return formats if formats is UNQUANTIZED else NamedAsStored(formats)
 
 
 def refuse(location: Path, *features: tuple[object, str]) -> None:
@@ -343,6 +341,32 @@ def own_or_shared(
     return shared
 
 
+def load_own_lm_head(
+    reader: WeightReader,
+    rows: int,
+    hidden_size: int,
+    shared: SharedWeights,
+    token_ids: Tensor | None,
+    permutation: Tensor | None = None,
+) -> Weight:
+    """As ``load_lm_head``, of the head's own lm_head if it has one, else of the target's.
+
+    Raises:
+        UnsupportedError: ``token_ids`` of an lm_head that is stored quantized.
+    """
+    linear = reader.quantization.format_of("lm_head", reader.source)
+    if linear is None:
+        whole = own_or_shared(reader, "lm_head", rows, hidden_size, shared.whole_head, permutation)
+        return load_lm_head(reader, whole, token_ids)
+    if token_ids is not None:
+        raise UnsupportedError(
+            f"{reader.source.location}: the quantized lm_head of a head cannot be cut to a "
+            "token_map",
+            "leave token_map out",
+        )
+    return linear.read(reader, hidden_size, (Part("lm_head", rows, permutation),))
+
+
 def load_lm_head(
     reader: WeightReader, whole: UnquantizedWeight, token_ids: Tensor | None
 ) -> Weight:
@@ -350,50 +374,3 @@ def load_lm_head(
     if token_ids is not None:
         whole = reader.kernels.pack(whole.rows(token_ids))
     return reader.projection(whole)
-
-
-class NamedSource:
-    """Some tensors of a source.
-
-    Args:
-        source: all tensors.
-        names: the name in ``source`` of each tensor that is there.
-    """
-
-    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
-        self.location = source.location
-        self._source = source
-        self._names = names
-
-    def names(self) -> Collection[str]:
-        """Every tensor's name."""
-        return self._names.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that exists."""
-        return self._source.shape(self._names[name])
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        """The tensor in order, by rows."""
-        return self._source.chunks(self._names[name])
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor that exists."""
-        return self._source.stored_dtype(self._names[name])
-
-    def stored_chunks(self, name: str) -> Iterator[Tensor]:
-        """As ``chunks``, of any dtype."""
-        return self._source.stored_chunks(self._names[name])
-
-
-def head_source(source: TensorSource) -> NamedSource:
-    """A head's floating-point tensors under the same names in either checkpoint layout."""
-    names = {_renamed(name): name for name in source.names()}
-    return NamedSource(source, {new: old for new, old in names.items() if new not in _TOKEN_MAPS})
-
-
-def _renamed(name: str) -> str:
-    for prefix, replacement in _RENAMED:
-        if name.startswith(prefix):
-            name = replacement + name.removeprefix(prefix)
-    return name

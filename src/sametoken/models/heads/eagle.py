@@ -51,9 +51,10 @@ from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
-    load_lm_head,
     load_norm,
+    load_own_lm_head,
     own_or_shared,
+    read_head_quantization,
     read_layer_config,
     refuse,
     require_sizes,
@@ -188,7 +189,9 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         location = directory / "config.json"
-        self.config = _head_config(read_json_object(location), location)
+        given = read_json_object(location)
+        self.config = _head_config(given, location)
+        self.quantization = read_head_quantization(given, location)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
@@ -211,7 +214,6 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
             layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
         )
         fc_bias = self.config.fc_bias or "fc.bias" in reader
-        whole = own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head)
         return Eagle1Head(
             kernels=reader.kernels,
             embedding=own_or_shared(
@@ -219,6 +221,6 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
             ),
             fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
-            lm_head=load_lm_head(reader, whole, token_ids),
+            lm_head=load_own_lm_head(reader, vocab_size, hidden_size, shared, token_ids),
             token_ids=token_ids,
         )

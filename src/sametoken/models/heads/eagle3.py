@@ -55,18 +55,19 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import load_attention, load_mlp
 from sametoken.models.heads.base import (
-    LAYER,
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
-    load_lm_head,
     load_norm,
+    load_own_lm_head,
     own_or_shared,
+    read_head_quantization,
     read_layer_config,
     refuse,
     require_layers,
     require_sizes,
 )
+from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings
@@ -258,7 +259,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         location = directory / "config.json"
-        self.config = _head_config(read_json_object(location), location)
+        given = read_json_object(location)
+        self.config = _head_config(given, location)
+        self.quantization = read_head_quantization(given, location)
         if self.config.has_token_map:
             self.optional_tensors = ("lm_head.weight",)
 
@@ -289,9 +292,6 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         if own_ids is not None:
             assert token_ids is None
             permutation, own_ids = _ranks(own_ids), own_ids.sort().values.to(reader.device)
-        whole = own_or_shared(
-            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, permutation
-        )
         return Eagle3Head(
             config=config,
             kernels=reader.kernels,
@@ -306,7 +306,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
             norm=load_norm(reader, "norm", layer),
-            lm_head=load_lm_head(reader, whole, token_ids),
+            lm_head=load_own_lm_head(
+                reader, draft_vocab_size, hidden_size, shared, token_ids, permutation
+            ),
             token_ids=own_ids if token_ids is None else token_ids,
         )
 

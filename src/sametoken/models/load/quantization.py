@@ -344,7 +344,7 @@ def _compiled(settings: Settings, expression: str) -> re.Pattern[str]:
 
 
 def _float_linear(group: Settings) -> Fp8Linear:
-    """A group of the format ``float-quantized``."""
+    """A group of the formats ``float-quantized`` and ``naive-quantized``."""
     weights = _arguments(group, "weights")
     _require_e4m3(weights)
     strategy = weights.get("strategy")
@@ -419,6 +419,8 @@ def _require_e4m3(settings: Settings) -> None:
 
 _COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {
     "float-quantized": _float_linear,
+    # The same tensors, as the library calls them where activations are not rounded.
+    "naive-quantized": _float_linear,
     PACKED: _packed_linear,
 }
 _METHODS: dict[str, Callable[[Settings], Quantization]] = {

@@ -136,6 +136,9 @@ class EngineConfig:
         "what tokens are chosen from, after penalties, masks, temperature and truncation",
         choices=(RAW_LOGPROBS, PROCESSED_LOGPROBS),
     )
+    enable_return_routed_experts: bool = option(
+        False, "return the experts that computed each token of a finished request; on a CPU"
+    )
     load_format: str = option(
         "auto",
         "format of the checkpoint; gguf-packed: a GGUF file whose matrices stay in their bits, "

@@ -28,6 +28,7 @@ ENGINE = {
     "max_num_seqs": 0,
     "max_num_batched_tokens": 0,
     "enable_prefix_caching": True,
+    "enable_return_routed_experts": False,
     "enforce_eager": False,
     "kv_cache_dtype": "auto",
     "swap_space": 4.0,
@@ -183,5 +184,6 @@ def test_outputs_have_the_field_s_names():
         "cumulative_logprob",
         "error",
         "windows",
+        "routed_experts",
     ]
     assert names(Logprob)[:2] == ["logprob", "rank"]

@@ -134,7 +134,7 @@ def build_engine(
     """
     requested = _validate(config, announce)
     extraction = open_extraction(
-        requested.config.speculative_config,
+        requested.config,
         requested.path,
         requested.architecture,
         requested.aux_layers,
@@ -204,7 +204,7 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         device=device,
     )
     table = SamplingTable.allocate(config.max_num_seqs, device)
-    drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
+    drafter = loaded.extraction.wrap(_attach_drafter(loaded, table), loaded.target)
     steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
     ring = OutputRing.allocate(
         steps + 1, config.max_num_seqs, config.num_speculative_tokens, pinned=on_gpu
@@ -306,7 +306,7 @@ def _load(
     begun = time.monotonic()
     if requested.architecture.also_sees:
         announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
-    target, drafter, backend = _load_models(requested, ranks)
+    target, drafter, backend = _load_models(requested, ranks, extraction)
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
@@ -362,7 +362,9 @@ def _attention_kernels(
     return attention_kernels(backend.model.name, shape, dtype, size, device, has_sinks=has_sinks)
 
 
-def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
+def _load_models(
+    requested: _Requested, ranks: Ranks, extraction: Extraction
+) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
     config, device, path, architecture = (
         requested.config,
@@ -382,7 +384,7 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     backend = select_backend(device)
     target = load_model(
         path,
-        kernels=backend.model,
+        kernels=extraction.wrap_kernels(backend.model),
         dtype=dtype,
         device=device,
         max_positions=max_positions,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
@@ -177,6 +180,7 @@ class _Completion:
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
         self._windows: list[tuple[int, int]] = []
+        self._routed: list[np.ndarray[Any, Any]] = []
 
     def take(self, update: RequestUpdate) -> None:
         """Add the update's tokens up to the first that ends the completion."""
@@ -184,6 +188,8 @@ class _Completion:
             self._error = _failure(update)
             self.end("error")
             return
+        if update.routed_experts is not None:
+            self._routed.append(update.routed_experts)
         if update.samples:
             self._windows.append((update.num_drafts, update.num_accepted))
         for offset, token_id in enumerate(update.token_ids):
@@ -242,7 +248,12 @@ class _Completion:
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
             error=self._error,
             windows=() if self.finish_reason is None else tuple(self._windows),
+            routed_experts=None if self.finish_reason in (None, "error") else self._experts(),
         )
+
+    def _experts(self) -> np.ndarray[Any, Any] | None:
+        # Windows may reach beyond the token that ends the completion.
+        return np.concatenate(self._routed)[: self.num_kept_tokens - 1] if self._routed else None
 
     def named(self, candidates: PositionLogprobs) -> PositionLogprobs:
         """The candidates with their decoded tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
@@ -281,6 +281,11 @@ class Decoder:
         head_bytes = 0 if self.head is self.embedding else self.head.nbytes
         return self.embedding.nbytes + head_bytes + sum(layer.nbytes for layer in self._layers)
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a mixture of experts."""
+        return tuple(index for index, layer in enumerate(self._layers) if _routes(layer))
+
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to the residual stream that enters the first layer."""
         return self.embedding.rows(token_ids)
@@ -393,3 +398,10 @@ class Decoder:
             name = self._embedding_name
         part = Part(name, self.config.vocab_size, split=Split.ROWS)
         return weights.packed(self.config.hidden_size, part)
+
+
+def _routes(node: object) -> bool:
+    """Whether a layer, or a part of it, chooses experts."""
+    if isinstance(node, Routing):
+        return True
+    return is_dataclass(node) and any(_routes(getattr(node, one.name)) for one in fields(node))

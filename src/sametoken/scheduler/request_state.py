@@ -174,7 +174,7 @@ def update_of(
             )
         request.bound = request.bound.after_result(scheduled.draft_limit, result.num_accepted)
         request.emitted.extend(result.token_ids)
-    elif result.prompt_logprobs is None:
+    elif result.prompt_logprobs is None and result.routed_experts is None:
         return None
     return RequestUpdate(
         request_id=request.request.request_id,
@@ -186,6 +186,7 @@ def update_of(
         logprobs=result.logprobs,
         prompt_logprobs=result.prompt_logprobs,
         weight_versions=request.weight_versions,
+        routed_experts=result.routed_experts,
     )
 
 

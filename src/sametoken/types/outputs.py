@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sametoken.types.structured_outputs import MaskFault
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class RequestResult:
         logprobs: one entry per token of ``token_ids``, if requested.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
             ``first`` is the chunk's first position, if requested.
+        routed_experts: [rows, layers, top_k], of the positions that the step has committed, if
+            they are recorded.
     """
 
     num_drafts: int
@@ -44,6 +50,7 @@ class RequestResult:
     mask_fault: MaskFault = MaskFault.NONE
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
+    routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,11 @@ class CompletionOutput:
     running; ``stop_reason`` is the stop string or stop token id that ended it, if any.
     Once finished, ``windows`` holds (``num_drafts``, ``num_accepted``) of every step that
     sampled; equality ignores it.
+
+    With ``enable_return_routed_experts``, once finished, ``routed_experts`` has the ids of the
+    experts that computed all tokens except the last, which was not computed: [tokens of prompt
+    and output - 1, layers, top_k], uint8, or uint16 for more than 256 experts; 0 in layers
+    without experts; None after an error. Equality ignores it.
     """
 
     index: int
@@ -155,6 +167,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error: Exception | None = None
     windows: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Grammar, MaskFault
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class RequestUpdate:
         prompt_logprobs: entries of prompt positions in order, if requested; the first
             prompt token has none.
         weight_versions: of the weights of the request's first step, and of this one.
+        routed_experts: as in ``RequestResult``.
     """
 
     request_id: str
@@ -75,3 +80,4 @@ class RequestUpdate:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
     weight_versions: tuple[int, int] = (0, 0)
+    routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import SpeculativeConfig
+from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError, InvariantError
@@ -20,7 +20,8 @@ from sametoken.types.speculative_methods import EXTRACT
 
 
 def opened(path, layers=(1, 2), model=None, **spec):
-    config = SpeculativeConfig(EXTRACT, shared_storage_path=str(path), **spec)
+    speculation = SpeculativeConfig(EXTRACT, shared_storage_path=str(path), **spec)
+    config = EngineConfig(model="a/model", speculative_config=speculation)
     return open_extraction(config, Path("a/model"), model or toy_config(11), layers, torch.bfloat16)
 
 
@@ -57,9 +58,10 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path):
 
 def test_other_methods_record_nothing():
     drafter = NoDrafter()
-    nothing = open_extraction(None, Path("a/model"), toy_config(11), (), torch.float32)
+    config = EngineConfig(model="a/model")
+    nothing = open_extraction(config, Path("a/model"), toy_config(11), (), torch.float32)
     assert isinstance(nothing, NoExtraction)
-    assert nothing.wrap(drafter) is drafter
+    assert nothing.wrap(drafter, None) is drafter
 
 
 def rows(step_id: int) -> CommittedRows:

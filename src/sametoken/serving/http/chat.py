@@ -33,6 +33,7 @@ from sametoken.serving.http.responses import (
     ChatResponse,
     FinishReason,
     ToolCall,
+    note_experts,
     note_versions,
 )
 from sametoken.serving.http.schemas import ChatRequest
@@ -173,6 +174,7 @@ class _Answer:
         )
         if self.request.return_token_ids:
             choice.token_ids = list(completion.token_ids)
+        note_experts(choice, completion)
         return choice
 
     def _note_versions(
@@ -236,6 +238,7 @@ class _ChoiceWriter:
             last = self._piece(ChatMessage())
             last.finish_reason = self._answer.finish_reason(completion, parsed)
             last.stop_reason = completion.stop_reason
+            note_experts(last, completion)
             pieces.append(last)
         self._sent = parsed
         return pieces

@@ -27,6 +27,7 @@ from sametoken.serving.http.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    note_experts,
     note_versions,
 )
 from sametoken.serving.http.schemas import CompletionRequest
@@ -191,6 +192,7 @@ class _ChoiceWriter:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         if self._served.shows_versions:
             note_versions(choice, output)
+        note_experts(choice, completion)
         self._begun = True
         self._finished = completion.finish_reason is not None
         self._num_characters = len(completion.text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from sametoken.types.outputs import RequestOutput
+from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -89,6 +92,7 @@ class CompletionChoice(BaseModel):
     weight_versions: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: str | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -138,6 +142,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     weight_versions: list[int] | None = None
+    routed_experts: str | None = None
 
 
 class ChatResponse(BaseModel):
@@ -164,6 +169,7 @@ class ChatChunkChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     weight_versions: list[int] | None = None
+    routed_experts: str | None = None
 
 
 class ChatChunk(BaseModel):
@@ -246,6 +252,16 @@ def note_versions(
     """Show in a choice which weights computed its oldest KV and its newest token."""
     if output.weight_versions is not None:
         choice.weight_versions = list(output.weight_versions)
+
+
+def note_experts(
+    choice: CompletionChoice | ChatChoice | ChatChunkChoice, completion: CompletionOutput
+) -> None:
+    """Show in a choice the experts of a finished completion: a .npy file in base64."""
+    if completion.routed_experts is not None:
+        file = io.BytesIO()
+        np.save(file, completion.routed_experts, allow_pickle=False)
+        choice.routed_experts = base64.b64encode(file.getvalue()).decode()
 
 
 def json_response(answer: BaseModel) -> JSONResponse:

@@ -7,7 +7,7 @@ hidden states are, so the experts of rejected drafts are not among them.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, cast
 
@@ -87,7 +87,8 @@ class ExpertRecorder:
         Raises:
             UnsupportedError: the target has no experts.
         """
-        self._layers, self._num_layers = target.sparse_layers, target.config.num_layers
+        self._layers = tuple(i for i, layer in enumerate(target.layers) if _routes(layer))
+        self._num_layers = len(target.layers)
         if not self._layers:
             raise UnsupportedError(
                 f"{target.config.architecture} has no experts to return",
@@ -144,3 +145,10 @@ class ExpertRecorder:
             found[slot] = whole[first:last]
             first = last
         return found
+
+
+def _routes(node: object) -> bool:
+    """Whether a layer, or a part of it, chooses experts."""
+    if isinstance(node, Routing):
+        return True
+    return is_dataclass(node) and any(_routes(getattr(node, one.name)) for one in fields(node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable, Routing
+from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
@@ -107,6 +107,7 @@ class Decoder:
         embedding: token embeddings, whole on every rank.
         head: the projection to logits, or this rank's rows of it; with tied embeddings and one
             rank the same object as ``embedding``.
+        layers: in order.
         caches: the cache declaration of each layer, on this rank.
         layer_types: the supported values of a config's ``layer_types``.
         unused_prefixes: prefixes of tensor names that the class does not use.
@@ -171,7 +172,7 @@ class Decoder:
         self._max_positions = max_positions
         rotaries = self._rotaries(weights.device)
         self.embedding = self._load_embedding(weights)
-        self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
+        self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
@@ -244,12 +245,12 @@ class Decoder:
         memory = self._memory(token_ids, residual, cache)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
-        x = self._layers[0].input_norm(residual)
-        for index, layer in enumerate(self._layers):
+        x = self.layers[0].input_norm(residual)
+        for index, layer in enumerate(self.layers):
             self._keep(auxiliary, index, residual)
             of_layer = step if isinstance(self.caches[index], Recurrent) else rows
             x, residual = layer(x, residual, self._norm_after(index), of_layer, *memory[index])
-        self._keep(auxiliary, len(self._layers), residual)
+        self._keep(auxiliary, len(self.layers), residual)
         if step is not None:
             step.finish()
         return HiddenStates(x, auxiliary)
@@ -279,12 +280,7 @@ class Decoder:
     def weights_bytes(self) -> int:
         """Bytes of all matrices, tied ones once."""
         head_bytes = 0 if self.head is self.embedding else self.head.nbytes
-        return self.embedding.nbytes + head_bytes + sum(layer.nbytes for layer in self._layers)
-
-    @property
-    def sparse_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a mixture of experts."""
-        return tuple(index for index, layer in enumerate(self._layers) if _routes(layer))
+        return self.embedding.nbytes + head_bytes + sum(layer.nbytes for layer in self.layers)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] ids to the residual stream that enters the first layer."""
@@ -322,8 +318,8 @@ class Decoder:
         return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
 
     def _norm_after(self, index: int) -> RMSNorm | NoNorm:
-        last = index + 1 == len(self._layers)
-        return self._final_norm if last else self._layers[index + 1].input_norm
+        last = index + 1 == len(self.layers)
+        return self._final_norm if last else self.layers[index + 1].input_norm
 
     def _keep(self, auxiliary: Tensor, index: int, residual: Tensor) -> None:
         """Copy the residual stream that enters a layer to its columns of ``auxiliary``."""
@@ -398,10 +394,3 @@ class Decoder:
             name = self._embedding_name
         part = Part(name, self.config.vocab_size, split=Split.ROWS)
         return weights.packed(self.config.hidden_size, part)
-
-
-def _routes(node: object) -> bool:
-    """Whether a layer, or a part of it, chooses experts."""
-    if isinstance(node, Routing):
-        return True
-    return is_dataclass(node) and any(_routes(getattr(node, one.name)) for one in fields(node))

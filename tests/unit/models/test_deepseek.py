@@ -141,8 +141,8 @@ def test_dense_and_sparse_layers_lie_where_the_config_says(tmp_path):
     write_latent(tmp_path / "first", "deepseek_v3", first_k_dense_replace=2)
     types = ["sparse", "dense", "sparse"]
     write_latent(tmp_path / "named", "glm4_moe_lite", mlp_layer_types=types)
-    dense = [type(layer.mlp) for layer in loaded(tmp_path / "first")._layers]
-    named = [type(layer.mlp) for layer in loaded(tmp_path / "named")._layers]
+    dense = [type(layer.mlp) for layer in loaded(tmp_path / "first").layers]
+    named = [type(layer.mlp) for layer in loaded(tmp_path / "named").layers]
     assert dense == [GatedMLP, GatedMLP, SparseMoE]
     assert named == [SparseMoE, GatedMLP, SparseMoE]
 
@@ -156,7 +156,7 @@ def test_every_other_layer_may_be_sparse(tmp_path):
         tmp_path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU,
         max_positions=8, load_format="dummy",
     )  # fmt: skip
-    kinds = [type(layer.mlp) for layer in model._layers]
+    kinds = [type(layer.mlp) for layer in model.layers]
     assert kinds == [SparseMoE, GatedMLP, SparseMoE]
 
 

@@ -97,7 +97,7 @@ def test_fused_rows_keep_their_order(pristine):
     tensors = load_file(pristine / "model.safetensors")
     prefix = "model.layers.1.self_attn"
     expected = torch.cat([tensors[f"{prefix}.{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(load(pristine)._layers[1].attention.qkv.weight.matrix, expected)
+    assert torch.equal(load(pristine).layers[1].attention.qkv.weight.matrix, expected)
 
 
 def test_tied_embeddings_share_one_weight(tmp_path):

@@ -139,7 +139,7 @@ def test_full_attention_alone_has_no_recurrent_state(checkpoint):
 
 def test_decay_is_not_rounded_with_the_other_weights(checkpoint):
     """A_log and dt_bias count in an exponent; checkpoints may store them in fp32."""
-    params = load(checkpoint, torch.bfloat16)._layers[0].attention.params
+    params = load(checkpoint, torch.bfloat16).layers[0].attention.params
     tensors = load_file(checkpoint / "model.safetensors")
     assert torch.equal(params.A_log, tensors[f"{LINEAR}.A_log"])
     assert torch.equal(params.dt_bias, tensors[f"{LINEAR}.dt_bias"])

@@ -142,12 +142,12 @@ def test_ranks_hold_shares_of_a_hybrid_and_of_its_state(tmp_path, kind):
         for cache, undivided in zip(rank.caches, whole.caches, strict=True):
             assert 2 * bytes_per_block([cache], 4) == bytes_per_block([undivided], 4)
             assert 2 * bytes_per_slot([cache], 3) == bytes_per_slot([undivided], 3)
-        block, part = whole._layers[0].attention, rank._layers[0].attention
+        block, part = whole.layers[0].attention, rank.layers[0].attention
         assert 2 * part.nbytes == block.nbytes
         assert [2 * w.numel() for w in (part.params.A_log, part.params.conv_weight)] == [
             w.numel() for w in (block.params.A_log, block.params.conv_weight)
         ]
-        mlp, share = whole._layers[0].mlp, rank._layers[0].mlp
+        mlp, share = whole.layers[0].mlp, rank.layers[0].mlp
         # Routers and gates are whole on every rank.
         undivided = 0 if kind == "qwen3_5" else mlp.routed.router.nbytes + mlp.shared.gate.nbytes
         assert 2 * (share.nbytes - undivided) == mlp.nbytes - undivided

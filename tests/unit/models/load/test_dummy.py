@@ -87,7 +87,7 @@ def test_a_config_alone_makes_the_model_of_a_real_checkpoint_s_size(tmp_path, ar
 
 def test_biases_that_the_config_asks_for_exist(tmp_path):
     model = load(write_config(tmp_path, attention_bias=True))
-    assert model._layers[0].attention.qkv.bias is not None
+    assert model.layers[0].attention.qkv.bias is not None
 
 
 def test_weights_beside_the_config_are_not_read(tmp_path):
@@ -101,7 +101,7 @@ def test_a_bf16_model_of_many_layers_stays_finite(tmp_path):
     directory = write_config(tmp_path, **changes, torch_dtype="bfloat16")
     model = load(directory, dtype=torch.bfloat16)
     residual = model.embedding.rows(torch.arange(8))
-    for layer in model._layers:
+    for layer in model.layers:
         # Attention averages values, so the widest it can put out is that of its values.
         values = layer.attention.qkv(layer.input_norm(residual))[:, -8:]
         out = layer.attention.output(values.repeat(1, 2))
@@ -170,7 +170,7 @@ def test_linears_of_a_quantized_config_have_its_bits(tmp_path, name):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     path = write_config(tmp_path, **sizes, quantization_config=QUANTIZED[name])
     model, shapes = load(path), load_shapes(read_config(path), path, torch.float32)
-    weight = model._layers[0].attention.qkv.weight
+    weight = model.layers[0].attention.qkv.weight
     assert weight.matmul(torch.ones(2, 64)).isfinite().all()
     assert weight.nbytes < weight.out_features * weight.in_features * 2
     assert shapes.weights_bytes == model.weights_bytes

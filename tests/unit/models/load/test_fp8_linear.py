@@ -125,7 +125,7 @@ def test_groups_of_the_library_each_have_their_own_scheme(tmp_path):
     ignored = ("lm_head", "model.layers.1.self_attn.k_proj", "re:.*1.mlp.up")
     expected = written(tmp_path, groups, ignored, TOKENS)
     model = load(tmp_path)
-    assert isinstance(model._layers[1].attention.qkv.weight, StackedWeight)
+    assert isinstance(model.layers[1].attention.qkv.weight, StackedWeight)
     assert torch.allclose(logits_of(model), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -181,7 +181,7 @@ def test_chunks_of_a_prompt_change_no_bit(tmp_path, kernels, dtype):
 
 def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
     model = load(write_block(tmp_path))
-    assert isinstance(model._layers[0].attention.qkv.weight, Fp8Weight)
+    assert isinstance(model.layers[0].attention.qkv.weight, Fp8Weight)
     assert model.head.matrix.dtype == model.embedding.matrix.dtype == torch.float32
 
 
@@ -211,7 +211,7 @@ def test_a_scale_of_activations_per_part_is_its_own(tmp_path):
             tensors, "tensor", scale_name="weight_scale", input_scales=scales
         )
         model = load(write_checkpoint(tmp_path, config, stored))
-        assert isinstance(model._layers[0].attention.qkv.weight, kind)
+        assert isinstance(model.layers[0].attention.qkv.weight, kind)
 
 
 def without(name):
@@ -292,7 +292,7 @@ def test_a_linear_in_floats_without_a_scale_is_what_it_is(tmp_path):
         del stored[SCALE]
 
     assert isinstance(
-        load(write_block(tmp_path, plain))._layers[0].attention.qkv.weight, StackedWeight
+        load(write_block(tmp_path, plain)).layers[0].attention.qkv.weight, StackedWeight
     )
 
 

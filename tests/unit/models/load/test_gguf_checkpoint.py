@@ -117,7 +117,7 @@ def test_k_quants_equal_what_the_gguf_package_reads(tmp_path, name):
     writer_model = convert(model, tmp_path / "plain.gguf")
     path = tmp_path / "mixed.gguf"
     copy_with_tensor(writer_model, path, "blk.1.ffn_down.weight", raw, tensor_type)
-    found = load(path)._layers[1].mlp.down.weight.matrix
+    found = load(path).layers[1].mlp.down.weight.matrix
     assert torch.equal(found, torch.from_numpy(dequantize(raw, tensor_type)))
     assert found.abs().max() > 0
 

@@ -182,9 +182,9 @@ def test_logits_are_those_of_the_library_that_packed_the_file(tmp_path, symmetri
 
 def test_parts_in_one_order_are_one_matrix_and_others_are_not(tmp_path):
     model = load(write(tmp_path / "a", "gptq", 32))
-    assert isinstance(model._layers[0].attention.qkv.weight, Int4Weight)
+    assert isinstance(model.layers[0].attention.qkv.weight, Int4Weight)
     model = load(write(tmp_path / "b", "gptq", 32, permuted=True))
-    assert isinstance(model._layers[0].attention.qkv.weight, StackedWeight)
+    assert isinstance(model.layers[0].attention.qkv.weight, StackedWeight)
 
 
 @pytest.mark.parametrize(("layout", "size"), [("gptq", 32), ("gptq", 64), ("awq", -1)])

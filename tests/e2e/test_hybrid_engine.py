@@ -69,7 +69,7 @@ def build(path, announce=lambda text: None, **options):
 
 def requests(temperature: float):
     return [
-        request(f"r{i}", prompt, max_tokens=24, seed=i, temperature=temperature)
+        request(f"r{i}", prompt, max_tokens=16, seed=i, temperature=temperature)
         for i, prompt in enumerate(PROMPTS)
     ]
 

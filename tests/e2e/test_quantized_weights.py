@@ -33,7 +33,7 @@ from sametoken.engine.build import build_engine
 from sametoken.errors import UnsupportedError
 
 PROMPTS = [[1, 2, 3, 4] * 5, [0, 7, 7], list(range(17))]
-MAX_TOKENS = 14
+MAX_TOKENS = 10
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 

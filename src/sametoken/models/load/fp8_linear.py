@@ -98,7 +98,7 @@ class Fp8Linear:
             "channel": ((part.rows, 1), (part.rows,)),
             "block": ((-(-part.rows // BLOCK), groups),),
         }[self.scales]
-        scale = _positive(reader, _existing(reader, part.name, self.scale_names), shapes)
+        scale = positive(reader, _existing(reader, part.name, self.scale_names), shapes)
         if self.scales == "block":
             by_row = scale.repeat_interleave(BLOCK, dim=0)[: part.rows]
             return _own(reader, part, by_row)
@@ -110,7 +110,7 @@ class Fp8Linear:
         if self.activations != "tensor":
             return None
         name = _existing(reader, part.name, _INPUT_SCALES)
-        return float(_positive(reader, name, ((), (1,))))
+        return float(positive(reader, name, ((), (1,))))
 
     def _require_whole_groups(
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
@@ -147,7 +147,7 @@ def _existing(reader: WeightReader, module: str, names: tuple[str, ...]) -> str:
     return next((name for name in full if name in reader), full[0])
 
 
-def _positive(reader: WeightReader, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+def positive(reader: WeightReader, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     """A tensor of scales in fp32, of one of the shapes."""
     scale = reader.small(name, shapes)
     if not (scale > 0).all():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.compressed import written
 from helpers.gguf_files import convert
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
@@ -202,6 +203,12 @@ def test_weights_in_a_gguf_file_s_bits_do_not_change(tmp_path):
     core = build_engine(EngineConfig.from_options(model=str(path), **options))
     with pytest.raises(UnsupportedError, match="do not change under load_format 'gguf-packed'"):
         core.weights.load(None, "model")
+
+
+def test_nor_of_a_target_in_nvfp4(tmp_path):
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    written(tmp_path, {"group_0": {"targets": ["Linear"], "weights": weights}})
+    assert require_same(tmp_path, NGRAM, "bfloat16") > 0
 
 
 def test_nor_of_experts_in_mxfp4_behind_sinks(tmp_path):

@@ -36,7 +36,7 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return model
 
 
-def scales_of(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_of(weight: torch.Tensor, args, module=None) -> tuple[torch.Tensor, torch.Tensor]:
     """The library's scales and zero points of a weight, by its strategy."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -44,7 +44,7 @@ def scales_of(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = weight.amin().reshape(1), weight.amax().reshape(1)
     elif args.strategy == "channel":
         low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-    elif args.strategy == "group":
+    elif args.strategy in ("group", "tensor_group"):
         grouped = weight.unflatten(1, (-1, args.group_size))
         low, high = grouped.amin(2), grouped.amax(2)
     else:
@@ -53,7 +53,7 @@ def scales_of(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
         )
         blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
         low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
-    return calculate_qparams(low, high, args)
+    return calculate_qparams(low, high, args, getattr(module, "weight_global_scale", None))
 
 
 def written(folder, groups: dict, ignore=("lm_head",), token_ids=(), **changes):
@@ -111,6 +111,7 @@ def _quantized(model: torch.nn.Module, groups: dict, ignore: list[str]):
         QuantizationStatus,
         apply_quantization_config,
     )
+    from compressed_tensors.quantization.utils import generate_gparam
 
     config = QuantizationConfig(config_groups=groups, ignore=ignore)
     apply_quantization_config(model, config)
@@ -118,7 +119,10 @@ def _quantized(model: torch.nn.Module, groups: dict, ignore: list[str]):
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None or scheme.weights is None:
             continue
-        scale, zero = scales_of(module.weight, scheme.weights)
+        if scheme.weights.strategy == "tensor_group":
+            largest = module.weight.amin().reshape(1), module.weight.amax().reshape(1)
+            module.weight_global_scale.copy_(generate_gparam(*largest))
+        scale, zero = scales_of(module.weight, scheme.weights, module)
         module.weight_scale.copy_(scale)
         if hasattr(module, "weight_zero_point"):
             module.weight_zero_point.copy_(zero)

@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from sametoken.models.load.by_target import ByTarget
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import LinearFormat, Quantization
-from sametoken.models.load.quantization import ByTarget
 from sametoken.models.load.weights import FLOATING, TensorSource
 from sametoken.models.quantize import module_of, quantized, stored_names
 

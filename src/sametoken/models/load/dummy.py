@@ -99,7 +99,7 @@ class DummyReader(WeightReader):
         self.source.declare(name, wanted)
 
     def _chunks(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        if dtype == torch.int64:
+        if dtype not in FLOATING and dtype not in _SPREAD:
             raise UnsupportedError(
                 f"{self.source.location}: the format of {name} has no dummy weights",
                 "use another quantization",

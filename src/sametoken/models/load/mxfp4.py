@@ -64,8 +64,13 @@ class Mxfp4Stack:
 
 def expanded(blocks: Tensor, scales: Tensor) -> Tensor:
     """[rows, groups, 16] blocks and [rows, groups] scales to [rows, in_features] in fp32."""
-    device = blocks.device
-    numbers = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=device)
-    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)], device=device)
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    return (numbers[halves.int()].flatten(2) * powers[scales.int()].unsqueeze(-1)).flatten(1)
+    powers = [2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)]
+    by_group = torch.tensor(powers, device=blocks.device)[scales.int()]
+    return (e2m1(blocks) * by_group.unsqueeze(-1)).flatten(1)
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """Numbers of e2m1 in fp32, two of each byte, the low half first: [..., n] to [..., 2n]."""
+    numbers = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=packed.device)
+    halves = torch.stack((packed & 15, packed >> 4), dim=-1)
+    return numbers[halves.int()].flatten(-2)

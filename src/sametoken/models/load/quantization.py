@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.load.by_target import ByTarget, StackedExperts, Targeted
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
 from sametoken.models.load.mxfp4 import Mxfp4Stack
+from sametoken.models.load.nvfp4_linear import GROUP, Nvfp4Linear
 from sametoken.models.load.settings import (
     ANOTHER,
     Settings,
@@ -32,7 +33,6 @@ from sametoken.models.load.settings import (
     require_known,
     unsupported,
 )
-from sametoken.models.load.weights import TensorSource
 
 #: The class of every projection that a format may cover.
 _LINEAR = "Linear"
@@ -50,91 +50,6 @@ _OF_QUANTIZING = (
     "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
     "pad_token_id", "quantizer", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Targeted:
-    """Targets, and the format of the linears that they name.
-
-    Attributes:
-        names: whole names of modules.
-        expressions: of which one matches the beginning of a name.
-        everything: whether all linears are meant.
-    """
-
-    names: frozenset[str]
-    expressions: tuple[re.Pattern[str], ...]
-    everything: bool
-    format: LinearFormat | None
-
-    def rank(self, module: str) -> int:
-        """How closely a module is named: 0 by name, 1 by expression, 2 by class, 3 not."""
-        if module in self.names:
-            return 0
-        if any(expression.match(module) for expression in self.expressions):
-            return 1
-        return 2 if self.everything else 3
-
-
-@dataclass(frozen=True, slots=True)
-class ByTarget:
-    """``Quantization`` by the names of modules: the closest target decides, then the first.
-
-    Attributes:
-        groups: targets with their formats.
-        ignored: modules that stay unquantized.
-    """
-
-    groups: tuple[Targeted, ...]
-    ignored: Targeted
-
-    def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
-        """See ``Quantization``.
-
-        A group may name modules by a class, which tensors do not show: a router is no Linear in
-        some families. So a weight that is stored in a floating dtype, without anything of the
-        format beside it, is what it is.
-        """
-        named = self.format_named(module)
-        return named if named is not None and named.covers(source, module) else None
-
-    def format_named(self, module: str) -> LinearFormat | None:
-        """The format that a linear of this name is to have, however it is stored."""
-        group = min(self.groups, key=lambda one: one.rank(module))
-        excepted = self.ignored.rank(module) < 3 or group.rank(module) == 3
-        return None if excepted else group.format
-
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        """None: embeddings and heads stay in floats."""
-
-    def stack_of(self, stack: str, source: TensorSource) -> None:
-        """None: these formats store experts one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class StackedExperts:
-    """``Quantization`` of stacked experts alone.
-
-    Attributes:
-        format: theirs.
-        ignored: modules that stay unquantized.
-    """
-
-    format: Mxfp4Stack
-    ignored: Targeted
-
-    def format_of(self, module: str, source: TensorSource) -> None:
-        """None: linears are unquantized."""
-
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        """None: embeddings and heads stay in floats."""
-
-    def stack_of(self, stack: str, source: TensorSource) -> Mxfp4Stack | None:
-        """See ``Quantization``."""
-        module = stack.rpartition(".")[0]
-        if self.ignored.rank(module) < 3 or not self.format.covers(source, stack):
-            return None
-        return self.format
 
 
 def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
@@ -357,18 +272,33 @@ def _float_linear(group: Settings) -> Fp8Linear:
     return Fp8Linear(strategy, _float_activations(group), ("weight_scale",))
 
 
-def _packed_linear(group: Settings) -> Int4Linear:
-    """A group of the format ``pack-quantized``."""
+def _four_bits(group: Settings, kind: str) -> Settings:
+    """The settings of a group's weights in 4 bits, where activations are not rounded."""
     weights = _arguments(group, "weights")
     found = (weights.get("num_bits"), weights.get("type", "int"), weights.get("dynamic", False))
-    if found != (4, "int", False):
+    if found != (4, kind, False):
         raise UnsupportedError(
             f"{weights.location}: num_bits={short(found[0])}, type={short(found[1])}, "
             f"dynamic={short(found[2])} is not supported",
-            "use 4 bits, int, not dynamic",
+            f"use 4 bits, {kind}, not dynamic",
         )
     if group.get("input_activations") is not None:
         raise unsupported(group, "input_activations", "use a checkpoint of weights alone")
+    return weights
+
+
+def _nvfp4_linear(group: Settings) -> Nvfp4Linear:
+    """A group of the format ``nvfp4-pack-quantized``."""
+    weights = _four_bits(group, "float")
+    for key, wanted in (("strategy", "tensor_group"), ("group_size", GROUP), ("symmetric", True)):
+        if weights.get(key, wanted) != wanted:
+            raise unsupported(weights, key, f"use {wanted}")
+    return Nvfp4Linear()
+
+
+def _packed_linear(group: Settings) -> Int4Linear:
+    """A group of the format ``pack-quantized``."""
+    weights = _four_bits(group, "int")
     strategy = weights.get("strategy", "group")
     if strategy not in ("group", "channel"):
         raise unsupported(weights, "strategy", "use group or channel")
@@ -422,6 +352,7 @@ _COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {
     # The same tensors, as the library calls them where activations are not rounded.
     "naive-quantized": _float_linear,
     PACKED: _packed_linear,
+    "nvfp4-pack-quantized": _nvfp4_linear,
 }
 _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,

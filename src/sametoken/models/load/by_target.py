@@ -1,0 +1,95 @@
+"""Quantizations that name modules: by their whole name, by an expression, or all of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sametoken.models.load.linear_format import LinearFormat
+from sametoken.models.load.mxfp4 import Mxfp4Stack
+from sametoken.models.load.weights import TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class Targeted:
+    """Targets, and the format of the linears that they name.
+
+    Attributes:
+        names: whole names of modules.
+        expressions: of which one matches the beginning of a name.
+        everything: whether all linears are meant.
+    """
+
+    names: frozenset[str]
+    expressions: tuple[re.Pattern[str], ...]
+    everything: bool
+    format: LinearFormat | None
+
+    def rank(self, module: str) -> int:
+        """How closely a module is named: 0 by name, 1 by expression, 2 by class, 3 not."""
+        if module in self.names:
+            return 0
+        if any(expression.match(module) for expression in self.expressions):
+            return 1
+        return 2 if self.everything else 3
+
+
+@dataclass(frozen=True, slots=True)
+class ByTarget:
+    """``Quantization`` by the names of modules: the closest target decides, then the first.
+
+    Attributes:
+        groups: targets with their formats.
+        ignored: modules that stay unquantized.
+    """
+
+    groups: tuple[Targeted, ...]
+    ignored: Targeted
+
+    def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
+        """See ``Quantization``.
+
+        A group may name modules by a class, which tensors do not show: a router is no Linear in
+        some families. So a weight that is stored in a floating dtype, without anything of the
+        format beside it, is what it is.
+        """
+        named = self.format_named(module)
+        return named if named is not None and named.covers(source, module) else None
+
+    def format_named(self, module: str) -> LinearFormat | None:
+        """The format that a linear of this name is to have, however it is stored."""
+        group = min(self.groups, key=lambda one: one.rank(module))
+        excepted = self.ignored.rank(module) < 3 or group.rank(module) == 3
+        return None if excepted else group.format
+
+    def format_of_table(self, module: str, source: TensorSource) -> None:
+        """None: embeddings and heads stay in floats."""
+
+    def stack_of(self, stack: str, source: TensorSource) -> None:
+        """None: these formats store experts one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """``Quantization`` of stacked experts alone.
+
+    Attributes:
+        format: theirs.
+        ignored: modules that stay unquantized.
+    """
+
+    format: Mxfp4Stack
+    ignored: Targeted
+
+    def format_of(self, module: str, source: TensorSource) -> None:
+        """None: linears are unquantized."""
+
+    def format_of_table(self, module: str, source: TensorSource) -> None:
+        """None: embeddings and heads stay in floats."""
+
+    def stack_of(self, stack: str, source: TensorSource) -> Mxfp4Stack | None:
+        """See ``Quantization``."""
+        module = stack.rpartition(".")[0]
+        if self.ignored.rank(module) < 3 or not self.format.covers(source, stack):
+            return None
+        return self.format

@@ -1,0 +1,1 @@
+"""The engine as a rollout of verl: its plugin, the server of a replica, the trainer's side."""

@@ -1,0 +1,186 @@
+"""What verl asks of a rollout server, over ``AsyncLLM``. Imports neither verl nor Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.errors import RequestError
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.listen import bind, listen
+from sametoken.serving.http.run import DrainingServer
+from sametoken.types.sampling_params import SamplingParams
+
+#: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
+_LEVELS = {"hybrid": 2, "colocated": 1}
+_NO_TOKENS: dict[str, Any] = {"token_ids": [], "stop_reason": "aborted"}
+
+
+def engine_config(rollout: Any, model_path: str) -> EngineConfig:
+    """The engine of verl's ``RolloutConfig``; ``engine_kwargs.sametoken`` has further options.
+
+    Weights are read from the checkpoint whatever ``load_format`` says, until an update comes.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+    """
+    options = {
+        "dtype": rollout.dtype,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "seed": rollout.seed,
+        "logprobs_mode": rollout.logprobs_mode,
+        "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
+    }
+    own = rollout.engine_kwargs.get("sametoken") or {}
+    return EngineConfig.from_options(model=model_path, **options | dict(own))
+
+
+class RolloutServer:
+    """One engine and its OpenAI API, with the methods of verl's servers.
+
+    Args:
+        config: the engine's options.
+        host: address to listen on, at a port that the system chooses.
+        mode: verl's: "hybrid", "colocated" or "standalone".
+        lengths: of prompts and of responses, at most.
+        sleeps: whether memory is given back between rollouts.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: str,
+        mode: str = "hybrid",
+        lengths: tuple[int, int] = (512, 512),
+        *,
+        sleeps: bool = False,
+    ) -> None:
+        self._config, self._server_config = config, ServerConfig(host=host, port=0)
+        self._level = _LEVELS.get(mode) if sleeps else None
+        self._lengths = lengths
+        self._global_steps: int | None = None
+        self._rejects = False
+
+    async def launch_server(self) -> None:
+        """Start the engine, and serve it; errors as in ``AsyncLLM.start``."""
+        self._listener = bind(self._server_config)
+        self._engine = await AsyncLLM.start(self._config)
+        app = create_app(self._engine, self._server_config)
+        server = DrainingServer(app, self._engine, self._server_config)
+        listen(self._listener)
+        self._serving = asyncio.ensure_future(server.serve(sockets=[self._listener]))
+
+    def get_server_address(self) -> tuple[str, int]:
+        """Address and port of the OpenAI API."""
+        host, port, *_ = self._listener.getsockname()
+        return host, port
+
+    async def answer(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> dict[str, Any]:
+        """The fields of verl's ``TokenOutput`` for one prompt.
+
+        During ``abort_all_requests`` a request waits, or comes back as aborted if it is rejected.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid.
+        """
+        extra = {"global_steps": self._global_steps}
+        if self._rejects:
+            return _NO_TOKENS | {"extra_fields": extra}
+        params = self._params(dict(sampling_params), len(prompt_ids))
+        asked = {"prompt_token_ids": list(prompt_ids)}
+        *_, output = [one async for one in self._engine.generate(asked, params, request_id)]
+        (made,) = output.outputs
+        if made.error is not None:
+            raise made.error
+        counts = output.metrics.speculation
+        extra |= {
+            "num_cached_tokens": output.metrics.num_cached_tokens,
+            "spec_num_draft_tokens": counts.num_draft_tokens,
+            "spec_num_accepted_tokens": counts.num_accepted_tokens,
+            "spec_num_verify_steps": counts.num_steps,
+        }
+        pairs = zip(made.token_ids, made.logprobs or (), strict=False)
+        return {
+            "token_ids": list(made.token_ids),
+            "log_probs": None
+            if made.logprobs is None
+            else [entry[token].logprob for token, entry in pairs],
+            "routed_experts": made.routed_experts,
+            "stop_reason": "aborted" if made.finish_reason == "abort" else "completed",
+            "extra_fields": extra,
+        }
+
+    async def update_weights(self, directory: str, global_steps: int | None = None) -> None:
+        """Replace the weights by those of a directory; errors as in ``AsyncLLM``."""
+        await self._engine.update_weights(directory)
+        await self.set_global_steps(global_steps)
+
+    async def set_global_steps(self, global_steps: int | None) -> None:
+        """Note the trainer's step, which answers then have."""
+        if global_steps is not None:
+            self._global_steps = global_steps
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End all requests, and hold or reject new ones until ``resume_generation``."""
+        self._rejects = reject_request
+        await self._engine.pause("abort")
+
+    async def resume_generation(self) -> None:
+        """Take requests again."""
+        self._rejects = False
+        await self._engine.resume()
+
+    async def clear_kv_cache(self) -> None:
+        """Empty the prefix cache."""
+        await self._engine.forget_prefixes()
+
+    async def sleep(self) -> None:
+        """Give memory back, where the mode lets it; errors as in ``AsyncLLM``."""
+        if self._level is not None:
+            await self._engine.sleep(self._level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """End the sleep, or that of some parts."""
+        if self._engine.is_sleeping:
+            await self._engine.wake_up(tags)
+
+    async def release_kv_cache(self) -> None:
+        """Give the memory of KV back."""
+        if self._level is not None and not self._engine.is_sleeping:
+            await self._engine.sleep(1)
+
+    async def resume_kv_cache(self) -> None:
+        """End ``release_kv_cache``, which kept the weights."""
+        await self.wake_up()
+
+    async def shutdown(self) -> None:
+        """End the engine process and the API."""
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        await self._engine.shutdown()
+        self._listener.close()
+
+    def _params(self, given: dict[str, Any], num_prompt_tokens: int) -> SamplingParams:
+        prompt_length, response_length = self._lengths
+        room = self._engine.resolved.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer",
+                "raise max_model_len, or shorten the prompt",
+            )
+        left = min(response_length, prompt_length + response_length - num_prompt_tokens)
+        wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None) or left
+        logprobs = 0 if given.pop("logprobs", False) else None
+        limit = max(1, min(wanted, room))
+        return SamplingParams(**given, logprobs=logprobs, max_tokens=limit, detokenize=False)

@@ -1,0 +1,76 @@
+"""A rollout server does what verl asks of one, and says what an engine of its weights says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from helpers.chat_model import write_chat_model
+from helpers.http_server import TOY_ENGINE
+from sametoken import LLM, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.errors import RequestError
+from sametoken.serving.verl.server import RolloutServer
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+PROMPT = [1, 2, 3] * 4
+#: As verl's agent loops send them.
+SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+SAMPLING |= {"logprobs": True, "seed": 3, "ignore_eos": True}
+
+
+def offline(path) -> list[int]:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
+    output = LLM(str(path), **TOY_ENGINE).generate([{"prompt_token_ids": PROMPT}], params)[0]
+    return list(output.outputs[0].token_ids)
+
+
+async def rollouts_around_an_update(server: RolloutServer, paths) -> None:
+    """A hybrid step: the trainer has the memory, and then sends its weights."""
+    first = await server.answer(PROMPT, SAMPLING, "a")
+    assert (first["token_ids"], first["stop_reason"]) == (offline(paths[0]), "completed")
+    assert len(first["log_probs"]) == 8
+    assert first["extra_fields"]["global_steps"] is None
+    with pytest.raises(RequestError, match="no room"):
+        await server.answer([1] * 64, SAMPLING, "long")
+    await server.sleep()
+    await server.wake_up(["weights"])
+    await server.update_weights(str(paths[1]), 7)
+    await server.wake_up(["kv_cache"])
+    second = await server.answer(PROMPT, SAMPLING, "b")
+    assert second["token_ids"] == offline(paths[1]) != first["token_ids"]
+    assert second["extra_fields"]["global_steps"] == 7
+
+
+async def held_and_rejected(server: RolloutServer, expected: list[int]) -> None:
+    await server.abort_all_requests()
+    waiting = asyncio.ensure_future(server.answer(PROMPT, SAMPLING, "c"))
+    await server.clear_kv_cache()
+    assert not waiting.done()
+    await server.resume_generation()
+    assert (await waiting)["token_ids"] == expected
+    await server.abort_all_requests(reject_request=True)
+    rejected = await server.answer(PROMPT, SAMPLING, "d")
+    assert (rejected["token_ids"], rejected["stop_reason"]) == ([], "aborted")
+    await server.release_kv_cache()
+    await server.resume_kv_cache()
+    await server.resume_generation()
+    assert (await server.answer(PROMPT, SAMPLING, "e"))["token_ids"] == expected
+
+
+def test_rollouts_updates_and_sleep(tmp_path):
+    paths = [write_chat_model(tmp_path / str(seed), seed) for seed in (0, 1)]
+    options = TOY_ENGINE | {"speculative_config": NGRAM, "max_model_len": 64}
+    config = EngineConfig.from_options(model=str(paths[0]), **options)
+
+    async def scene() -> None:
+        server = RolloutServer(config, "127.0.0.1", lengths=(12, 8), sleeps=True)
+        await server.launch_server()
+        try:
+            await rollouts_around_an_update(server, paths)
+            await held_and_rejected(server, offline(paths[1]))
+        finally:
+            await server.shutdown()
+
+    asyncio.run(scene())

@@ -14,6 +14,7 @@ from helpers.harness import request, run
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_nextn
 from helpers.recorded import RecordedLogits
+from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import ConfigError, UnsupportedError
@@ -94,6 +95,7 @@ def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path):
         resolved.kv_bytes * 4
         == engine(path, kv_cache_dtype="auto", num_kv_blocks=35).resolved.kv_bytes
     )
+    assert resolved.kv_bytes == 9 * measure_memory(config).kv_per_block
     assert resolved.kv_cache_dtype == torch.float8_e4m3fn
     assert "kv_cache_dtype is fp8: requested; scales are 1" in told
 

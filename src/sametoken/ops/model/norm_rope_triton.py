@@ -279,10 +279,14 @@ def _norm_and_rotate(
         high = tl.where(fault, float("nan"), high)
         if 2 * HALF < D:
             tail = tl.where(fault, float("nan"), tail)
-    first = as_stored(low * c - high * s, scales, head, live, dtype)
-    second = as_stored(high * c + low * s, scales, head, live, dtype)
-    tl.store(target + half, first, live & rotated)
-    tl.store(target + HALF + half, second, live & rotated)
+    tl.store(
+        target + half, as_stored(low * c - high * s, scales, head, live, dtype), live & rotated
+    )
+    tl.store(
+        target + HALF + half,
+        as_stored(high * c + low * s, scales, head, live, dtype),
+        live & rotated,
+    )
     if 2 * HALF < D:
         tl.store(target + rest, as_stored(tail, scales, head, live, dtype), live & (rest < D))
 

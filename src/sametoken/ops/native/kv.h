@@ -35,7 +35,11 @@ INLINE f32v load_e4m3(const void *base, int64_t index, int64_t count) {
     const uint8_t *from = (const uint8_t *)base + index;
     if (count >= LANES) memcpy(&bytes, from, sizeof bytes);
     else memcpy(&bytes, from, count);
+#if LANES == 8 /* gcc 12 converts bytes one by one */
+    return e4m3_numbers((u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&bytes)));
+#else
     return e4m3_numbers(__builtin_convertvector(bytes, u32v));
+#endif
 }
 
 INLINE void store_e4m3(void *base, int64_t index, int64_t count, f32v v) {

@@ -1,0 +1,45 @@
+"""Scales of keys and values: the heads of each rank, and files that are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sametoken.errors import CheckpointError
+from sametoken.models.load.kv_scheme import read_kv_scales
+from sametoken.models.load.sent import SentTensors
+from sametoken.models.load.weights import WeightReader
+from sametoken.ops.reference import ReferenceKernels
+
+
+def read(strategy: str, k: torch.Tensor, rank: int = 0, size: int = 1):
+    source = SentTensors([("block.k_scale", k), ("block.v_scale", 2 * k)])
+    parallel = SimpleNamespace(rank=rank, size=size)
+    reader = WeightReader(source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel)
+    return read_kv_scales(reader, "block", strategy, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_the_scales_of_its_heads(rank):
+    by_head = torch.tensor([0.25, 0.5, 1.0, 2.0]).bfloat16()
+    found = read("attn_head", by_head.view(4, 1, 1), rank, 2)
+    assert torch.equal(found.k, by_head[2 * rank : 2 * rank + 2].float())
+    assert torch.equal(found.v, 2 * found.k)
+    assert torch.equal(read("tensor", by_head[:1], rank, 2).k, torch.full((2,), 0.25))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "k"),
+    [
+        ("tensor", torch.ones(4)),
+        ("attn_head", torch.ones(3, 1, 1)),
+        ("tensor", torch.zeros(1)),
+        ("tensor", -torch.ones(1)),
+        ("tensor", torch.full((1,), torch.nan)),
+    ],
+)
+def test_other_shapes_and_values_are_refused(strategy, k):
+    with pytest.raises(CheckpointError, match=r"tensor block\.k_scale"):
+        read(strategy, k)

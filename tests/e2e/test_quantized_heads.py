@@ -77,26 +77,32 @@ def said(target, head=None) -> Ran:
     return run(core, items)
 
 
+@pytest.fixture(scope="module")
+def truth(target) -> dict:
+    """What the target says alone."""
+    return said(target).tokens
+
+
 @pytest.mark.parametrize(
     ("write", "scheme"),
     [(eagle1, FP8), (eagle1_speculators, INT4), (eagle3, INT4), (eagle3_speculators, FP8)],
 )
-def test_a_quantized_head_drafts_what_it_means(tmp_path, target, write, scheme):
+def test_a_quantized_head_drafts_what_it_means(tmp_path, target, truth, write, scheme):
     """Nothing of these schemes rounds activations, so expanded matrices have the same products."""
     head, plain = write(tmp_path / "head"), write(tmp_path / "plain")
     meant = compressed(head, {"group_0": scheme | {"targets": ["Linear"]}})
     save_file(meant, plain / "model.safetensors")
-    truth, expanded, quantized = said(target), said(target, plain), said(target, head)
-    assert quantized.tokens == expanded.tokens == truth.tokens
+    expanded, quantized = said(target, plain), said(target, head)
+    assert quantized.tokens == expanded.tokens == truth
     assert (quantized.accepted, quantized.offered) == (expanded.accepted, expanded.offered)
     assert 0 < quantized.accepted < quantized.offered
 
 
-def test_a_head_whose_activations_are_rounded_changes_no_token(tmp_path, target):
+def test_a_head_whose_activations_are_rounded_changes_no_token(tmp_path, target, truth):
     head = eagle3(tmp_path)
     compressed(head, {"group_0": ROUNDED | {"targets": ["Linear"]}})
     quantized = said(target, head)
-    assert quantized.tokens == said(target).tokens
+    assert quantized.tokens == truth
     assert 0 < quantized.accepted < quantized.offered
 
 

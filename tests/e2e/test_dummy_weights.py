@@ -26,8 +26,7 @@ SIZES = LLAMA | {
 }
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("k", [3, 5])
+@pytest.mark.parametrize(("architecture", "k"), [("LlamaForCausalLM", 3), ("Qwen3ForCausalLM", 5)])
 def test_nearly_all_drafts_of_prompt_lookup_are_accepted(tmp_path, architecture, k):
     sizes = SIZES | {"architectures": [architecture]}
     (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")

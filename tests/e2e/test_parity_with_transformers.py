@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from helpers.forward import Bench, their_greedy
@@ -128,7 +129,8 @@ def transformers_smollm2(path: Path):
         config = AutoConfig.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         )
-        theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with no_init_weights():
+            theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
     missing, unexpected = theirs.load_state_dict(parsed["tensors"], strict=False)
     theirs.tie_weights()

@@ -114,7 +114,20 @@ def _broadcast_other_shapes(self, lhs, rhs):
 
 def _operands_of_one_type(self, lhs, rhs, *rules):
     # Other operands are converted, or refused; of these, no rule changes the type.
-    types = {value.dtype.name if isinstance(value, language.tensor) else "" for value in (lhs, rhs)}
-    if len(types) == 1 and types <= {"fp32", "int32", "int64", "int1"}:
-        return _broadcast_other_shapes(self, lhs, rhs)
+    ours, theirs = (getattr(value, "dtype", None) for value in (lhs, rhs))
+    if ours and theirs:
+        if ours.name == theirs.name in ("fp32", "int32", "int64", "int1"):
+            return _broadcast_other_shapes(self, lhs, rhs)
+    elif len(rules) < 3:
+        if ours and _fits(rhs, ours.name):
+            return _broadcast_other_shapes(self, lhs, self.scalar_constant(rhs, ours))
+        if theirs and _fits(lhs, theirs.name):
+            return _broadcast_other_shapes(self, self.scalar_constant(lhs, theirs), rhs)
     return _operands(self, lhs, rhs, *rules)
+
+
+def _fits(number, type_name: str) -> bool:
+    """Whether a number takes the type of the tensor beside it."""
+    if type_name == "fp32":
+        return type(number) in (int, float)
+    return type_name in ("int32", "int64") and type(number) is int and abs(number) < 2**31

@@ -92,7 +92,7 @@ def test_one_that_takes_too_long_is_killed_and_the_next_is_served(compiler, tria
     began = time.monotonic()
     with pytest.raises(RequestError, match="took more than"):
         compiler.compile(BOMB)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert all(ended(pid) for pid in before)
     monkeypatch.setattr(module, "TIME_LIMIT", 60)
     assert compiler.compile(StructuredOutputs(regex="after"))

@@ -54,7 +54,7 @@ def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
     )
     result = stress.main.run_stress_test(str(model), plan)
     missed = {name: one for name, one in result.criteria().items() if not one["passed"]}
-    assert not missed, (missed, result.tally)
+    assert not missed, (missed, result.seen()["faults"], result.tally)
     tally = result.tally
     assert NUM_REQUESTS <= tally.sent["crowd"] < NUM_REQUESTS + 16 * 4
     # Whatever was sent again came to an end once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 
 import httpx
@@ -97,6 +98,21 @@ def test_a_stop_inside_a_window_ends_them(model):
     assert one.finish_reason == "stop"
     length = len(PROMPTS[0]) + len(one.token_ids) - 1
     assert np.array_equal(one.routed_experts, plain[0].routed_experts[:length])
+
+
+def test_an_update_of_the_weights_changes_them(theirs, model, tmp_path):
+    other = copy.deepcopy(theirs)
+    for tensor in other.parameters():
+        tensor.data.mul_(-1.1)
+    other.save_pretrained(tmp_path)
+    llm, before = outputs(model, speculative_config=NGRAM)
+    llm.update_weights(other.state_dict().items())
+    asked = [{"prompt_token_ids": one} for one in PROMPTS]
+    after = [one.outputs[0] for one in llm.generate(asked, SamplingParams(**SAMPLING))]
+    _, expected = outputs(save_tokenizer(tmp_path))
+    assert after == expected != before
+    for one, right in zip(after, expected, strict=True):
+        assert np.array_equal(one.routed_experts, right.routed_experts)
 
 
 def decoded(text: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from sametoken.errors import (
     WeightUpdateError,
     shown,
 )
+from sametoken.extraction.routed_experts import plain_kernels
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
@@ -174,7 +175,7 @@ class LiveWeights:
 
     def _load(self, source: TensorSource, target: str) -> NewWeights:
         # Its memory for packed weights ends with the copy.
-        kernels: Kernels = type(self.model.kernels)()
+        kernels: Kernels = type(plain_kernels(self.model.kernels))()
         model, drafter = self.model, self.drafter
         if target == MODEL:
             formats = self._formats()

@@ -32,22 +32,23 @@ class NotingKernels:
     """Kernels that note which experts are chosen.
 
     Attributes:
+        plain: the kernels themselves.
         num_experts: of a layer, once there was a pass.
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self.plain = kernels
         self._chosen: list[Tensor] = []
         self.num_experts = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
+        return getattr(self.plain, name)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See ``Kernels.moe_gate``."""
-        chosen, weights = self._kernels.moe_gate(logits, routing, bias)
+        chosen, weights = self.plain.moe_gate(logits, routing, bias)
         self._chosen.append(chosen)
         self.num_experts = logits.shape[1]
         return chosen, weights
@@ -64,6 +65,11 @@ class NotingKernels:
         # A layer of many rows runs in slices, in order.
         by_layer = torch.cat(noted[::-1]).view(num_layers, num_rows, -1)
         return by_layer.transpose(0, 1).flatten(1)
+
+
+def plain_kernels(kernels: Kernels) -> Kernels:
+    """The kernels themselves, without notes."""
+    return kernels.plain if isinstance(kernels, NotingKernels) else kernels
 
 
 class ExpertRecorder:

@@ -22,7 +22,7 @@ _ROUNDS = 10
 # Rows are independent: batches of bounded size save memory and change no bits.
 _ROWS_AT_A_TIME = 16
 
-_Words = tuple[Tensor, Tensor, Tensor, Tensor]
+_Words = tuple[Tensor, ...]
 
 
 def sample(
@@ -83,13 +83,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
-    """Philox4x32 with 10 rounds on int64 tensors that hold 32-bit words and broadcast.
-
-    By numpy, whose operations on few words take half the time of torch's.
-    """
-    device = counter[0].device
-    c0, c1, c2, c3 = (word.cpu().numpy() for word in counter)
-    k0, k1 = (word.cpu().numpy() for word in key)
+    """Philox4x32 with 10 rounds on int64 tensors that hold 32-bit words and broadcast."""
+    # numpy takes half the time of torch on few words.
+    c0, c1, c2, c3, k0, k1 = (word.cpu().numpy() for word in (*counter, *key))
     for _ in range(_ROUNDS):
         # int64 products wrap, which leaves all 64 bits of the unsigned product in place.
         product0 = c0 * _MULTIPLIERS[0]
@@ -98,8 +94,7 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
         c2 = ((product0 >> 32) & _MASK) ^ c3 ^ k1
         c1, c3 = product1 & _MASK, product0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    w0, w1, w2, w3 = (torch.from_numpy(word).to(device) for word in (c0, c1, c2, c3))
-    return w0, w1, w2, w3
+    return tuple(torch.from_numpy(word).to(counter[0].device) for word in (c0, c1, c2, c3))
 
 
 NAN_RANK = 0x7FFFFFFF

@@ -329,11 +329,17 @@ class Client:
 
     async def _send_malformed(self) -> None:
         path, content = self._chance.choice(MALFORMED)
-        async with self._sent(content, path) as (connection, head):
-            body = await connection.body(head)
-        self._note(head)
-        if not 400 <= head.status < 500 or not json.loads(body)["error"]["message"]:
-            raise WrongError(f"{head.status} to {content[:80]!r}")
+        began, status = time.monotonic(), 503
+        # Without an engine the server may say so before it looks at a request.
+        while status == 503:
+            async with self._sent(content, path) as (connection, head):
+                body = await connection.body(head)
+            self._note(head)
+            status = head.status
+            if status == 503 and isinstance(error := refusal(head, body), TurnedAwayError):
+                await self._come_again(error, began)
+            elif not 400 <= status < 500 or not json.loads(body)["error"]["message"]:
+                raise WrongError(f"{status} to {content[:80]!r}")
         self._collector.fates["refused"] += 1
 
     def _note(self, head: Head) -> None:

@@ -45,7 +45,7 @@ def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
     )
     plan = stress.main.Plan(
         num_requests=NUM_REQUESTS,
-        num_clients=16,
+        num_clients=8,
         num_half_openers=2,
         num_kills=1,
         bomb_pause_s=0.1,
@@ -54,9 +54,9 @@ def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
     )
     result = stress.main.run_stress_test(str(model), plan)
     missed = {name: one for name, one in result.criteria().items() if not one["passed"]}
-    assert not missed, (missed, result.seen()["faults"], result.tally)
+    assert not missed, (missed, result.seen()["faults"], dict(result.tally.lost))
     tally = result.tally
-    assert NUM_REQUESTS <= tally.sent["crowd"] < NUM_REQUESTS + 16 * 4
+    assert NUM_REQUESTS <= tally.sent["crowd"] < NUM_REQUESTS + 8 * 4
     # Whatever was sent again came to an end once.
     ended = sum(count for name, count in tally.fates.items() if not name.startswith("closed"))
     assert ended == tally.sent["crowd"] + stress.cases.NUM_LONG

@@ -65,10 +65,7 @@ def served(model: Path, method: str) -> Iterator[str]:
     """The URL of a server of the model whose weights may change."""
     port = free_port()
     command = [sys.executable, "-m", "sametoken", "serve", str(model), "--port", str(port)]
-    command += [
-        "--weight-transfer-config",
-        '{"backend": "gloo"}',
-    ]
+    command += ["--weight-transfer-config", '{"backend": "gloo"}']
     command += ["--device", "cpu", "--dtype", "float32", "--disable-uvicorn-access-log"]
     if method != "none":
         speculation = {"method": method, "num_speculative_tokens": 4}

@@ -121,7 +121,7 @@ class AsyncLLM:
             )
         # The process needs seconds to start, and this one to import the tokenizers' library.
         process, _ = await asyncio.gather(
-            EngineProcess.start(config, build), asyncio.to_thread(import_library)
+            EngineProcess.start(config, build), asyncio.to_thread(import_library, config)
         )
         try:
             path = Path(process.ready.summary.model_path)

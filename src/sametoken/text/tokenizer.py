@@ -149,10 +149,11 @@ def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tupl
     return tuple(dict.fromkeys((*model_ids, *(() if eos_id is None else (eos_id,)))))
 
 
-def import_library() -> None:
-    """Import what ``load_tokenizer`` needs: seconds, which a caller may have to spare."""
-    # This module of the library imports torch; ``from_pretrained`` would import it later.
-    import transformers.configuration_utils  # noqa: F401
+def import_library(config: EngineConfig) -> None:
+    """Import what ``load_tokenizer_of`` needs: seconds, which a caller may have to spare."""
+    if not config.skip_tokenizer_init:
+        # This module of the library imports torch; ``from_pretrained`` would import it later.
+        import transformers.configuration_utils  # noqa: F401
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:

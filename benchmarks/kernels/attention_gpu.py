@@ -1,6 +1,6 @@
 """Time every launch configuration of attention on the GPU at hand, and compare their bits.
 
-    python benchmarks/kernels/attention_gpu.py [--heads qwen3|qwen35] [--cases 1x1,64x4,...]
+    python benchmarks/kernels/attention_gpu.py [--heads qwen3|qwen35|gemma4] [--cases 1x1,64x4,...]
         [--context N]
 
 A case is batch x window. Times are of one layer, inside a CUDA graph over several layers' KV, so KV
@@ -30,6 +30,7 @@ from sametoken.ops.model.attention.triton import AttentionConfig, attention, cho
 HEADS = {
     "qwen3": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),
     "qwen35": AttentionShape(num_heads=16, num_kv_heads=4, head_dim=256),
+    "gemma4": AttentionShape(num_heads=32, num_kv_heads=4, head_dim=512),
 }
 #: By head size, warps, stages and tile where a program has few queries.
 SMALL = {
@@ -38,6 +39,7 @@ SMALL = {
         (4, 3, 32), (4, 2, 32), (4, 4, 32), (8, 2, 32), (8, 3, 32), (2, 2, 32), (2, 3, 32),
         (4, 2, 64), (8, 2, 64), (8, 3, 64),
     ),
+    512: ((8, 2, 32), (8, 3, 32), (4, 2, 32), (4, 2, 16), (4, 3, 16), (8, 2, 16)),
 }  # fmt: skip
 #: By head size, queries, warps, stages, tile, and whether KV is the left operand, for prefill.
 LARGE = {
@@ -49,6 +51,10 @@ LARGE = {
         (32, 4, 2, 32, True), (32, 4, 3, 32, True), (32, 8, 2, 32, True), (32, 8, 3, 32, True),
         (64, 8, 2, 32, False), (64, 8, 3, 32, False), (32, 4, 2, 64, True), (32, 8, 2, 64, True),
         (64, 8, 2, 64, False),
+    ),
+    512: (
+        (32, 8, 2, 32, True), (32, 8, 3, 32, True), (64, 8, 2, 32, True), (64, 8, 2, 32, False),
+        (32, 8, 2, 16, True), (32, 8, 3, 16, True),
     ),
 }  # fmt: skip
 #: Programs to spread splits over, beside the default.

@@ -117,12 +117,14 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
             *(tiles(64, 64, 4, depth, tma=tma) for depth in (3, 4) for tma in (False, True)),
             tiles(64, 128, 8, 3, tma=True),
             tiles(256, 64, 8, 3, tma=True),
+            *(tiles(128, 128, 8, depth, tma=True) for depth in (3, 4)),
         ]
     found = [tiles(128, 64, 4, depth, tma=tma) for depth in (4, 6) for tma in (False, True)]
+    found += [tiles(128, 128, 8, depth, tma=True) for depth in (3, 4, 6)]
     if shape.out_features < NARROW:
         return [*found, tiles(64, 64, 4, 6), tiles(64, 64, 4, 8, tma=True), tiles(64, 128, 4, 4)]
     found += [tiles(64, 128, 8, 4)]
-    found += [tiles(128, 128, 8, depth, tma=tma) for depth in (3, 4) for tma in (False, True)]
+    found += [tiles(128, 128, 8, 4)]
     return [*found, tiles(256, 64, 8, 3), tiles(256, 64, 8, 4, tma=True), tiles(64, 256, 8, 3)]
 
 

@@ -1,13 +1,14 @@
 """Time latent attention (MLA) on the GPU at hand, beside what the chip can do.
 
-    python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128]
+    python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128] [--kernels triton,gluon]
         [--cases 8x1x16384,64x1x2048,8x4x16384,1x2048x16384]
 
 A case is batch x window x context. Times are of one layer, inside a CUDA graph over several layers'
 vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s of the products of
 visible positions; both stand beside what a copy and a square bf16 product of torch reach here.
 Every configuration is listed by form, queries, warps, stages and "l" where vectors are the left
-operand, the fastest first; ``*`` is the engine's choice, ``!`` marks other bits than the first's.
+operand, or of the Gluon kernels by form, queries, warps, slots and programs, the fastest first.
+``*`` is the choice of its kernels, ``!`` marks other bits than the first of its kernels has.
 
 Then the products with W_UK and W_UV of GLM-4.7-Flash (20 heads) at the cases' row counts.
 """
@@ -17,15 +18,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from graph_times import microseconds
+from triton import next_power_of_2
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.model.latent_attention import hopper, triton
 from sametoken.ops.model.latent_attention.heads_triton import head_products
+from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
 from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.model.latent_attention.triton import LatentConfig, attention, choose
+from sametoken.ops.model.latent_attention.triton import LatentConfig
 
 RANK, ROPE = 512, 64
 WIDTH = RANK + ROPE
@@ -45,7 +50,14 @@ MANY = (
 #: Row counts from which a launch has many queries.
 MANY_ROWS = 64
 
+#: Queries, warps, registers and programs of the Gluon kernels' launches of splits.
+HOPPER = (
+    (16, 4, 128, 128), (32, 4, 128, 128), (32, 4, 128, 132), (32, 4, 160, 128), (32, 8, 168, 128),
+    (64, 8, 168, 128), (64, 8, 168, 132),
+)  # fmt: skip
+
 Case = tuple[int, int, int]
+Config = LatentConfig | LatentHopperConfig
 
 
 class Scene:
@@ -61,7 +73,7 @@ class Scene:
         self.table = torch.randperm(batch * per_slot, device="cuda").view(batch, per_slot)
 
     def attend(
-        self, window: int, heads: int, config: LatentConfig
+        self, window: int, heads: int, config: Config
     ) -> Callable[[LayerLatent], torch.Tensor]:
         """Attention of the last ``window`` rows of every slot."""
         positions = torch.arange(self.context - window, self.context, device="cuda")
@@ -71,17 +83,20 @@ class Scene:
         random = torch.Generator("cuda").manual_seed(0)
         size = (len(slots), heads, WIDTH)
         q = torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=random)
-        return lambda memory: attention(q, 0.07, rows, memory, config=config)
+        if isinstance(config, LatentHopperConfig):
+            return lambda memory: hopper.attention(q, 0.07, rows, memory, config=config)
+        return lambda memory: triton.attention(q, 0.07, rows, memory, config=config)
 
 
 def limits() -> tuple[float, float]:
     """GB/s of a copy (read and written), and TFLOP/s of a bf16 product of 8192 x 8192."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 28, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    copied = microseconds(target.copy_, [source])
+    # By a kernel: in a graph, a copy is the copy engine's.
+    copied = microseconds(lambda one: torch.bitwise_not(one, out=target), [source])
     square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     multiplied = microseconds(lambda one: torch.mm(one, one), [square])
-    return 2 * source.numel() / copied / 1e3, 2 * 8192**3 / multiplied / 1e6
+    return 2 * source.nbytes / copied / 1e3, 2 * 8192**3 / multiplied / 1e6
 
 
 def configs(rows: int, heads: int) -> list[LatentConfig]:
@@ -96,28 +111,51 @@ def configs(rows: int, heads: int) -> list[LatentConfig]:
     ]
 
 
-def name_of(config: LatentConfig) -> str:
+def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
+    """What is worth trying of the Gluon kernels, on a chip that has them."""
+    if not hopper.is_hopper(torch.device("cuda")):
+        return []
+    least = min(next_power_of_2(heads), 64)
+    found = [LatentHopperConfig(queries, 2, *sizes) for queries, *sizes in HOPPER
+             if queries >= least and rows <= 256]  # fmt: skip
+    whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
+    return found + [config for config in whole if config.queries >= least]
+
+
+def name_of(config: Config) -> str:
+    if isinstance(config, LatentHopperConfig):
+        form = f"splits{config.programs}" if config.programs else "rows"
+        regs = config.max_registers
+        return f"gluon_{form}_q{config.queries}w{config.num_warps}s{config.slots}r{regs}"
     left = "l" if config.kv_left else ""
     return f"{config.form}{config.block_queries}w{config.num_warps}s{config.num_stages}{left}"
 
 
-def time_case(case: Case, heads: int) -> None:
+def time_case(case: Case, heads: int, kernels: set[str]) -> None:
     """One line: the fastest configuration against the limits, and all of them in us a layer."""
     batch, window, context = case
-    scene, first, found = Scene(batch, context), None, []
-    chosen = choose(batch, window, heads, context, torch.bfloat16)
-    for config in dict.fromkeys((chosen, *configs(batch * window, heads))):
-        call = scene.attend(window, heads, config)
-        with contextlib.suppress(OutOfResources):
-            out = call(scene.layers[0])
-            first = out if first is None else first
-            wrong = "" if torch.equal(out, first) else "!"
-            elapsed = microseconds(call, scene.layers)
-            mark = "*" if config == chosen else ""
-            found.append((elapsed, f"{name_of(config)}{mark}{wrong} {elapsed:.1f}"))
-    visible = batch * window * (context - (window - 1) / 2)
+    scene, found = Scene(batch, context), []
+    rows = batch * window
+    families: list[tuple[Config, list[Config]]] = []
+    if "triton" in kernels:
+        best_triton = triton.choose(batch, window, heads, context, torch.bfloat16)
+        families.append((best_triton, [*configs(rows, heads)]))
+    if "gluon" in kernels and (gluon := hopper_configs(rows, heads)):
+        families.append((hopper.choose(batch, window, rows, heads, context), [*gluon]))
+    for chosen, others in families:
+        first = None
+        for config in dict.fromkeys((chosen, *others)):
+            call = scene.attend(window, heads, config)
+            with contextlib.suppress(OutOfResources):
+                out = call(scene.layers[0])
+                first = out if first is None else first
+                wrong = "" if torch.equal(out, first) else "!"
+                elapsed = microseconds(call, scene.layers)
+                mark = "*" if config == chosen else ""
+                found.append((elapsed, f"{name_of(config)}{mark}{wrong} {elapsed:.1f}"))
+    visible = rows * (context - (window - 1) / 2)
     flops, read = 2 * heads * visible * (WIDTH + RANK), 2 * batch * context * WIDTH
-    best = min(found)[0]
+    best = min(found, default=(float("nan"),))[0]
     listed = ", ".join(text for _, text in sorted(found))
     print(
         f"{heads} heads, {batch}x{window} at {context}: {read / best / 1e3:.0f} GB/s, "
@@ -142,6 +180,7 @@ def time_products(rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="16,20,128")
+    parser.add_argument("--kernels", default="triton,gluon")
     parser.add_argument("--cases", default="8x1x16384,64x1x2048,8x4x16384,1x2048x16384")
     options = parser.parse_args()
     bandwidth, rate = limits()
@@ -149,7 +188,7 @@ def main() -> None:
     cases = [tuple(int(size) for size in case.split("x")) for case in options.cases.split(",")]
     for heads in (int(count) for count in options.heads.split(",")):
         for batch, window, context in cases:
-            time_case((batch, window, context), heads)
+            time_case((batch, window, context), heads, set(options.kernels.split(",")))
             torch.cuda.empty_cache()
     for rows in sorted({batch * window for batch, window, _ in cases}):
         time_products(rows)

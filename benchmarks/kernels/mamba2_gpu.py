@@ -26,7 +26,14 @@ from sametoken.state.caches import ModelCache
 
 NANO = Mamba2(num_heads=64, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4)
 SHAPES = {"nano": NANO, "super": replace(NANO, num_heads=128)}
-TILES = tuple(ScanTile(rows, warps) for rows in (16, 32, 64) for warps in (1, 2, 4))
+TILES = (
+    None,
+    ScanTile(64, 4, 1),
+    ScanTile(64, 4, 2),
+    ScanTile(32, 2, 2),
+    ScanTile(32, 4, 4),
+    ScanTile(16, 2, 4),
+)
 # Several times L2.
 LEAST_BYTES = 256 << 20
 BEFORE = 512
@@ -104,12 +111,17 @@ def time_case(rule: Mamba2, params: Mamba2Params, case: Case) -> dict[str, float
     times = {"the states copied in place": microseconds(copied, cache.layers)}
     for tile in TILES:
 
-        def run(layer: LayerMemory, tile: ScanTile = tile) -> None:
+        def run(layer: LayerMemory, tile: ScanTile | None = tile) -> None:
             advance(plan, params, raw, layer, tile)
 
-        name = f"{tile.rows:2} rows, {tile.num_warps} warps"
-        times[name] = microseconds(run, cache.layers)
+        times[name_of(tile)] = microseconds(run, cache.layers)
     return times
+
+
+def name_of(tile: ScanTile | None) -> str:
+    if tile is None:
+        return "the engine's choice"
+    return f"{tile.rows} rows, {tile.num_warps} warps, {tile.ahead} ahead"
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ def sha256(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(name.encode())
-        found.update(tensor.contiguous().view(torch.uint8).numpy())
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
 
 

@@ -1,11 +1,12 @@
-"""Profile of a captured decode step: kernels by name, from torch's profiler.
+"""Profile of a captured decode step, or of prompts: kernels by name, from torch's profiler.
 
-    python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON]
+    python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON | prompts]
 
-Dummy weights; 512 tokens in. With programmatic dependent launch a kernel starts early and waits
-for the earlier ones; that wait does not count. A kernel's time runs from the end of all earlier
-kernels to its own end. Prints the microseconds per step by kernel and its predecessor; they add
-up to the step.
+Dummy weights; 512 tokens in. ``prompts`` profiles the steps that compute all prompts, in rows of
+the default budget, after a first round of them. With programmatic dependent launch a kernel starts
+early and waits for the earlier ones; that wait does not count. A kernel's time runs from the end
+of all earlier kernels to its own end. Prints the microseconds per step by kernel and its
+predecessor; they add up to the step. Idle is the time in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 
@@ -38,37 +40,83 @@ def own_times(spans: list[FunctionEvent]) -> dict[tuple[str, str], list[float]]:
     return own
 
 
+def idle_time(spans: list[FunctionEvent]) -> float:
+    """Return the microseconds in which no kernel runs."""
+    idle, latest = 0.0, min(event.time_range.start for event in spans)
+    for event in sorted(spans, key=lambda event: event.time_range.start):
+        idle += max(0.0, event.time_range.start - latest)
+        latest = max(latest, event.time_range.end)
+    return idle
+
+
+def add_requests(core: EngineCore, name: str, count: int, max_tokens: int) -> None:
+    """Queue ``count`` random prompts of 512 tokens."""
+    rng = random.Random(name)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+    for i in range(count):
+        prompt = tuple(rng.randrange(1000, 100_000) for _ in range(512))
+        core.add_request(EngineRequest(f"{name}{i}", prompt, params, 512 + max_tokens))
+
+
+def finish(core: EngineCore) -> int:
+    """Run every request to its first token; returns the number of steps."""
+    steps = 0
+    while core.has_unfinished:
+        for update in core.step():
+            if update.token_ids:
+                core.release(update.request_id)
+        steps += 1
+    torch.cuda.synchronize()
+    return steps
+
+
 def main() -> None:
     model, concurrency = sys.argv[1], int(sys.argv[2])
-    options = {"speculative_config": sys.argv[3]} if len(sys.argv) > 3 else {}
+    third = sys.argv[3] if len(sys.argv) > 3 else None
+    of_prompts = third == "prompts"
+    options = {} if third is None or of_prompts else {"speculative_config": third}
+    if not of_prompts:
+        options["max_num_batched_tokens"] = 8192
     core = build_engine(
         EngineConfig.from_options(
-            model=model, load_format="dummy", max_model_len=2048, max_num_batched_tokens=8192,
+            model=model, load_format="dummy", max_model_len=2048,
             kv_cache_memory_bytes=9126805504, max_num_seqs=concurrency,
             enable_prefix_caching=False, **options,
         )
     )  # fmt: skip
-    rng = random.Random(1)
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=1000)
-    for i in range(concurrency):
-        prompt = tuple(rng.randrange(1000, 100_000) for _ in range(512))
-        core.add_request(EngineRequest(f"r{i}", prompt, params, 1512))
-    for _ in range(30):
-        core.step()
+    add_requests(core, "first", concurrency, 1 if of_prompts else 1000)
+    if of_prompts:
+        finish(core)
+        add_requests(core, "second", concurrency, 1)
+    else:
+        for _ in range(30):
+            core.step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(STEPS):
-            core.step()
-        torch.cuda.synchronize()
+        if of_prompts:
+            steps = finish(core)
+        else:
+            steps = STEPS
+            for _ in range(STEPS):
+                core.step()
+            torch.cuda.synchronize()
+    report(recorded, steps)
+
+
+def report(recorded: profile, steps: int) -> None:
+    """Print the kernels of ``steps`` steps."""
     spans = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     first = min(e.time_range.start for e in spans)
     last = max(e.time_range.end for e in spans)
-    print(f"{(last - first) / STEPS / 1e3:.3f} ms a step, {len(spans) / STEPS:.0f} kernels")
+    print(
+        f"{(last - first) / steps / 1e3:.3f} ms a step of {steps}, {len(spans) / steps:.0f} "
+        f"kernels, idle {idle_time(spans) / steps / 1e3:.3f} ms"
+    )
     own = own_times(spans)
     for (name, before), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
-        calls, each = len(times) / STEPS, statistics.median(times)
+        calls, each = len(times) / steps, statistics.median(times)
         print(
-            f"{sum(times) / STEPS:9.1f} us {calls:6.1f} x {each:7.1f}"
+            f"{sum(times) / steps:9.1f} us {calls:6.1f} x {each:7.1f}"
             f"  {name[:60]}, behind {before[:60]}"
         )
 

@@ -6,8 +6,8 @@
 Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. MODEL and
 HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` ship with the package; the head
 ``mtp`` is MODEL's own module, as in ``hybrid-28m``. The acceptance length counts steps with
-drafts. OUT is written after every data set, so that an interrupted run leaves results; only a
-complete run has the mean.
+drafts; they have K, however many prompts run. OUT is written after every data set, so that an
+interrupted run leaves results; only a complete run has the mean.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.batch,
-        speculative_config=own | {"num_speculative_tokens": args.k},
+        speculative_config=own | {"num_speculative_tokens": args.k, "draft_limits": "fixed"},
     )
     settings = {"k": args.k, "limit": args.limit, "max_tokens": args.max_tokens}
     found: dict[str, dict] = {}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train a small hybrid (Qwen3.5's kind) with its MTP module on one GPU, from scratch.
+# Train a small hybrid with its MTP module on one GPU, from scratch: Qwen3.5's kind, or another
+# with --architecture in SIZES.
 #
 #   benchmarks/training/hybrid.sh CORPUS_DIR OUTDIR
 #
@@ -10,7 +11,7 @@
 #   BATCH LENGTH RATE WARMUP; SIZES, more options of `sametoken train lm`; PYTHON, the interpreter
 set -u
 if [ $# -ne 2 ]; then
-    sed -n '2,4s/^# \{0,1\}//p' "$0"
+    sed -n '2,5s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 here=$(cd "$(dirname "$0")" && pwd)

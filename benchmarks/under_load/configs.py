@@ -16,6 +16,11 @@ SYNTHETIC = {
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.80, 0.64, 0.51],
 }
+#: Five drafts of an MTP module.
+SYNTHETIC5 = SYNTHETIC | {
+    "num_speculative_tokens": 5,
+    "synthetic_acceptance_rates": [0.80, 0.64, 0.51, 0.41, 0.33],
+}
 LOOKUP = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 DENSE_LEN, HYBRID_LEN = 33024, 32768
 
@@ -49,6 +54,14 @@ CONFIGS = {
         "qwen35-9b", HYBRID_LEN, {"sametoken": 30.0, "vllm": 72.0}, {"method": "mtp", **SYNTHETIC}
     ),
     "ngram5": Config("qwen3-8b", DENSE_LEN, _KV, {**LOOKUP, "num_speculative_tokens": 5}),
+    "fp8": Config("qwen3-8b-fp8", DENSE_LEN, _KV),
+    "w4a16": Config("qwen3-8b-w4a16", DENSE_LEN, _KV),
+    "moe": Config("qwen3-30b-a3b", DENSE_LEN, _KV),
+    "moefp8": Config("qwen3-30b-a3b-fp8", DENSE_LEN, _KV),
+    "nemotron": Config("lightning-30b-a3b", DENSE_LEN, _KV),
+    "nemotronmtp5": Config("lightning-30b-a3b", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC5}),
+    "glm": Config("glm-4.7-flash", DENSE_LEN, _KV),
+    "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC}),
 }
 
 

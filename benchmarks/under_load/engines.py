@@ -212,6 +212,9 @@ class VLLM:
                 "language_model_only": True,
                 "additional_config": {"gdn_prefill_backend": "triton"},
             }
+        if engine_args.config.startswith("glm"):
+            # Latent attention has backends of its own.
+            del options["attention_backend"]
         self._llm = LLM(**(options | engine_args.more))
         self._engine = self._llm.llm_engine
         self._has_drafts = k > 0

@@ -25,6 +25,7 @@ _BIASED, _ALLOWED = 150, (300, 7)
 
 DENSE = ["burst:1", "burst:8", "burst:16", "burst:32", "burst:64", "burst:128", "burst:256"]
 FEW = ["burst:1", "burst:64", "burst:256"]
+STEPS = ["burst:1", "burst:8", "burst:64"]
 LONG = ["long:1x16384", "long:8x16384", "long:1x32000"]
 NGRAM = ["ngram-never", "ngram-never:1", "ngram-repeat"]
 #: Workloads of a configuration, unless others are named.
@@ -34,6 +35,8 @@ WORKLOADS = {
     "q35": [*FEW, "mixed:384", "long:8x16384", "long:1x32000"],
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,
+    **dict.fromkeys(("fp8", "w4a16", "moe", "moefp8", "nemotron", "nemotronmtp5"), STEPS),
+    **{name: [*STEPS, "long:8x16384"] for name in ("glm", "glmmtp3")},
 }
 
 

@@ -1,0 +1,182 @@
+"""The config.json of every shape that ``drive.py`` runs with random weights.
+
+    python benchmarks/under_load/shapes.py DIR
+
+Sizes are those of the published models named beside each; there are no tokenizers and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_BF16 = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+
+
+def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict:
+    """``quantization_config`` of compressed-tensors over every linear but the head."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+    }
+
+
+def _float8(strategy: str, dynamic: bool) -> dict[str, Any]:
+    bits = {"num_bits": 8, "type": "float", "symmetric": True}
+    return bits | {"strategy": strategy, "dynamic": dynamic}
+
+
+FP8 = _compressed("float-quantized", _float8("channel", False), _float8("token", True))
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+W4A16 = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
+
+# Qwen/Qwen3-8B
+QWEN3_8B = _BF16 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+}
+# HuggingFaceTB/SmolLM2-135M
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+}
+# Qwen/Qwen3-30B-A3B
+QWEN3_MOE = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# nvidia/Nemotron-3.5-Lightning-30B-A3B: Nano's sizes, and an MTP module
+NEMOTRON = _BF16 | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 1856,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+}
+# zai-org/GLM-4.7-Flash
+GLM_FLASH = _BF16 | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 1.8,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+}
+SHAPES = {
+    "smollm2-135m": SMOLLM2,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-fp8": QWEN3_8B | FP8,
+    "qwen3-8b-w4a16": QWEN3_8B | W4A16,
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,
+    "lightning-30b-a3b": NEMOTRON,
+    "glm-4.7-flash": GLM_FLASH,
+}
+
+
+def main() -> None:
+    for name, config in SHAPES.items():
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One more than the cores of a small machine: tests wait for servers and clusters.
 TEST_WORKERS ?= 2
 # The tests start many processes, and each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu test-gpu-sanitizer lint fmt bench-cpu clean
+.PHONY: demo test test-gpu test-gpu-sanitizer style lint fmt bench-cpu clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,14 +23,19 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/sametoken demo
 
-lint: $(VENV)/.dev
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/gpu
+lint: style
+	$(BIN)/mypy
+
+# Types are checked beside the tests; what mypy found is printed after them.
+test: style
+	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --ignore=tests/gpu; \
+	tests=$$?; wait $$types; types=$$?; cat $(VENV)/mypy.txt; exit $$((tests | types))
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

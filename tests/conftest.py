@@ -1,4 +1,4 @@
-"""One thread per test process, and Triton's interpreter where there is no GPU.
+"""One thread per test process; where there is no GPU, Triton's interpreter and forked processes.
 
 Both are set before torch and triton are imported.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 # The suite runs several processes on few cores; spinning threads would fight over them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,8 +22,11 @@ from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
 from sametoken.ops.model.recurrent import convolution_triton
 
-warm_processes.install()
+TESTS = Path(__file__).parent
+
 if not torch.cuda.is_available():
+    # Forked processes cannot use CUDA where their parent has asked for its devices.
+    warm_processes.install()
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
     convolution_triton.PROGRAMS = 16
@@ -35,14 +39,14 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """Whole engines, servers and attacks share fixtures by module, so a module is a group.
+    """A module is a group, whose fixtures are built once; architecture shares its syntax trees.
 
-    Tests of the architecture share the syntax trees of the package.
+    The scheduler of pytest-xdist looks at all groups so far after each test: few groups.
     """
-    shared = {"e2e": item.path.stem, "security": item.path.stem, "architecture": "architecture"}
-    name = next((shared[part] for part in item.path.parts if part in shared), None)
-    if name and not any(item.iter_markers("xdist_group")):
-        item.add_marker(pytest.mark.xdist_group(name))
+    if not any(item.iter_markers("xdist_group")):
+        module = item.path.relative_to(TESTS)
+        shared = module.parts[0] == "architecture"
+        item.add_marker(pytest.mark.xdist_group(module.parts[0] if shared else str(module)))
 
 
 @pytest.fixture

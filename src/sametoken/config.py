@@ -35,7 +35,7 @@ RAW_LOGPROBS, PROCESSED_LOGPROBS = "raw_logprobs", "processed_logprobs"
 DEFAULT_MODEL = "smollm2"
 MODEL_HELP = (
     "checkpoint directory, GGUF file, Hugging Face hub id as org/name[@revision], smollm2, "
-    "or in a checkout hybrid-28m"
+    "or in a checkout hybrid-28m or nemotron-h-31m"
 )
 
 

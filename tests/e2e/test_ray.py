@@ -28,7 +28,7 @@ from sametoken.serving.batch.run import run_batch
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.config import RayConfig
-from sametoken.serving.ray.serve import deploy
+from sametoken.serving.ray.serve import deploy, start_cluster
 
 NUM_CLIENTS = 8
 NUM_REQUESTS = 20
@@ -71,9 +71,8 @@ def cases(engine_config) -> list[Case]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    ray.init(
+    start_cluster(
         num_cpus=2,
-        include_dashboard=False,
         object_store_memory=80 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",

@@ -1,4 +1,4 @@
-"""The trained hybrid of the repository: real text, real drafts, the same tokens.
+"""The trained hybrids of the repository: real text, real drafts, the same tokens.
 
 Its drafters meet what they are for, code that repeats itself and a trained MTP module, so
 acceptance is asserted beside the tokens.
@@ -21,7 +21,12 @@ from transformers.utils import logging as transformers_logging
 from helpers import calculator
 from sametoken import LLM, SamplingParams
 from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
-from sametoken.models.names import HYBRID_DIRECTORY, HYBRID_NAME
+from sametoken.models.names import (
+    CHECKOUT_NAMES,
+    HYBRID_NAME,
+    NEMOTRON_NAME,
+    checkout_directory,
+)
 from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 transformers_logging.disable_progress_bar()
@@ -55,8 +60,8 @@ LEAST = {
 Tokens = list[tuple[int, ...]]
 
 
-def hybrid(**options) -> LLM:
-    return LLM(HYBRID_NAME, **{"device": "cpu", "max_model_len": 512, "max_num_seqs": 1} | options)
+def hybrid(name: str = HYBRID_NAME, **options) -> LLM:
+    return LLM(name, **{"device": "cpu", "max_model_len": 512, "max_num_seqs": 1} | options)
 
 
 def asked(max_tokens: int, temperature: float = 0.0, **options) -> SamplingParams:
@@ -162,22 +167,24 @@ def test_preempted_requests_go_on_as_they_were(drafter, monkeypatch):
     assert speculation[EDIT].acceptance_length > LEAST[drafter][0]
 
 
-def test_drafts_leave_what_transformers_says():
+@pytest.mark.parametrize(("name", "k", "least"), [(HYBRID_NAME, 3, 3.0), (NEMOTRON_NAME, 5, 4.0)])
+def test_drafts_leave_what_transformers_says(name, k, least):
     """In fp32, up to the end of the greedy edit's text: each token is the likeliest one."""
-    llm = hybrid(speculative_config=MTP, dtype="float32")
+    drafts = MTP | {"num_speculative_tokens": k}
+    llm = hybrid(name, speculative_config=drafts, dtype="float32")
     prompt = llm.render_chat([{"role": "user", "content": CALCULATOR_EDIT}]).token_ids
     (output,) = llm.generate(
         [{"prompt_token_ids": prompt}], SamplingParams(temperature=0.0, max_tokens=96)
     )
     said = output.outputs[0].token_ids
     model = AutoModelForCausalLM.from_pretrained(
-        HYBRID_DIRECTORY, dtype=torch.float32, trust_remote_code=False
+        checkout_directory(name), dtype=torch.float32, trust_remote_code=False
     )
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *said]])).logits[0]
     assert len(said) > 60
     assert said == tuple(logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist())
-    assert output.metrics.speculation.acceptance_length > LEAST["mtp-3"][0]
+    assert output.metrics.speculation.acceptance_length > least
 
 
 def test_vllm_39273():
@@ -202,12 +209,14 @@ def percentages(rates: list[float]) -> str:
     return " ".join(f"{100 * rate:.0f}" for rate in rates)
 
 
-def test_its_card_says_what_its_files_say():
-    card = (HYBRID_DIRECTORY / "README.md").read_text(encoding="utf-8")
-    training = json.loads((HYBRID_DIRECTORY / "training.json").read_text())
+@pytest.mark.parametrize("name", CHECKOUT_NAMES)
+def test_its_card_says_what_its_files_say(name):
+    directory = checkout_directory(name)
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    training = json.loads((directory / "training.json").read_text())
     settings, result = training["settings"], training["result"]
     loop = settings["loop"]
-    weights = (HYBRID_DIRECTORY / "model.safetensors").read_bytes()
+    weights = (directory / "model.safetensors").read_bytes()
     assert f"`{hashlib.sha256(weights).hexdigest()}`" in card
     assert f"{len(weights) / 1e6:.1f} MB, bf16" in card
     assert f"{result['parameters'] / 1e6:.1f} million parameters" in card
@@ -221,11 +230,17 @@ def test_its_card_says_what_its_files_say():
     assert f"acceptance length {result['average_length']:.2f} |" in card
 
 
-def test_its_card_has_the_acceptance_that_was_measured():
-    card = (HYBRID_DIRECTORY / "README.md").read_text(encoding="utf-8")
-    found = json.loads((HYBRID_DIRECTORY / "acceptance.json").read_text())
-    for name, title in (("gsm8k", "GSM8K"), ("humaneval", "HumanEval"), ("mt-bench", "MT-Bench")):
-        one = found[name]
+@pytest.mark.parametrize("name", CHECKOUT_NAMES)
+def test_its_card_has_the_acceptance_that_was_measured(name):
+    card = (checkout_directory(name) / "README.md").read_text(encoding="utf-8")
+    found = json.loads((checkout_directory(name) / "acceptance.json").read_text())
+    assert f"greedy, {found['settings']['k']} drafts a step" in card
+    for prompts, title in (
+        ("gsm8k", "GSM8K"),
+        ("humaneval", "HumanEval"),
+        ("mt-bench", "MT-Bench"),
+    ):
+        one = found[prompts]
         (row,) = (line for line in card.splitlines() if line.startswith(f"| {title}"))
         figures = f"| {one['requests']} | {one['acceptance_length']:.2f} | "
         assert row.endswith(f"{figures}{percentages(one['per_position'])} |")

@@ -29,7 +29,7 @@ import sametoken
 from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
 
-from sametoken.models.names import HEAD_DIRECTORY, has_hybrid
+from sametoken.models.names import CHECKOUT_NAMES, HEAD_DIRECTORY, in_checkout
 from sametoken.serving.http.pages import page_routes
 
 params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
@@ -41,7 +41,7 @@ print(json.dumps({
     "place": sametoken.__file__,
     "tokens": tokens,
     "head": (HEAD_DIRECTORY / "model.safetensors").is_file(),
-    "hybrid": has_hybrid(),
+    "hybrids": [name for name in CHECKOUT_NAMES if in_checkout(name)],
     "questions": len(load_dataset("gsm8k", limit=3)),
     "pages": len(page_routes().routes),
 }))
@@ -116,7 +116,7 @@ def test_it_works_away_from_the_checkout_and_without_a_compiler(wheel, tmp_path)
     assert Path(found["place"]).is_relative_to(place)
     assert found["tokens"][0] == found["tokens"][1]
     assert len(found["tokens"][0]) == 24
-    assert (found["head"], found["hybrid"], found["questions"]) == (True, False, 3)
+    assert (found["head"], found["hybrids"], found["questions"]) == (True, [], 3)
     assert found["pages"] == 3
     assert "no C compiler found" in result.stderr
     assert "Falling back to the reference kernels" in result.stderr

@@ -62,6 +62,7 @@ CONFIGS = [
     TritonConfig(64, 256, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(256, 64, DEPTH, num_warps=8, num_stages=3),
+    TritonConfig(128, 128, DEPTH, num_warps=8, num_stages=4, tma=True),
 ]
 GATED_CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, pdl=True),
@@ -69,6 +70,7 @@ GATED_CONFIGS = [
     TritonConfig(64, 64, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(64, 128, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(128, 64, DEPTH, num_warps=8, num_stages=3),
+    TritonConfig(128, 128, DEPTH, num_warps=8, num_stages=4, tma=True),
 ]
 
 
@@ -380,7 +382,8 @@ def logits_of(path, device: torch.device) -> list[torch.Tensor]:
         MTPCheckpoint(path).load(target, kernels=kernels, **options, quantize_fp8=quantize)
         for quantize in (False, True)
     ]
-    return [one.compute_logits(one.norm(one.layer.mlp(one.fc(x)))) for one in heads]
+    parts = [(one.compute_logits, one.module) for one in heads]
+    return [logits(own.norm(own.layer.mlp(own.fc(x)))) for logits, own in parts]
 
 
 def test_own_projections_leave_memory_when_they_become_fp8():

@@ -31,7 +31,7 @@ from sametoken.ops.model.gated_delta_rule.rule import (
     GatedDeltaParams,
 )
 from sametoken.ops.model.moe_gate_triton import moe_gate
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
 
@@ -127,13 +127,17 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
 
     count, hidden, inner = 32, 2048, 512
     stacked = StackedExperts(
-        random(count, 2 * inner, hidden) / hidden**0.5, random(count, hidden, inner) / inner**0.5
+        ExpertStack(random(count, 2 * inner, hidden) / hidden**0.5),
+        ExpertStack(random(count, hidden, inner) / inner**0.5),
     )
     x, logits = random(700, hidden), random(700, count)
     chosen, weights = moe_gate(logits, Routing(8, True))
     whole = experts.moe_forward(x, stacked, chosen, weights)
     separate = experts_reference.SeparateExperts(
-        *([PlainWeight(one) for one in each] for each in (stacked.gate_up, stacked.down))
+        *(
+            [PlainWeight(one) for one in each]
+            for each in (stacked.gate_up.weight, stacked.down.weight)
+        )
     )
     expected = separate(x[:9], chosen[:9], weights[:9])
     torch.testing.assert_close(whole[:9], expected, rtol=2e-2, atol=1e-2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from gpu_files import OPTIONS, requests, write_nextn_target
@@ -11,9 +14,16 @@ from helpers.rows import runs_of
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.model.latent_attention import heads_triton, reference, rope_triton
+from sametoken.ops.model.latent_attention import (
+    heads_triton,
+    hopper,
+    reference,
+    rope_triton,
+    triton,
+)
+from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
-from sametoken.ops.model.latent_attention.triton import LatentConfig, attention, choose
+from sametoken.ops.model.latent_attention.triton import LatentConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,14 +32,19 @@ pytestmark = [
 RANK, ROPE, SCALE = 512, 64, 0.07
 HEADS = [16, 20, 128]
 LENGTHS = [5300, 1030, 300, 1]
-#: Form, queries, warps, stages, and whether vectors are the left operand.
 FORMS = [
-    ("sequential", 64, 8, 2, False),
-    ("split_kv", 64, 8, 2, False),
-    ("split_kv", 32, 4, 2, True),
-    ("sequential", 32, 4, 2, True),
-    ("split_kv", 32, 8, 1, True),
+    LatentConfig("sequential", 64, 64, num_warps=8, num_stages=2),
+    LatentConfig("split_kv", 64, 64, num_warps=8, num_stages=2),
+    LatentConfig("split_kv", 32, 64, num_warps=4, num_stages=2, kv_left=True),
+    LatentConfig("sequential", 32, 64, num_warps=4, num_stages=2, kv_left=True),
+    LatentConfig("split_kv", 32, 64, num_warps=8, num_stages=1, kv_left=True),
+    *hopper.CONFIGS.values(),
+    *(replace(config, programs=0) for config in hopper.CONFIGS.values()),
+    replace(hopper.CONFIGS[32], programs=7),
 ]
+ON_HOPPER = torch.cuda.is_available() and hopper.is_hopper(torch.device("cuda"))
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+KERNELS = [triton, pytest.param(hopper, marks=needs_hopper)]
 MAX_TOKENS = 48
 
 
@@ -41,6 +56,7 @@ class Scene:
         max_blocks = -(-max(LENGTHS) // block_size) + 3
         num_blocks = max_blocks * len(LENGTHS)
         order = torch.randperm(num_blocks, device="cuda", generator=random)
+        random.manual_seed(1)
         reserved = torch.full((1, max_blocks), num_blocks, device="cuda")
         self.table = torch.cat((order.view(len(LENGTHS), max_blocks), reserved))
         size = (num_blocks + 1, block_size, RANK + ROPE)
@@ -58,25 +74,19 @@ class Scene:
         size = (4096, heads, RANK + ROPE)
         self.queries = torch.randn(size, device="cuda", generator=random).to(dtype)
 
-    def run(self, where, window=1, *, runs=None, config=None):
+    def run(self, where, window=1, *, runs=None, kernels=triton, config=None):
         slots, positions = (
             one.contiguous() for one in torch.tensor(where, device="cuda").unbind(1)
         )
         q = self.queries[(slots * 67 + positions) % 4096]
         runs = runs or RowRuns.even(len(where) // window, window)
         rows = AttentionRows(positions, slots, torch.zeros_like(slots), self.table, runs)
-        return attention(q, SCALE, rows, self.memory, config=config)
+        return kernels.attention(q, SCALE, rows, self.memory, config=config)
 
     def exact(self, slot, position):
         seen = self.history[slot, : position + 1].double()
         q = self.queries[(slot * 67 + position) % 4096].double()
         return torch.softmax(q @ seen.T * SCALE, dim=-1) @ seen[:, :RANK]
-
-
-def config_of(form, queries, warps, stages, kv_left, heads):
-    if queries < 64 and heads > queries:
-        pytest.skip("a tile has no room for a row's heads")
-    return LatentConfig(form, queries, 64, num_warps=warps, num_stages=stages, kv_left=kv_left)
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -87,41 +97,75 @@ def scene(request):
 BORDERS = [0, 1, 63, 64, 255, 256, 257, 1023, 1024, 1025, 1535, 1536, 4095, 4096, 5119, 5120, 5299]
 
 
-def test_values_are_those_of_fp64(scene):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_values_are_those_of_fp64(scene, kernels):
     heads, one = scene
-    out = one.run([(0, position) for position in BORDERS])
+    out = one.run([(0, position) for position in BORDERS], kernels=kernels)
     for row, position in enumerate(BORDERS):
         expected = one.exact(0, position)
         torch.testing.assert_close(out[row].double(), expected, rtol=2e-2, atol=2e-2)
     assert out.shape == (len(BORDERS), heads, RANK)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_prompts_windows_and_single_rows_have_equal_bits(scene, form):
+@pytest.mark.parametrize("config", FORMS, ids=str)
+def test_prompts_windows_and_single_rows_have_equal_bits(scene, config):
     heads, one = scene
-    config = config_of(*form, heads)
-    prompt = one.run([(0, at) for at in range(5300)], 5300)
+    if isinstance(config, LatentHopperConfig):
+        kernels = hopper
+        if not ON_HOPPER:
+            pytest.skip("needs a Hopper GPU")
+    else:
+        kernels = triton
+        if config.block_queries < 64 and heads > config.block_queries:
+            pytest.skip("a tile has no room for a row's heads")
+    prompt = one.run([(0, at) for at in range(5300)], 5300, kernels=kernels)
     for position in BORDERS:
-        assert torch.equal(one.run([(0, position)], config=config)[0], prompt[position])
-    for width in (2, 3, 5):
+        alone = one.run([(0, position)], kernels=kernels, config=config)
+        assert torch.equal(alone[0], prompt[position])
+    for width in (2, 3, 5, 17):
         last = [(0, at) for at in range(1026 - width, 1026)]
-        assert torch.equal(one.run(last, width, config=config), prompt[1026 - width : 1026])
+        window = one.run(last, width, kernels=kernels, config=config)
+        assert torch.equal(window, prompt[1026 - width : 1026])
 
 
-def test_company_and_dead_rows_change_no_bit(scene):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_company_and_dead_rows_change_no_bit(scene, kernels):
     _, one = scene
-    lone = {at: one.run([at])[0] for at in ((0, 5299), (1, 1029), (2, 17), (3, 0))}
+    run = partial(one.run, kernels=kernels)
+    lone = {at: run([at])[0] for at in ((0, 5299), (1, 1029), (2, 17), (3, 0))}
     live = [(0, 5299), (1, 1029), (2, 17), (3, 0)]
-    assert torch.equal(one.run(live), torch.stack([lone[at] for at in live]))
+    assert torch.equal(run(live), torch.stack([lone[at] for at in live]))
     ragged = [(0, 5299), (4, 0), (1, 1029), (2, 17), (4, 0), (4, 0), (3, 0)]
-    out = one.run(ragged, runs=runs_of([2, 1, 3, 1], device="cuda"))
+    out = run(ragged, runs=runs_of([2, 1, 3, 1], device="cuda"))
     for row, at in enumerate(ragged):
         assert torch.equal(out[row], lone[at]) if at in lone else not out[row].any()
 
 
+@needs_hopper
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_blocks_of_every_size_have_equal_bits_on_hopper(block_size):
+    where = [(0, position) for position in BORDERS]
+    expected = Scene(20, block_size=64).run(where, kernels=hopper)
+    one = Scene(20, block_size=block_size)
+    for config in (None, replace(hopper.CONFIGS[64], programs=0)):
+        assert torch.equal(one.run(where, kernels=hopper, config=config), expected)
+
+
+@needs_hopper
+def test_a_faulty_key_spoils_only_rows_that_see_it_on_hopper():
+    one, where = Scene(20), [(0, at) for at in range(290, 310)]
+    expected = one.run(where, 20, kernels=hopper)
+    one.memory.vectors[one.table[0, 300 // 16], 300 % 16, RANK:] = torch.nan
+    whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
+    for config in (*hopper.CONFIGS.values(), *whole):
+        found = one.run(where, 20, kernels=hopper, config=config)
+        assert torch.equal(found[:10], expected[:10])
+        assert found[10:].isnan().all()
+
+
 def test_the_engine_chooses_one_tile_for_all_rows():
     for heads in HEADS:
-        tiles = {choose(runs, width, heads, 16384, torch.bfloat16).tile
+        tiles = {triton.choose(runs, width, heads, 16384, torch.bfloat16).tile
                  for runs in (1, 8, 64) for width in (1, 4, 2048)}  # fmt: skip
         assert len(tiles) == 1
 

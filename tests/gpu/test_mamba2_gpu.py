@@ -20,11 +20,14 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import Routing
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model import activation, activation_triton, moe_triton, norm_rope
+from sametoken.ops.model import activation, activation_triton, norm_rope
 from sametoken.ops.model import norm_rope_triton as norm_rope_kernels
+from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.mamba2.triton import ScanTile
 from sametoken.ops.model.moe import SeparateExperts
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_gate_triton import moe_gate
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import PlainWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,6 +115,24 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
     driver().require_captured(sequence)
 
 
+TILES = [
+    ScanTile(64, 4, 1),
+    ScanTile(64, 4, 2),
+    ScanTile(32, 2, 2),
+    ScanTile(32, 4, 4),
+    ScanTile(16, 4, 1),
+    ScanTile(16, 2, 4),
+    ScanTile(8, 2, 8),
+]
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_has_the_bits_of_the_engines(sequence, tile, monkeypatch):
+    monkeypatch.setattr(triton, "advance", functools.partial(triton.advance, tile=tile))
+    driver().require_chunks(sequence, 64, padded=True)
+    driver().require_windows(sequence, 8, 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
     """Over both sizes of tiles, at Nano's widths of a group and of an expert."""
@@ -126,10 +147,11 @@ def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
 
     up = random(3, count, inner, hidden, dtype=dtype) / hidden**0.5
     down = random(4, count, hidden, inner, dtype=dtype) / inner**0.5
-    stacked, y = StackedExperts(up, down), random(5, 300, hidden, dtype=dtype)
+    stacked = StackedExperts(ExpertStack(up), ExpertStack(down))
+    y = random(5, 300, hidden, dtype=dtype)
     routing = Routing(4, True, "sigmoid", scale=2.5)
     logits, correction = random(6, 300, count), random(7, count)
-    chosen, weights = moe_triton.moe_gate(logits, routing, correction)
+    chosen, weights = moe_gate(logits, routing, correction)
     mixed = stacked(y, chosen, weights)
     separate = SeparateExperts(*([PlainWeight(one) for one in each] for each in (up, down)))
     torch.testing.assert_close(
@@ -141,7 +163,7 @@ def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
         )
         assert torch.equal(again, normed[:rows])
         assert torch.equal(activation_triton.relu_squared(x[:rows].clone()), squared[:rows])
-        ids, parts = moe_triton.moe_gate(logits[:rows].clone(), routing, correction)
+        ids, parts = moe_gate(logits[:rows].clone(), routing, correction)
         assert torch.equal(parts, weights[:rows])
         assert torch.equal(stacked(y[:rows].clone(), ids, parts), mixed[:rows])
 

@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from sametoken.ops.backend import Routing
+from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
-from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
-from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.int4 import Int4Weight, elements, packed_int4
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.int4_triton import (
+    Int4Config,
+    Int4DeviceWeight,
+    product,
+)
+from sametoken.ops.model.gemm.tuning import CANONICAL
+from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.weight import Int4Matrix, Rounding
 
 pytestmark = [
@@ -63,21 +71,99 @@ def test_float8_products_have_the_row_law(features, depth, by_group, rounding):
     require_row_law(Fp8DeviceWeight(*given), Fp8Weight(*given), depth, 2**-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [32, 64, 128])
-def test_four_bit_products_have_the_row_law(width, dtype):
-    features, depth = 1536, 4096
+def four_bits(features: int, depth: int, width: int, scales=torch.bfloat16, **what) -> Int4Matrix:
     generator = torch.Generator("cuda").manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randint(0, 16, shape, device=CUDA, generator=generator).to(torch.uint8)
 
     groups = (features, depth // width)
-    scale = torch.rand(groups, device=CUDA, generator=generator).half() / 64
-    order = torch.randperm(depth, device=CUDA, generator=generator)
-    values = packed_int4(random(features, depth), width)
-    matrix = Int4Matrix(values, scale, random(*groups), order)
-    require_row_law(Int4DeviceWeight(matrix), Int4Weight(matrix), depth, 1e-5, dtype)
+    scale = (torch.rand(groups, device=CUDA, generator=generator) / 64).to(scales)
+    values, zero = packed_int4(random(features, depth), width), random(*groups)
+    zero = {"e2m1": None, "symmetric": torch.full_like(zero, 8)}.get(what["codes"], zero)
+    order = torch.randperm(depth, device=CUDA, generator=generator) if "order" in what else None
+    return Int4Matrix(values, scale, zero, order)
+
+
+@pytest.mark.parametrize("codes", ["e2m1", "symmetric", "zeros"])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_four_bit_elements_are_rounded_once(width, scales, codes):
+    """What the reference takes products of, whose elements are exact in fp32 before."""
+    matrix = four_bits(1000, 2880 if width < 128 else 2944, width, scales, codes=codes)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = Int4DeviceWeight.of(matrix).panels.expanded(dtype)
+        assert torch.equal(found, elements(matrix, dtype)), dtype
+
+
+INT4_CONFIGS = [
+    Int4Config(16),
+    Int4Config(16, unroll=4, num_stages=6, prefetch_bytes=1024),
+    Int4Config(16, 128, unroll=1),
+    Int4Config(32, num_stages=3),
+    Int4Config(64, 128, unroll=1, num_warps=8, num_stages=3),
+    Int4Config(128, unroll=1, num_stages=2),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("features", "depth", "width", "codes"),
+    [
+        (6144, 4096, 128, "symmetric"),
+        (1536, 12288, 128, "zeros"),
+        (1000, 2880, 32, "e2m1"),
+        (1536, 2880, 64, "zeros"),
+    ],
+)
+def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
+    features, depth, width, codes, dtype
+):
+    weight = Int4DeviceWeight.of(four_bits(features, depth, width, codes=codes))
+    x, plain = normal(300, depth, dtype=dtype), weight.panels.expanded(dtype)
+    bias = normal(features, seed=5, dtype=dtype)
+    for epilogue in ("logits", "silu_mul", "bias", "none"):
+        own = bias if epilogue == "bias" else None
+        expected = gemm.product(CANONICAL, x, plain, epilogue, own)
+        assert expected.isfinite().all()
+        for rows in ROWS:
+            part = x[:rows].clone()
+            assert torch.equal(product(part, weight.panels, epilogue, own), expected[:rows]), rows
+        for config in INT4_CONFIGS:
+            found = product(x[:70], weight.panels, epilogue, own, config)
+            assert torch.equal(found, expected[:70]), (epilogue, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("codes", ["e2m1", "zeros"])
+def test_four_bit_products_have_the_row_law(codes, dtype):
+    matrix = four_bits(1536, 4096, 64, torch.float16, codes=codes, order=True)
+    require_row_law(Int4DeviceWeight.of(matrix), Int4Weight(matrix), 4096, 1e-5, dtype)
+
+
+def test_a_captured_chain_of_four_bit_products_replays_the_same_bits():
+    """Each kernel starts before the one in front ends; expansions reuse one workspace."""
+    gate_up, down = (
+        Int4DeviceWeight.of(four_bits(*shape, 128, codes="zeros"))
+        for shape in ((8192, 2048), (2048, 4096))
+    )
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.nn.functional.rms_norm(down.matmul(gate_up.gated_matmul(x)), (2048,))
+        return x
+
+    for rows in (1, 16, 200):
+        x = normal(rows, 2048)
+        expected = chain(x)
+        assert expected.isfinite().all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(5):
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("by_group", [False, True])
@@ -88,11 +174,46 @@ def test_float8_experts_have_the_row_law(by_group, rounding):
     first, second = (
         float8_parts(by_group, count, *shape) for shape in ((2 * inner, hidden), (hidden, inner))
     )
-    stacked = StackedExperts(first[0], second[0], first[1], second[1], how, how)
+    stacked = StackedExperts(ExpertStack(*first, how), ExpertStack(*second, how))
     x, logits = normal(300, hidden, seed=4), normal(300, count, seed=5)
     chosen, weights = moe_gate(logits, Routing(4, True))
     whole = stacked(x, chosen, weights)
     assert whole.isfinite().all()
+    for rows in (1, 2, 17, 64, 257):
+        parts = (x[:rows].clone(), chosen[:rows].clone(), weights[:rows].clone())
+        assert torch.equal(stacked(*parts), whole[:rows])
+
+
+@pytest.mark.parametrize("e2m1", [False, True])
+def test_experts_in_four_bits_have_the_row_law(e2m1):
+    count, hidden, inner, width = 16, 2880, 1440, 32
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def matrices(features: int, depth: int) -> list[Int4Matrix]:
+        groups = (count, features, depth // width)
+        bits, zeros = (
+            torch.randint(0, most, shape, device=CUDA, generator=generator).to(torch.uint8)
+            for most, shape in ((256, (count, features, depth // 2)), (16, groups))
+        )
+        scales = 2.0 ** torch.randint(-9, -6, groups, device=CUDA, generator=generator)
+        parts = zip(bits, scales.bfloat16(), zeros, strict=True)
+        return [Int4Matrix(own, scale, None if e2m1 else zero) for own, scale, zero in parts]
+
+    first, second = matrices(2 * inner, hidden), matrices(hidden, inner)
+    stacked = StackedExperts(
+        *(Int4Panels.stacked([Int4Panels.of(one) for one in each]) for each in (first, second))
+    )
+    x, logits = normal(300, hidden, seed=4), normal(300, count, seed=5)
+    chosen, weights = moe_gate(logits, Routing(4, True))
+    whole = stacked(x, chosen, weights)
+    plain = ([Int4Weight(one) for one in each] for each in (first, second))
+    expected = SeparateExperts(*plain)(x[:9], chosen[:9], weights[:9])
+    assert (whole[:9] - expected).float().norm() / expected.float().norm() < 1e-2
+    dense = SeparateExperts(
+        *([Int4DeviceWeight.of(one) for one in each] for each in (first, second))
+    )
+    lone = chosen[:, :1].contiguous(), weights[:, :1].contiguous()
+    assert torch.equal(stacked(x, *lone), dense(x, *lone))
     for rows in (1, 2, 17, 64, 257):
         parts = (x[:rows].clone(), chosen[:rows].clone(), weights[:rows].clone())
         assert torch.equal(stacked(*parts), whole[:rows])

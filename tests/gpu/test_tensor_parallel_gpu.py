@@ -8,8 +8,10 @@ import time
 
 import pytest
 import torch
-from gpu_files import OPTIONS, SIZES, requests, write_hybrid_target
+from gpu_files import OPTIONS, SIZES, requests, write_hybrid_target, write_nextn_target
 from recorded_gpu import drive
+from test_mamba2_gpu import NANO
+from test_mamba2_gpu import write_target as write_nemotron
 
 from helpers.checkpoints import (
     eagle1_tensors,
@@ -22,6 +24,7 @@ from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import EngineDeadError
+from sametoken.models.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -162,6 +165,32 @@ def test_the_same_tokens_of_hybrids(hybrid, eager):
         assert found.offered > 0
     # The last drafts for itself on one GPU: its logits differ by rounding from the target's.
     assert found.accepted > 0.8 * found.offered
+
+
+def write_other(folder, name: str):
+    """Latent attention with NextN, Mamba-2 with MTP, or a Llama in float8 or 4 bits."""
+    if name == "latent":
+        return write_nextn_target(folder, 20, vocab_size=1536)
+    if name == "nemotron":
+        return write_nemotron(folder, NANO | {"vocab_size": 1536})
+    copy = folder.with_name(name + "-copy")
+    quantize_checkpoint(write_target(folder, "LlamaForCausalLM"), copy, name)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["latent", "nemotron", "fp8-dynamic", "w4a16"])
+def test_the_same_tokens_of_other_models(tmp_path, name):
+    files = {"target": write_other(tmp_path / name, name)}
+    items, few = list(requests(16, MAX_TOKENS)), list(requests(NUM_ALONE, MAX_TOKENS))
+    alone = drive(engine(files, "plain", max_num_seqs=1, enforce_eager=True), few).tokens
+    plain = drive(engine(files, "plain", max_num_seqs=16), items).tokens
+    assert alone == {name: plain[name] for name in alone}
+    found = drive(engine(files, "ngram", max_num_seqs=16), items)
+    assert found.tokens == plain
+    if name in ("latent", "nemotron"):
+        found = drive(engine(files, "mtp", max_num_seqs=16), items)
+        assert found.tokens == plain
+    assert found.offered > 0
 
 
 def test_a_dead_rank_is_seen_while_the_device_waits_for_it(files):

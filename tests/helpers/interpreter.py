@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 from triton import language
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -17,6 +18,8 @@ from triton.runtime import interpreter
 _patch_language = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _broadcast = TritonSemantic.broadcast_impl_value
+_cast = TritonSemantic.cast
+_unwrap = language.core._unwrap_if_constexpr
 _operands = TritonSemantic.binary_op_type_checking_impl
 _make_block_type = language.block_type.__init__
 
@@ -31,6 +34,10 @@ def install() -> None:
     language.tensor.__init__ = _make_tensor
     language.block_type.__init__ = _make_known_block_type
     language.tuple.__eq__ = _are_equal
+    language.core._unwrap_if_constexpr = _unwrap_if_needed
+    interpreter.TensorHandle.__init__ = _make_handle
+    interpreter.ReduceOps.generic_reduce = _reduce_slices
+    TritonSemantic.cast = _cast_other_types
     TritonSemantic.broadcast_impl_value = _broadcast_other_shapes
     TritonSemantic.binary_op_type_checking_impl = _operands_of_one_type
     # Sums and products would be looked at for overflow, and what is found ignored without debug.
@@ -90,6 +97,7 @@ def _make_known_block_type(self, element_ty, shape):
         _make_block_type(self, element_ty, shape)
         sizes = [language.constexpr(size) for size in self.shape]
         self.of_tensor = language.tuple(sizes), language.constexpr(self.numel)
+        self.of_numpy = tuple(int(size.value) for size in sizes)
         _block_types[key] = self.__dict__
     self.__dict__ = _block_types[key]
 
@@ -107,16 +115,52 @@ def _are_equal(self, other):
     return self.values == list(other)
 
 
+def _make_handle(self, data, dtype, attr=None):
+    # Without a look whether numbers are wider than their type.
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+_NO_CONSTEXPR = (language.tensor, int, float, bool, type(None))
+
+
+def _unwrap_if_needed(value):
+    return value if type(value) in _NO_CONSTEXPR else _unwrap(value)
+
+
+def _cast_other_types(self, value, dtype, fp_downcast_rounding=None):
+    # A pointer's name is that of what it points to.
+    ours, theirs = value.dtype, dtype.scalar
+    if ours.name == theirs.name and not ours.is_ptr() and not theirs.is_ptr():
+        return value
+    return _cast(self, value, dtype, fp_downcast_rounding)
+
+
 def _broadcast_other_shapes(self, lhs, rhs):
-    ours, theirs = (value.type.shape if value.type.is_block() else () for value in (lhs, rhs))
-    return (lhs, rhs) if ours == theirs else _broadcast(self, lhs, rhs)
+    ours, theirs = lhs.type, rhs.type
+    if not ours.is_block():
+        return (_splat(self, lhs, theirs) if theirs.is_block() else lhs), rhs
+    if not theirs.is_block():
+        return lhs, _splat(self, rhs, ours)
+    return (lhs, rhs) if ours.of_numpy == theirs.of_numpy else _broadcast(self, lhs, rhs)
+
+
+def _splat(self, scalar, block):
+    """A scalar in every place of a block."""
+    known = scalar.handle
+    data = np.empty(block.of_numpy, known.data.dtype)
+    data.fill(known.data.item())
+    made = language.block_type(scalar.dtype, block.shape)
+    return self.tensor(interpreter.TensorHandle(data, known.dtype.scalar), made)
 
 
 def _operands_of_one_type(self, lhs, rhs, *rules):
     # Other operands are converted, or refused; of these, no rule changes the type.
     ours, theirs = (getattr(value, "dtype", None) for value in (lhs, rhs))
     if ours and theirs:
-        if ours.name == theirs.name in ("fp32", "int32", "int64", "int1"):
+        if ours.name == theirs.name in ("fp32", "int32", "int64", "int1") and not ours.is_ptr():
+            return _broadcast_other_shapes(self, lhs, rhs)
+        # An offset of a pointer, where one may stand on the left.
+        if rules[:1] == (True,) and ours.is_ptr() and theirs in (language.int32, language.int64):
             return _broadcast_other_shapes(self, lhs, rhs)
     elif len(rules) < 3:
         if ours and _fits(rhs, ours.name):
@@ -124,6 +168,20 @@ def _operands_of_one_type(self, lhs, rhs, *rules):
         if theirs and _fits(lhs, theirs.name):
             return _broadcast_other_shapes(self, self.scalar_constant(lhs, theirs), rhs)
     return _operands(self, lhs, rhs, *rules)
+
+
+def _reduce_slices(self, values):
+    """Fold along the axis in its order, all places beside it at once."""
+    assert not self.keep_dims
+    values, axis = self.unravel(values, self.axis)
+    slices = [np.moveaxis(value.handle.data, axis, 0) for value in values]
+    total = None
+    for row in zip(*slices, strict=True):
+        one = [self.to_tensor(data, value.dtype) for data, value in zip(row, values, strict=True)]
+        folded = one if total is None else self.combine_fn.fn(*total, *one)
+        total = folded if isinstance(folded, (list, tuple)) else (folded,)
+    found = [data.handle.data.reshape(slices[0].shape[1:]) for data in total]
+    return [self.to_tensor(data, value.dtype) for data, value in zip(found, values, strict=True)]
 
 
 def _fits(number, type_name: str) -> bool:

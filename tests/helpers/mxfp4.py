@@ -35,7 +35,7 @@ def packed(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tenso
 
 def made(seed: int = 0, **changes):
     """A config, the tensors as stored, and as transformers expands them."""
-    config = fixed_config("gpt_oss", intermediate_size=64, dtype="bfloat16", **changes)
+    config = fixed_config("gpt_oss", **{"intermediate_size": 64, "dtype": "bfloat16"} | changes)
     meant = {
         name: tensor.bfloat16() for name, tensor in random_model(config, seed).state_dict().items()
     }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import LLAMA, VOCAB, layer_shapes, random_weight
+from helpers.checkpoints import LLAMA, VOCAB, layer_shapes, random_weight, write_llama
+from sametoken.models.quantize import W4A16, quantize_checkpoint, quantized
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
@@ -114,3 +118,18 @@ def gptq_llama() -> tuple[dict, dict[str, torch.Tensor]]:
         order = torch.randperm(columns, generator=generator)
         stored[f"{module}.g_idx"] = (torch.arange(columns) // 32)[order].to(torch.int32)
     return config, stored
+
+
+def write_with_lm_head(folder: Path, seed: int, scheme: str, **sizes) -> tuple[Path, Path]:
+    """A tiny Llama, and a copy whose projections and lm_head are quantized."""
+    plain, copy = write_llama(folder / f"plain-{seed}", seed, **sizes), folder / f"copy-{seed}"
+    quantize_checkpoint(plain, copy, scheme)
+    tensors = load_file(copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    size = group["weights"]["group_size"] if scheme == W4A16 else None
+    config["quantization_config"]["ignore"].remove("lm_head")
+    tensors |= quantized("lm_head", tensors.pop("lm_head.weight"), size)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    (copy / "config.json").write_text(json.dumps(config))
+    return plain, copy

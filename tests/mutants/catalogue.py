@@ -34,7 +34,10 @@ from sametoken.ops.model import moe
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink
 from sametoken.ops.model.attention.kv import as_read
+from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.rule import Folded
+from sametoken.ops.native.recurrent import NativePass, part_table
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
 from sametoken.ops.step import (
@@ -83,6 +86,10 @@ MTP_MODULE = (
 BACKUP_TOKEN = (
     "tests/regression/test_vllm_38419.py::test_a_draft_chain_goes_on_from_the_committed_token[3]"
 )
+TRAINED_BACKUP_TOKEN = (
+    "tests/regression/test_vllm_38419.py::test_so_does_that_of_a_trained_nemotron[3]"
+)
+TRAINED_COPY = "tests/regression/test_vllm_38556.py::test_so_they_do_over_a_trained_nemotron"
 COPY_IN_FLIGHT = (
     "tests/regression/test_vllm_38556.py"
     "::test_requests_come_and_go_while_results_are_on_their_way[late]"
@@ -114,6 +121,10 @@ SINKS_BITS = (
 )
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
+)
+TRAINED_ZERO_DRAFTS = (
+    "tests/regression/test_vllm_39273.py"
+    "::test_the_reported_request_on_a_trained_hybrid[nemotron-h-31m-0.8]"
 )
 SLOT_REUSE = (
     "tests/e2e/test_recurrent_slots.py::test_a_slot_s_next_request_sees_nothing_of_the_last"
@@ -248,6 +259,7 @@ def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("backup-token-from-optimistic-length-under-mtp", "vllm#38419", BACKUP_TOKEN, "acceptance")
+@mutant("backup-token-on-a-trained-nemotron", "vllm#38419", TRAINED_BACKUP_TOKEN, "acceptance")
 def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     """Where nothing is committed yet, if a draft was rejected."""
     catch_up = DraftContext.catch_up
@@ -423,6 +435,7 @@ def copy_is_read_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("host-copy-read-in-flight-unchecked", "vllm#38556", f"{FEW}[right]", "tokens", STATIC)
 @mutant("host-copy-read-in-flight-of-a-hybrid-unchecked", "vllm#38556", COPY_IN_FLIGHT, "tokens")
+@mutant("host-copy-read-in-flight-of-a-trained-nemotron", "vllm#38556", TRAINED_COPY, "tokens")
 def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     """A buffer then holds zeros, or what an earlier step left in it."""
     copy_is_read_in_flight(patch)
@@ -550,32 +563,45 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
 # Recurrent state
 
 
+def with_parts(patch: pytest.MonkeyPatch, change: Callable[[SlotRows, Folded], SlotRows]) -> None:
+    """Change what kernels run of a slot, in PyTorch and in C, and not what is noted of it."""
+    run_slot, begin = RowByRowPass._run_slot, NativePass.begin
+
+    def run_mutant(self, part, *rest):
+        return run_slot(self, change(part, self.folded), *rest)
+
+    def begin_mutant(rows, folded, library):
+        found = begin(rows, folded, library)
+        parts = tuple(change(part, folded) for part in found.row_by_row.parts)
+        return replace(found, table=part_table(parts))
+
+    patch.setattr(RowByRowPass, "_run_slot", run_mutant)
+    patch.setattr(NativePass, "begin", begin_mutant)
+
+
 @mutant("slot-0-read-on-a-zero-draft-step", "vllm#39273", ZERO_DRAFTS, "tokens")
+@mutant("slot-0-read-on-a-trained-nemotron", "vllm#39273", TRAINED_ZERO_DRAFTS, "tokens")
 def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
-    run_slot = RowByRowPass._run_slot
 
-    def mutant(self, part, *rest):
-        if part.num_rows == 1:
-            part = replace(part, num_folded=0, num_lasting=1)
-        return run_slot(self, part, *rest)
+    def change(part, folded):
+        return replace(part, num_folded=0, num_lasting=1) if part.num_rows == 1 else part
 
-    patch.setattr(RowByRowPass, "_run_slot", mutant)
+    with_parts(patch, change)
 
 
 @mutant("recurrent-state-of-rejected-drafts", "vllm#39273", ZERO_DRAFTS, "tokens")
 def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
-    run_slot = RowByRowPass._run_slot
 
-    def mutant(self, part, *rest):
-        if not part.starts:
-            pending = int(self.folded.num_pending[part.slot])
-            more = pending - part.num_folded
-            part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
-        return run_slot(self, part, *rest)
+    def change(part, folded):
+        if part.starts:
+            return part
+        pending = int(folded.num_pending[part.slot])
+        more = pending - part.num_folded
+        return replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
 
-    patch.setattr(RowByRowPass, "_run_slot", mutant)
+    with_parts(patch, change)
 
 
 @mutant("recurrent-state-of-a-former-request", "the law: recurrent state", SLOT_REUSE, "tokens")

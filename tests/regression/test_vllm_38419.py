@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.harness import run
 from helpers.nemotron import write_twin
 from helpers.spoilt import measure_spoilt
+from helpers.trained import MTP, plain, text_requests, trained
 from helpers.twin import Twin, twin_requests
+from sametoken.models.names import NEMOTRON_NAME
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
@@ -30,3 +33,12 @@ def test_so_does_nemotron_s_on_which_it_was_met(tmp_path):
     """Five drafts, three steps in flight, over Mamba-2, attention and experts."""
     core = Twin(tmp_path, write=write_twin).engine(5, steps_in_flight=3, spoil=True)
     measure_spoilt(core, twin_requests(), 5)
+
+
+@pytest.mark.parametrize("steps_in_flight", [2, 3])
+def test_so_does_that_of_a_trained_nemotron(steps_in_flight):
+    """Real text in chunks that end inside prompts; of random drafts one in 8192 is right."""
+    items = text_requests(NEMOTRON_NAME)
+    drafted = run(trained(NEMOTRON_NAME, MTP, steps_in_flight=steps_in_flight), items)
+    assert drafted.tokens == plain(NEMOTRON_NAME).tokens
+    assert drafted.accepted > 0.55 * drafted.offered

@@ -12,7 +12,9 @@ import pytest
 
 from helpers.harness import run
 from helpers.nemotron import write_twin
+from helpers.trained import MTP, plain, text_requests, trained
 from helpers.twin import Twin, twin_requests
+from sametoken.models.names import NEMOTRON_NAME
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
@@ -33,3 +35,10 @@ def test_so_they_do_over_nemotron_s_states(tmp_path):
     drafted = run(twin.engine(5, steps_in_flight=3, spoil=True, device="ahead"), items)
     assert drafted.tokens == twin.plain(items)
     assert 0 < drafted.accepted < drafted.offered
+
+
+def test_so_they_do_over_a_trained_nemotron():
+    items = text_requests(NEMOTRON_NAME)
+    drafted = run(trained(NEMOTRON_NAME, MTP, device="ahead", steps_in_flight=3), items)
+    assert drafted.tokens == plain(NEMOTRON_NAME).tokens
+    assert drafted.accepted > 0.55 * drafted.offered

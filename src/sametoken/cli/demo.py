@@ -11,7 +11,7 @@ import typer
 from sametoken.cli.report import first_difference, per_position, tokens_per_second
 from sametoken.cli.streaming import ACCEPTED_STYLE, shown
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
-from sametoken.models.names import HYBRID_NAME, has_hybrid
+from sametoken.models.names import HYBRID_NAME, in_checkout
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -169,7 +169,7 @@ def demo(
 
 def scenes_here() -> tuple[Scene, ...]:
     """Return the available scenes; the hybrid model ships only with the repository."""
-    return (*SCENES, HYBRID_SCENE) if has_hybrid() else SCENES
+    return (*SCENES, HYBRID_SCENE) if in_checkout(HYBRID_NAME) else SCENES
 
 
 def _loaded(

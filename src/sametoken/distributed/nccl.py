@@ -1,4 +1,4 @@
-"""NCCL between a trainer and its engines, with the handshake of vLLM's trainers. Not run on a GPU.
+"""NCCL between a trainer and its engines, with the handshake of vLLM's trainers.
 
 Rank 0 makes a unique id. vLLM's trainers put it into a ``TCPStore``, pickled, under
 ``broadcast_from/0/0``, or send it with the request to join. All ranks then join, and add one

@@ -29,8 +29,6 @@ class _Group(Protocol):
 class TrainerGroup:
     """Broadcasts tensors from rank 0. Not torch's global group, which a trainer needs itself.
 
-    NCCL's has not been run.
-
     Args:
         at: where and as which rank to join.
 

@@ -356,10 +356,10 @@ def _attention_kernels(
 ) -> str:
     model, size, device = requested.architecture, requested.config.block_size, requested.device
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    dtype = next((cache.dtype for cache in caches if isinstance(cache, PagedKV)), None)
-    if dtype is None:
-        return backend.model.name
-    return attention_kernels(backend.model.name, shape, dtype, size, device, has_sinks=has_sinks)
+    kernels, paged = backend.model.name, [one for one in caches if isinstance(one, PagedKV)]
+    asked = {(replace(shape, head_dim=one.k_dim), one.dtype) for one in paged}
+    found = {attention_kernels(kernels, *one, size, device, has_sinks=has_sinks) for one in asked}
+    return " and ".join(sorted(found)) or kernels
 
 
 def _load_models(

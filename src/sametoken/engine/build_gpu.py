@@ -51,10 +51,13 @@ def gpu_launcher(
     shapes = captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
-    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs))
+    counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
+    reports = kernels.prove(counts)
+    num_shapes = len(reports)
+    num_shapes += kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
     refused = sum(len(one.row_counts) for report in reports for one in report.refused)
     announce(
-        f"batch invariance proven for {len(reports)} weight shapes; kernels refused at {refused} "
+        f"batch invariance proven for {num_shapes} weight shapes; kernels refused at {refused} "
         "row counts"
     )
     largest = max(shapes, key=lambda shape: shape.num_requests)

@@ -179,7 +179,7 @@ class LiveWeights:
         model, drafter = self.model, self.drafter
         if target == MODEL:
             formats = self._formats()
-            source = requantized(source, formats, model.config.dtype)
+            source = requantized(source, formats, model.config)
             model = model.reloaded(
                 WeightReader(source, kernels, self.dtype, self.device, quantization=formats)
             )

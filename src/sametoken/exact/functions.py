@@ -37,6 +37,36 @@ def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T
     return out
 
 
+def derived(
+    kernel: Callable[..., tuple[T, tuple[Tensor, ...]]],
+    gradients_of: Callable[..., Sequence[Tensor]],
+    *inputs: Tensor,
+) -> T:
+    """The first of what ``kernel(*inputs)`` gives, with gradients by a function of their own.
+
+    Args:
+        kernel: gives its outputs, which share no memory with the inputs, and what the backward
+            pass needs.
+        gradients_of: of these, and then of the outputs' gradients: the inputs' gradients.
+        inputs: any floating dtypes.
+    """
+    out: T = _apply(_Derived, kernel, gradients_of, *inputs)
+    return out
+
+
+def embedded(rows: Callable[[Tensor], Tensor], token_ids: Tensor, matrix: Tensor) -> Tensor:
+    """``rows(token_ids)`` of a packed ``matrix``, [V, hidden], with gradients for it."""
+
+    def gradients_of(of: Tensor) -> tuple[Tensor]:
+        return (
+            torch.ops.aten.embedding_dense_backward(
+                of.float(), token_ids, matrix.shape[0], -1, False
+            ).to(matrix.dtype),
+        )
+
+    return derived(lambda matrix: (rows(token_ids), ()), gradients_of, matrix)
+
+
 def product(
     packed: UnquantizedWeight,
     x: Tensor,
@@ -147,6 +177,19 @@ class _Recomputed(Function):
         return None, None, *gradients(ctx.formula, ctx.saved_tensors, needed, of)
 
 
+class _Derived(Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Formula, gradients_of: Formula, *inputs: Tensor) -> Any:
+        out, kept = kernel(*inputs)
+        ctx.gradients_of = gradients_of
+        ctx.save_for_backward(*kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> Any:
+        return None, None, *ctx.gradients_of(*ctx.saved_tensors, *of)
+
+
 class _Product(Function):
     @staticmethod
     def forward(
@@ -165,13 +208,15 @@ class _Product(Function):
     def backward(ctx: Any, *of: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
         _, _, of_x, of_matrix, of_bias = ctx.needs_input_grad
-        wide = of[0].float()
+        # A CPU is several times slower in bf16. A GPU is 15 times faster, with sums in fp32.
+        dtype = x.dtype if x.is_cuda else torch.float32
+        given = of[0].to(dtype)
         return (
             None,
             None,
-            (wide @ matrix.float()).to(x.dtype) if of_x else None,
-            (wide.mT @ x.float()).to(matrix.dtype) if of_matrix else None,
-            wide.sum(dim=0).to(ctx.bias_dtype) if of_bias else None,
+            (given @ matrix.to(dtype)).to(x.dtype) if of_x else None,
+            (given.mT @ x.to(dtype)).to(matrix.dtype) if of_matrix else None,
+            of[0].sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if of_bias else None,
         )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.exact.functions import packed_attention, product, recomputed
+from sametoken.exact.functions import embedded, packed_attention, product, recomputed
 from sametoken.exact.recurrent import DifferentiablePass
 from sametoken.ops.backend import (
     AttentionRows,
@@ -41,6 +41,12 @@ class RecordedKV(LayerKV):
 
     lengths: Sequence[int] = field(kw_only=True)
     written: list[Tensor] = field(default_factory=list)
+
+    def read(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
+        """Copies of the rows' keys and values: [T, num_kv_heads, head_dim]."""
+        block_size = self.keys.shape[2]
+        blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+        return self.keys[blocks, :, offsets], self.values[blocks, :, offsets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +93,7 @@ class DifferentiableWeight:
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See ``UnquantizedWeight.rows``."""
-        return recomputed(
-            lambda matrix: self.packed.rows(token_ids),
-            lambda matrix: F.embedding(token_ids, matrix),
-            self.matrix,
-        )
+        return embedded(self.packed.rows, token_ids, self.matrix)
 
     def quantize_fp8(self) -> NoReturn:
         """Refused: products of a target are exact."""
@@ -246,9 +248,7 @@ class DifferentiableKernels:
 
         def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
-            block_size = kv.keys.shape[2]
-            blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
-            return q, kv.keys[blocks, :, offsets], kv.values[blocks, :, offsets]
+            return q, *kv.read(rows)
 
         def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))
@@ -269,6 +269,11 @@ class DifferentiableKernels:
         assert isinstance(kv, RecordedKV)
         if sinks is not None:
             raise UnsupportedError("attention sinks have no gradients", _OTHERS)
+        return self._attended(q, shape, rows, kv)
+
+    def _attended(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: RecordedKV
+    ) -> Tensor:
         return packed_attention(
             lambda q: self._kernels.attention(q, shape, rows, kv),
             (q, *kv.written),
@@ -279,7 +284,11 @@ class DifferentiableKernels:
 
 def differentiable(kernels: Kernels) -> Kernels:
     """Kernels with gradients, which refuse by name what they lack."""
-    return cast("Kernels", DifferentiableKernels(kernels))
+    kind = DifferentiableKernels
+    if kernels.name == "triton":
+        # Only CUDA builds of torch come with Triton.
+        from sametoken.exact.device import DeviceKernels as kind
+    return cast("Kernels", kind(kernels))
 
 
 def _gelu_mul(gate_up: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,10 @@ from sametoken.models.load.weights import Part, TensorsByName, TensorSource, Wei
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.backend import Kernels
 from sametoken.ops.dispatch import select_kernels
+
+Reader = TypeVar("Reader", bound=WeightReader)
 
 
 class ExactModel(nn.Module):
@@ -96,8 +101,10 @@ class ExactModel(nn.Module):
         )
         device = next(self.parameters()).device
         try:
-            tensors = _NamedTensors("the module", dict(self.named_parameters()))
-            decoder = self._decoder(self._reader(WeightReader, tensors, device))
+            tensors = _Parameters("the module", dict(self.named_parameters()))
+            reader = self._reader(_ParameterReader, tensors, device)
+            decoder = self._decoder(reader)
+            reader.require_all_finite()
         except CheckpointError as error:
             raise NumericalError(error.cause, "look at the optimizer's last step") from error
         packed = PackedSequences.of(sequences, starts, self._block_size, device)
@@ -125,24 +132,81 @@ class ExactModel(nn.Module):
             if not (tied and name.endswith(HEAD))
         }
 
-    def _reader(
-        self, kind: type[WeightReader], tensors: TensorSource, device: torch.device
-    ) -> WeightReader:
-        return kind(tensors, differentiable(select_kernels(device)), self._dtype, device)
+    def _reader(self, kind: type[Reader], tensors: TensorSource, device: torch.device) -> Reader:
+        kernels = _device_kernels(device) if device.type == "cuda" else select_kernels(device)
+        return kind(tensors, differentiable(kernels), self._dtype, device)
 
     def _decoder(self, reader: WeightReader) -> Decoder:
         positions = self._max_model_len + DRAFT_POSITIONS
         return model_class(self.config.architecture)(self.config, reader, max_positions=positions)
 
 
-class _NamedTensors(TensorsByName):
-    """A ``TensorSource`` over tensors in memory, which carry their gradients."""
+@lru_cache
+def _device_kernels(device: torch.device) -> Kernels:
+    """Kernels that keep what was read and proven of a GPU, for all models on it."""
+    return select_kernels(device)
+
+
+class _Parameters(TensorsByName):
+    """A ``TensorSource`` over parameters, which carry their gradients.
+
+    Attributes:
+        limits: least and largest value of each tensor that was read, on its device.
+    """
+
+    def __init__(self, location: str, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(location, tensors)
+        self.limits: dict[str, Tensor] = {}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The whole tensor, as a copy in chunks would be a node of the graph for each."""
         yield self._tensors[name]
 
     stored_chunks = chunks
+
+
+class _ParameterReader(WeightReader):
+    """Joins parameters in one operation of the graph, and looks at the values of all at once."""
+
+    __slots__ = ()
+
+    def filled(
+        self,
+        parts: tuple[Part, ...],
+        row_shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        for part in parts:
+            self._require_shape(part.name, (part.rows, *row_shape))
+        self._read.update(part.name for part in parts)
+        # A copy also of one part: gradients are of these values, whatever becomes of parameters.
+        joined = torch.cat(
+            [self._rows(part).to(self.device, dtype or self.dtype) for part in parts]
+        )
+        pieces = torch.split(joined.detach(), [part.rows for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            self._parameters.limits[part.name] = torch.stack(torch.aminmax(piece)).float()
+        return joined
+
+    def require_all_finite(self) -> None:
+        """Refuse tensors whose values are not finite; errors as ``packed``."""
+        limits = self._parameters.limits
+        finite = torch.stack([*limits.values()]).isfinite().all(dim=1).tolist()
+        for name, good in zip(limits, finite, strict=True):
+            if not good:
+                self.require_finite(next(self.source.chunks(name)).to(self.dtype), name)
+
+    @property
+    def _parameters(self) -> _Parameters:
+        assert isinstance(self.source, _Parameters)
+        return self.source
+
+    def _rows(self, part: Part) -> Tensor:
+        """A tensor in the order of its rows in the weight."""
+        rows = next(self.source.chunks(part.name))
+        if part.permutation is None:
+            return rows
+        return torch.empty_like(rows).index_copy(0, part.permutation.to(rows.device), rows)
 
 
 class _FirstRead:

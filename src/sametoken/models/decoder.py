@@ -24,7 +24,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.weight import UnquantizedWeight
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
@@ -263,7 +263,7 @@ class Decoder:
         """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
         return self.head.matmul(hidden, out_dtype=torch.float32)
 
-    def whole_head(self) -> UnquantizedWeight:
+    def whole_head(self) -> Weight:
         """The head with all its rows, for the rank that drafts.
 
         A rank with a part of the head reads all of it from the checkpoint, unless it is tied to
@@ -274,7 +274,8 @@ class Decoder:
         if self.config.tie_word_embeddings:
             return self.embedding
         whole = replace(self._divided_from, parallel=SINGLE_RANK)
-        return whole.packed(self.config.hidden_size, Part(self._head_name, self.config.vocab_size))
+        vocabulary = Part(self._head_name, self.config.vocab_size)
+        return whole.linear(self.config.hidden_size, vocabulary).weight
 
     @property
     def weights_bytes(self) -> int:
@@ -335,7 +336,8 @@ class Decoder:
     @property
     def _head_name(self) -> str:
         # Beside the decoder's "model", and at the top where the decoder is "model.language_model".
-        return f"language_model.{HEAD}" if self._prefix == "language_model.model" else HEAD
+        beside = "language_model." if self._prefix == "language_model.model" else ""
+        return beside + HEAD.removesuffix(".weight")
 
     def _load_embedding(self, weights: WeightReader) -> UnquantizedWeight:
         vocabulary = Part(self._embedding_name, self.config.vocab_size)
@@ -384,13 +386,11 @@ class Decoder:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
-    def _load_head(self, weights: WeightReader) -> UnquantizedWeight:
-        name = self._head_name
-        if self.config.tie_word_embeddings:
-            if name in weights:
-                weights.require_equal(self._embedding_name, name)
-            if weights.parallel.size == 1:
-                return self.embedding
-            name = self._embedding_name
-        part = Part(name, self.config.vocab_size, split=Split.ROWS)
-        return weights.packed(self.config.hidden_size, part)
+    def _load_head(self, weights: WeightReader) -> Weight:
+        vocabulary = Part(self._head_name, self.config.vocab_size, split=Split.ROWS)
+        if not self.config.tie_word_embeddings:
+            return weights.linear(self.config.hidden_size, vocabulary).weight
+        weights.require_tied(self._embedding_name, self._head_name)
+        tied = replace(vocabulary, name=self._embedding_name)
+        one_rank = weights.parallel.size == 1
+        return self.embedding if one_rank else weights.packed(self.config.hidden_size, tied)

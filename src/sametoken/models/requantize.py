@@ -1,7 +1,8 @@
 """Unquantized tensors for a model of quantized weights, quantized as ``quantize`` would.
 
-A trainer sends weights in floats. Those of projections that the model runs in one of the schemes
-of ``quantize_checkpoint`` become, while they are read, the tensors that a quantized copy has.
+A trainer sends weights in floats. Those of projections, and of an lm_head, that the model runs in
+one of the schemes of ``quantize_checkpoint`` become, while they are read, the tensors that a
+quantized copy has.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import HEAD
 from sametoken.models.load.by_target import ByTarget
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
@@ -23,7 +26,7 @@ from sametoken.models.quantize import module_of, quantized, stored_names
 _FUSED = 4
 
 
-def requantized(source: TensorSource, formats: Quantization, dtype: torch.dtype) -> TensorSource:
+def requantized(source: TensorSource, formats: Quantization, config: ModelConfig) -> TensorSource:
     """The source, with those modules quantized that the formats want so and that are in floats.
 
     Modules in other formats than ``quantize_checkpoint`` writes stay as they are.
@@ -31,18 +34,24 @@ def requantized(source: TensorSource, formats: Quantization, dtype: torch.dtype)
     Args:
         source: of a whole checkpoint.
         formats: of the model's weights.
-        dtype: of the model's unquantized checkpoint; weights are rounded to it first.
+        config: the model's; weights are rounded to the dtype of its unquantized checkpoint first.
     """
     if not isinstance(formats, ByTarget):
         return source
     sizes = {}
     for name in source.names():
-        module = module_of(name)
+        module = _head_of(name, config) or module_of(name)
         if module is not None and _in_floats(source, name):
             written, size = _scheme(formats.format_named(module))
             if written and source.shape(name)[1] % (size or 1) == 0:
                 sizes[module] = size
-    return _Requantized(source, sizes, dtype) if sizes else source
+    return _Requantized(source, sizes, config.dtype) if sizes else source
+
+
+def _head_of(name: str, config: ModelConfig) -> str | None:
+    """The head that a tensor is the weight of, unless it is the embedding's."""
+    is_own = name.rpartition("language_model.")[2] == HEAD and not config.tie_word_embeddings
+    return name.removesuffix(".weight") if is_own else None
 
 
 def _in_floats(source: TensorSource, name: str) -> bool:
@@ -65,7 +74,7 @@ class _Requantized:
     Args:
         source: the other one.
         sizes: by module to quantize, the size of groups; None: fp8-dynamic.
-        dtype: as for ``requantized``.
+        dtype: to which weights are rounded first.
     """
 
     def __init__(

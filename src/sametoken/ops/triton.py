@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,7 +29,9 @@ from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.quantized_selfcheck import Fp8Check, prove_products
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -41,11 +44,12 @@ from sametoken.ops.model.gemm.tuning import (
     TuningTable,
     load_table,
 )
+from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.latent_attention import rope_triton as latent_rope
 from sametoken.ops.model.latent_attention import triton as latent_attention
 from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentRule
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
@@ -57,12 +61,11 @@ from sametoken.ops.weight import (
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
-    Rounding,
     UnquantizedWeight,
     Weight,
 )
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 #: Elements of a latent, and of its rotated key, whose tiles fit in shared memory.
 MAX_RANK, MAX_ROPE_DIM = 512, 64
 
@@ -110,8 +113,21 @@ class TritonKernels:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
+        # Likewise of those that are expanded before products of many rows, into a dtype.
+        self._packed: WeakValueDictionary[tuple[torch.dtype, int, int], Int4DeviceWeight] = (
+            WeakValueDictionary()
+        )
+        self._float8 = Fp8Check()
         # Made by the first pass, which no graph captures.
         self._arrived: Tensor | None = None
+
+    def prove_quantized(
+        self, row_counts: Iterable[int], dtype: torch.dtype, device: torch.device
+    ) -> int:
+        """See ``prove_products``; the number of shapes. After ``prove``, which chooses kernels."""
+        counts, packed = tuple(row_counts), list(self._packed.values())
+        prove_products("4-bit", packed, counts, dtype, device)
+        return len(packed) + self._float8.prove(counts, dtype, device)
 
     def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
         """Compare the chosen GEMMs of the packed weights with the canonical one on this chip.
@@ -121,7 +137,12 @@ class TritonKernels:
         Args:
             row_counts: the row counts of captured steps.
         """
-        return self.table.prove(self._matrices.values(), tuple(row_counts))
+        expanded = (
+            weight.panels.expanded(dtype)
+            for (dtype, *shape), weight in list(self._packed.items())
+            if tuple(shape) not in self._matrices
+        )
+        return self.table.prove(chain(self._matrices.values(), expanded), tuple(row_counts))
 
     def require(self, shape: AttentionShape) -> None:
         if shape.head_dim > MAX_HEAD_DIM:
@@ -186,10 +207,12 @@ class TritonKernels:
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)
-        return Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding)
+        return self._float8.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
-        return Int4DeviceWeight(matrix)
+        weight = Int4DeviceWeight.of(matrix, self.table)
+        self._packed.setdefault((dtype, weight.out_features, weight.in_features), weight)
+        return weight
 
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> DeviceWeight:
         """Refuse: there is no kernel."""
@@ -206,10 +229,7 @@ class TritonKernels:
         down: Sequence[Weight],
         form: ExpertForm | None = None,
     ) -> StackedExperts:
-        first, first_scales, first_rounding = _stacked(gate_up)
-        second, second_scales, second_rounding = _stacked(down)
-        scales, roundings = (first_scales, second_scales), (first_rounding, second_rounding)
-        return StackedExperts(first, second, *scales, *roundings, form)
+        return StackedExperts(_stacked(gate_up), _stacked(down), form)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
@@ -268,6 +288,9 @@ class TritonKernels:
     def latent_attention(
         self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
     ) -> Tensor:
+        block_size, width = memory.vectors.shape[1:]
+        if latent_hopper.serves(memory.rank, width, q.dtype, block_size, q.device):
+            return latent_hopper.attention(q, scale, rows, memory)
         return latent_attention.attention(q, scale, rows, memory)
 
     def require_rule(self, rule: RecurrentRule) -> None:
@@ -310,24 +333,43 @@ def _device_weight(weight: Weight) -> DeviceWeight:
     return weight
 
 
-def _stacked(weights: Sequence[Weight]) -> tuple[Tensor, Tensor | None, Rounding | None]:
-    """Matrices of equal form in one tensor, float8 ones with their scales and rounding.
+def _stacked(weights: Sequence[Weight]) -> ExpertStack | Int4Panels:
+    """Matrices of equal form in one tensor for each of their parts.
 
     Raises:
-        UnsupportedError: their forms differ.
+        UnsupportedError: their forms differ, or 4-bit ones are in act-order.
     """
     first = weights[0]
-    if not isinstance(first, Fp8DeviceWeight):
-        return torch.stack([_device_weight(one).matrix for one in weights]), None, None
-    same = [one for one in weights if isinstance(one, Fp8DeviceWeight) and _alike(one, first)]
-    if len(same) < len(weights):
+    if isinstance(first, Fp8DeviceWeight):
+        same = [one for one in weights if isinstance(one, Fp8DeviceWeight) and _alike(one, first)]
+        _require_alike(len(same), len(weights))
+        bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
+        scales = torch.stack([one.scale for one in same])
+        return ExpertStack(bits.view(torch.float8_e4m3fn), scales, first.rounding)
+    if isinstance(first, Int4DeviceWeight):
+        return _stacked_int4(
+            [one for one in weights if isinstance(one, Int4DeviceWeight)], len(weights)
+        )
+    return ExpertStack(torch.stack([_device_weight(one).matrix for one in weights]))
+
+
+def _stacked_int4(found: Sequence[Int4DeviceWeight], count: int) -> Int4Panels:
+    if any(one.order is not None for one in found):
+        raise UnsupportedError(
+            "experts in act-order have no products on a GPU",
+            "use device 'cpu', or a checkpoint without act-order",
+        )
+    alike = [one.panels for one in found if one.panels.is_like(found[0].panels)]
+    _require_alike(len(alike), count)
+    return Int4Panels.stacked(alike)
+
+
+def _require_alike(num_alike: int, count: int) -> None:
+    if num_alike < count:
         raise UnsupportedError(
             "the experts of a layer are quantized in different formats",
             "use a checkpoint that quantizes them alike",
         )
-    bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
-    scales = torch.stack([one.scale for one in same])
-    return bits.view(torch.float8_e4m3fn), scales, first.rounding
 
 
 def _require_float8(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,20 +47,21 @@ class Fp8Matrix:
 class Int4Matrix:
     """A checkpoint's [N, K] matrix in 4 bits, by groups of ``width`` features.
 
-    An element is ``(value - zero) * scale``, with the zero and scale of its row and group.
+    An element is ``(value - zero) * scale``, with the zero and scale of its row and group; without
+    zeros, values are codes of e2m1, and an element is ``number * scale`` (MXFP4).
 
     Attributes:
         values: [N, K / 2] uint8, contiguous. Byte i of a group has the group's feature i in its
             low half, and feature i + width / 2 in its high one.
         scale: [N, K / width], of any floating dtype, contiguous.
-        zero: [N, K / width] uint8, contiguous.
+        zero: [N, K / width] uint8, contiguous; None: values are codes of e2m1.
         order: [K] int64, the activations' feature that each column is multiplied with; None: its
             own.
     """
 
     values: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     order: Tensor | None = None
 
     @property
@@ -129,8 +130,9 @@ class Weight(Protocol):
         ...
 
 
+@runtime_checkable
 class UnquantizedWeight(Weight, Protocol):
-    """A weight in the model's dtype, or in the bits of a GGUF file, with embedding lookup."""
+    """A weight in the model's dtype, or in bits that this device can look up, as an embedding."""
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the matrix in the model's dtype: [T] int64 -> [T, K]."""

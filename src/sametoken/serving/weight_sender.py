@@ -28,7 +28,7 @@ class WeightSender:
     Args:
         urls: of servers that were started with this backend; each has one rank.
         address, port: of this process, as the servers reach it; with "nccl" of no meaning.
-        backend: "gloo", or "nccl", which has not been run.
+        backend: "gloo" or "nccl".
         api_key: of the servers.
         timeout_s: seconds to wait for a server.
 

@@ -15,6 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHMamba2Mixer,
     NemotronHMoE,
     NemotronHRMSNorm,
+    NemotronHTopkRouter,
 )
 
 from sametoken.errors import UnsupportedError
@@ -32,6 +33,8 @@ from sametoken.train.unrolled import UNROLLED, DraftModule, UnrolledKV, shifted
 
 # Rows whose interactions one matrix holds.
 CHUNK = 64
+# What a batch adds to an expert's correction bias, or takes from it.
+_BALANCE = 1e-3
 _SAME_NAMES = (
     "moe_intermediate_size",
     "moe_shared_expert_intermediate_size",
@@ -65,6 +68,8 @@ def hybrid_model(config: ModelConfig) -> Any:
         if isinstance(layer.mixer, NemotronHMamba2Mixer):
             layer.mixer = Mamba2Mixer(model.config, index, initialize_mixer_weights=False)
             layer.mixer.time_step_limit = time_step_limit(settings)
+        elif isinstance(layer.mixer, NemotronHMoE):
+            layer.mixer.gate = Router(model.config)
     return model
 
 
@@ -151,6 +156,23 @@ class Mamba2Mixer(NemotronHMamba2Mixer):  # type: ignore[misc]
         return output
 
 
+class Router(NemotronHTopkRouter):  # type: ignore[misc]
+    """transformers' router; its correction bias learns to give all experts as many tokens.
+
+    Without it most tokens soon meet the same few (Wang et al. 2024, "Auxiliary-loss-free load
+    balancing"; Nemotron-3 is trained so).
+    """
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, L, hidden] to logits [rows, experts], and weights and experts [rows, top_k]."""
+        logits, weights, chosen = super().forward(hidden_states)
+        if torch.is_grad_enabled():
+            every = torch.arange(self.num_experts, device=chosen.device)
+            load = (chosen[..., None] == every).sum((0, 1)).float()
+            self.e_score_correction_bias += _BALANCE * (load.mean() - load).sign()
+        return logits, weights, chosen
+
+
 class MTPModule(DraftModule):
     """The module of Nemotron-3, as ``models/heads/mtp_nemotron_h.py`` runs it.
 
@@ -202,6 +224,7 @@ class _Experts(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.layer_norm_epsilon
         self.norm, self.mixer = NemotronHRMSNorm(hidden, eps), NemotronHMoE(config, layer_idx=1)
+        self.mixer.gate = Router(config)
         self.final_layernorm = NemotronHRMSNorm(hidden, eps)
 
     def forward(self, residual: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from helpers.checkpoints import LLAMA
 from helpers.hybrids import hybrid_config
+from helpers.nemotron import nemotron_config
 from helpers.packed import packed_in
 from sametoken.bench import memory
 from sametoken.bench.memory import measure_memory
@@ -128,6 +129,9 @@ def cases(tmp_path):
     hybrid = write_config(
         tmp_path / "hybrid", hybrid_config("qwen3_next", max_position_embeddings=64)
     )
+    nemotron = write_config(
+        tmp_path / "nemotron", nemotron_config(moe_latent_size=6), max_position_embeddings=64
+    )
     eagle = write_config(tmp_path / "eagle", LLAMA, num_hidden_layers=2)
     eagle3 = write_config(tmp_path / "eagle3", LLAMA, num_hidden_layers=1, draft_vocab_size=9)
     return {
@@ -140,10 +144,13 @@ def cases(tmp_path):
         "eagle": (llama, {"method": "eagle", "model": eagle, "num_speculative_tokens": 3}),
         "eagle3": (tied, {"method": "eagle3", "model": eagle3, "num_speculative_tokens": 3}),
         "mtp": (hybrid, {"method": "mtp", "num_speculative_tokens": 3}),
+        "nemotron": (nemotron, {"method": "mtp", "num_speculative_tokens": 5}),
     }
 
 
-@pytest.mark.parametrize("method", ["plain", "ngram", "draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["plain", "ngram", "draft_model", "eagle", "eagle3", "mtp", "nemotron"]
+)
 def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
     monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
     path, spec = cases(tmp_path)[method]

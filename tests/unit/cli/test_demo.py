@@ -61,7 +61,7 @@ class LetterLLM:
 def scenes(request, monkeypatch):
     """What is shown by an installed package, and by one that runs from the repository."""
     monkeypatch.setattr(llm_module, "LLM", LetterLLM)
-    monkeypatch.setattr(demo, "has_hybrid", lambda: HYBRID_SCENE in request.param)
+    monkeypatch.setattr(demo, "in_checkout", lambda name: HYBRID_SCENE in request.param)
     return request.param
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.families import write_family
-from helpers.forward import Bench
+from helpers.forward import Bench, OneRun
 from helpers.parity import load
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.ops.model.gemm.tuning import load_table
@@ -46,8 +46,16 @@ def test_embeddings_by_layer_cover_the_vocabulary(checkpoint):
         load(checkpoint)
 
 
-def test_a_gpu_refuses_the_heads_of_published_models(checkpoint):
-    heads = {"head_dim": 512, "num_key_value_heads": 2}
+def test_a_gpu_serves_the_heads_of_published_models(tmp_path):
+    checkpoint = write_family(tmp_path, "gemma4", global_head_dim=512)
+    wanted = Bench(load(checkpoint)).logits([1, 2, 3, 4], [5])
+    kernels = TritonKernels(load_table("another device"))
+    got = OneRun(load(checkpoint, kernels)).logits([1, 2, 3, 4], [5])
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_refuses_heads_that_do_not_fit(checkpoint):
+    heads = {"head_dim": 1024, "num_key_value_heads": 2}
     edit(checkpoint, per_layer_config={"1": heads, "2": heads})
-    with pytest.raises(UnsupportedError, match="head_dim 512 is above 256"):
+    with pytest.raises(UnsupportedError, match="head_dim 1024 is above 512"):
         load(checkpoint, TritonKernels(load_table("another device")))

@@ -114,7 +114,7 @@ def test_new_weights_reach_sinks_and_biases(tmp_path):
 
 
 def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, monkeypatch):
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     found = []
     for name in ("gpt_oss", "qwen2"):
         target = load(write_family(tmp_path / name, name))

@@ -21,15 +21,15 @@ from sametoken.models import names as heads
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.models.names import (
+    CHECKOUT_FILES,
+    CHECKOUT_NAMES,
     EMBEDDED_FILE,
     HEAD_DIRECTORY,
     HEAD_FILES,
     HEAD_NAME,
-    HYBRID_DIRECTORY,
-    HYBRID_FILES,
     HYBRID_NAME,
     at_revision,
-    has_hybrid,
+    in_checkout,
     resolve_drafter,
     resolve_model,
 )
@@ -125,11 +125,12 @@ def test_unknown_names(index):
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_checkout_has_it_and_fetches_nothing():
+@pytest.mark.parametrize("name", CHECKOUT_NAMES)
+def test_a_checkout_has_it_and_fetches_nothing(name):
     said = []
-    assert has_hybrid()
-    assert resolve_model(HYBRID_NAME, said.append) == ROOT / "models" / HYBRID_NAME
-    assert said == [f"using {HYBRID_NAME} from {HYBRID_DIRECTORY}"]
+    assert in_checkout(name)
+    assert resolve_model(name, said.append) == ROOT / "models" / name
+    assert said == [f"using {name} from {ROOT / 'models' / name}"]
 
 
 def test_an_existing_path_goes_first(tmp_path, monkeypatch):
@@ -138,15 +139,17 @@ def test_an_existing_path_goes_first(tmp_path, monkeypatch):
     assert resolve_model(HYBRID_NAME, lambda text: None) == Path(HYBRID_NAME)
 
 
-@pytest.mark.parametrize("missing", [HYBRID_FILES, HYBRID_FILES[1:2]], ids=["all", "weights"])
+@pytest.mark.parametrize("missing", [CHECKOUT_FILES, CHECKOUT_FILES[1:2]], ids=["all", "weights"])
 def test_elsewhere_cause_and_remedy_are_named(missing, tmp_path, monkeypatch):
-    for name in set(HYBRID_FILES) - set(missing):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(checkout, "HYBRID_DIRECTORY", tmp_path)
-    assert not has_hybrid()
+    directory = tmp_path / HYBRID_NAME
+    directory.mkdir()
+    for name in set(CHECKOUT_FILES) - set(missing):
+        (directory / name).touch()
+    monkeypatch.setattr(checkout, "CHECKOUT_DIRECTORY", tmp_path)
+    assert not in_checkout(HYBRID_NAME)
     with pytest.raises(CheckpointError, match="comes with the repository") as caught:
         resolve_model(HYBRID_NAME, lambda text: None)
-    assert f"{tmp_path} lacks {', '.join(missing)}" in str(caught.value)
+    assert f"{directory} lacks {', '.join(missing)}" in str(caught.value)
     assert f"models/{HYBRID_NAME}" in caught.value.remedy
 
 

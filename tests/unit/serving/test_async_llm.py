@@ -30,7 +30,6 @@ from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
 from sametoken.types.structured_outputs import StructuredOutputs
 
-pytestmark = pytest.mark.xdist_group("async llm")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 WORDS = ("the cat sat on the mat", "def add(left, right):", "Guten Tag", "stop stop", "日本語")
 OVERRIDES = (None, 0, 1, 3)

@@ -129,7 +129,8 @@ def test_impossible_models_are_refused(changes):
         LMOptions(**changes)
 
 
-def test_mixed_precision_runs(sources, tmp_path):
-    one = train(tmp_path / "a", sources, SMALL)
-    other = train(tmp_path / "b", sources, SMALL, replace(LOOP, dtype="bfloat16"))
+@pytest.mark.parametrize("options", [SMALL, NEMOTRON], ids=["hybrid", "nemotron_h"])
+def test_mixed_precision_runs(sources, tmp_path, options):
+    one = train(tmp_path / "a", sources, options)
+    other = train(tmp_path / "b", sources, options, replace(LOOP, dtype="bfloat16"))
     assert one.loss == pytest.approx(other.loss, rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
+from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint, write_llama
 from helpers.forward import Bench
 from helpers.heads import OPTIONS, empty_kv, rows_of_one_slot
 from helpers.hybrids import FULL, LINEAR, hybrid_config, write_hybrid
@@ -138,6 +138,25 @@ def test_a_new_nemotron_h_forgets_and_skips_as_mamba_2_begins(tmp_path):
     assert ((tensors[f"{mixer}.A_log"].exp() >= 1) & (tensors[f"{mixer}.A_log"].exp() <= 16)).all()
     experts = tensors["model.layers.1.mixer.experts.down_proj"]
     assert 0 < experts.std() < tensors["model.layers.1.mixer.experts.up_proj"].std()
+
+
+def test_training_gives_every_expert_of_a_nemotron_h_tokens(tmp_path):
+    """All routers, the module's too, first send every token to the same two of four experts."""
+    network = DecoderNetwork(read_config(write_nemotron(tmp_path)), mtp=True)
+    network.initialise(0)
+    gates = [part for name, part in network.named_modules() if name.endswith("gate")]
+    assert len(gates) == 3
+    rows = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(0))
+    for gate in gates:
+        gate.e_score_correction_bias[:2] = 0.2
+        assert gate(rows)[2].max() == 1
+        for _ in range(250):
+            gate(rows)
+        bias = gate.e_score_correction_bias.clone()
+        with torch.no_grad():
+            load = gate(rows)[2].flatten().bincount(minlength=4)
+        assert load.min() > 60
+        assert torch.equal(gate.e_score_correction_bias, bias), "a measurement changes nothing"
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):

@@ -99,6 +99,7 @@ class EagleHead(Protocol):
 
 
 Head = TypeVar("Head", bound=EagleHead)
+Shared = TypeVar("Shared", bound=Weight)
 
 
 class SharedWeights(Protocol):
@@ -106,7 +107,7 @@ class SharedWeights(Protocol):
 
     embedding: UnquantizedWeight
 
-    def whole_head(self) -> UnquantizedWeight:
+    def whole_head(self) -> Weight:
         """All rows of the target's lm_head; read from disk if this rank has only a part."""
         ...
 
@@ -319,9 +320,9 @@ def own_or_shared(
     name: str,
     rows: int,
     hidden_size: int,
-    share: Callable[[], UnquantizedWeight],
+    share: Callable[[], Shared],
     permutation: Tensor | None = None,
-) -> UnquantizedWeight:
+) -> UnquantizedWeight | Shared:
     """The head's [rows, hidden_size] weight ``name`` if it exists, else the result of ``share``.
 
     ``permutation`` is as in ``Part``, for the head's own weight.
@@ -367,10 +368,19 @@ def load_own_lm_head(
     return linear.read(reader, hidden_size, (Part("lm_head", rows, permutation),))
 
 
-def load_lm_head(
-    reader: WeightReader, whole: UnquantizedWeight, token_ids: Tensor | None
-) -> Weight:
-    """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged."""
+def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) -> Weight:
+    """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged.
+
+    Raises:
+        UnsupportedError: ``token_ids`` of a quantized weight, whose rows this device cannot read.
+    """
+    if isinstance(whole, UnquantizedWeight):
+        if token_ids is not None:
+            whole = reader.kernels.pack(whole.rows(token_ids))
+        return reader.projection(whole)
     if token_ids is not None:
-        whole = reader.kernels.pack(whole.rows(token_ids))
-    return reader.projection(whole)
+        raise UnsupportedError(
+            "the target's quantized lm_head cannot be cut to a token_map on this device",
+            "leave token_map out",
+        )
+    return whole

@@ -22,15 +22,16 @@ from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.share import Share
 from sametoken.models.load.weights import FLOATING, Part, WeightReader, rows_per_chunk
 from sametoken.ops.backend import Kernels
-from sametoken.ops.weight import Weight
 
 #: Standard deviation in the embedding and the head, which share their values.
 VOCABULARY_SCALE = 1.0
 #: Elsewhere: hundreds of layers of any usual width add less than the embedding.
 SCALE = 1e-3
-#: Factor on random numbers that become stored bits.
-_SPREAD = {torch.float8_e4m3fn: 1 / SCALE, torch.int32: 2**28 / SCALE}
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+#: Standard deviation of random numbers that become stored bits.
+_SPREAD = {torch.float8_e4m3fn: 1, torch.int32: 2**28, torch.uint8: 2}
+#: Their mean: as exponents, bytes give small weights.
+_MEAN = {torch.uint8: 107}
+_VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class DummySource:
@@ -67,9 +68,8 @@ class DummySource:
         """Rows of the tensor in fp32, on the target device."""
         rows, *row_shape = self._shapes[name]
         centre = 1.0 if not row_shape and not name.endswith("bias") else 0.0
-        in_vocabulary = name.endswith(_VOCABULARY)
-        scale = VOCABULARY_SCALE if in_vocabulary else SCALE
-        seed = _seed("vocabulary" if in_vocabulary else name)
+        scale = _scale_of(name)
+        seed = _seed("vocabulary" if scale == VOCABULARY_SCALE else name)
         generator = torch.Generator(self._device).manual_seed(seed)
         step = rows_per_chunk(math.prod(row_shape))
         for first in range(0, rows, step):
@@ -93,7 +93,7 @@ class DummyReader(WeightReader):
 
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """Scales that give float8 weights the size of others."""
-        return torch.full(shapes[0], SCALE)
+        return torch.full(shapes[0], _scale_of(name))
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         self.source.declare(name, wanted)
@@ -104,20 +104,20 @@ class DummyReader(WeightReader):
                 f"{self.source.location}: the format of {name} has no dummy weights",
                 "use another quantization",
             )
+        spread, mean = _SPREAD.get(dtype, 1) / _scale_of(name), _MEAN.get(dtype, 0)
         for chunk in self.source.chunks(name):
-            yield chunk if dtype in FLOATING else (chunk * _SPREAD[dtype]).to(dtype)
+            yield chunk if dtype in FLOATING else (chunk * spread + mean).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeReader(DummyReader):
     """Shapes only, on the "meta" device."""
 
-    def packed_stack(
-        self, count: int, in_features: int, part: Part, *, transposed: bool = False
-    ) -> list[Weight]:
-        """As ``WeightReader.packed_stack``."""
+    def _matrices(
+        self, count: int, in_features: int, part: Part, transposed: bool
+    ) -> Iterator[Tensor]:
         share = (self.share(part, (in_features,)),)
-        return [self.kernels.pack(self._empty(share, (in_features,))) for _ in range(count)]
+        return (self._empty(share, (in_features,)) for _ in range(count))
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         self._read.add(part.name)
@@ -140,6 +140,12 @@ def dummy_reader(
     source = DummySource(f"{directory} (dummy weights)", device, optional)
     reader = ShapeReader if device.type == "meta" else DummyReader
     return reader(source, kernels, dtype, device, parallel, quantization=quantization)
+
+
+def _scale_of(name: str) -> float:
+    """Standard deviation of a module's weights."""
+    module = name.rpartition(".")[0]
+    return VOCABULARY_SCALE if module.endswith(_VOCABULARY) else SCALE
 
 
 def _seed(name: str) -> int:

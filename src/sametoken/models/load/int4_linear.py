@@ -146,13 +146,7 @@ class Int4Linear:
         self, reader: WeightReader, in_features: int, groups: int, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         name, rows = part.name, part.rows
-        shape = reader.filled((Part(f"{name}.weight_shape", 2),), (), torch.int64).tolist()
-        if shape != [rows, in_features]:
-            raise CheckpointError(
-                f"tensor {name}.weight_shape of {reader.source.location} says {shape}, "
-                f"the config expects {[rows, in_features]}",
-                _TOGETHER,
-            )
+        _require_stored_shape(reader, f"{name}.weight_shape", [rows, in_features])
         words = _words(reader, f"{name}.weight_packed", rows, -(-in_features // 8))
         values = _nibbles(words, 1, _PLAIN)[:, :in_features]
         scale = _scales(reader, f"{name}.weight_scale", rows, groups)
@@ -160,6 +154,19 @@ class Int4Linear:
             return values, scale, torch.full_like(scale, _SYMMETRIC_ZERO, dtype=torch.uint8)
         zeros = _words(reader, f"{name}.weight_zero_point", -(-rows // 8), groups)
         return values, scale, _nibbles(zeros, 0, _PLAIN)[:rows]
+
+
+def _require_stored_shape(reader: WeightReader, name: str, expected: list[int]) -> None:
+    """Dummy weights have no such tensor."""
+    if name not in reader:
+        return
+    shape = reader.filled((Part(name, 2),), (), torch.int64).tolist()
+    if shape != expected:
+        raise CheckpointError(
+            f"tensor {name} of {reader.source.location} says {shape}, "
+            f"the config expects {expected}",
+            _TOGETHER,
+        )
 
 
 def _key(order: Tensor | None) -> tuple[int, ...] | None:
@@ -179,7 +186,7 @@ def _nibbles(words: Tensor, dim: int, places: tuple[int, ...]) -> Tensor:
 
 def _scales(reader: WeightReader, name: str, rows: int, columns: int) -> Tensor:
     """[rows, columns] in the stored dtype of at most 32 bits."""
-    stored = reader.source.stored_dtype(name) if name in reader else torch.float32
+    stored = reader.source.stored_dtype(name) if name in reader else reader.dtype
     fits = stored in FLOATING and stored.itemsize <= 4
     return reader.filled((Part(name, rows),), (columns,), stored if fits else torch.float32)
 

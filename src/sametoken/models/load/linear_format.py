@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -53,10 +52,8 @@ class TableFormat(LinearFormat, Protocol):
 class StackFormat(Protocol):
     """How a checkpoint stores all experts' matrices of one product in quantized tensors."""
 
-    def matrices(
-        self, reader: WeightReader, count: int, in_features: int, part: Part
-    ) -> Iterator[Tensor]:
-        """Each expert's whole matrix, expanded: ``count`` of [part.rows, in_features], in order.
+    def read(self, reader: WeightReader, count: int, in_features: int, part: Part) -> list[Weight]:
+        """This rank's share of each expert's [part.rows, in_features] matrix, in order.
 
         ``part`` is one of them, named by the stack. Errors as for ``LinearFormat.read``.
         """

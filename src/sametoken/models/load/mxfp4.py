@@ -1,4 +1,4 @@
-"""MXFP4 stacks of experts (OCP Microscaling Formats): expanded as they are read, to the bit.
+"""MXFP4 stacks of experts (OCP Microscaling Formats), kept in their bits.
 
 32 adjacent features of a row share a scale, a power of two (E8M0: 2^(byte - 127)). A feature is a
 number of e2m1, two in a byte, the first in its low half. Their product has at most two significant
@@ -7,38 +7,38 @@ bits, so bf16 holds it, whatever the scale, up to ``MAX_SCALE``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError
+from sametoken.models.load.share import Share
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.ops.model.gemm.int4 import E2M1, packed_int4
+from sametoken.ops.weight import Int4Matrix, Weight
 
 #: Features that share a scale.
 GROUP = 32
 #: The largest byte of a scale: 6 * 2^125 is bf16's last product with every number; 255 is NaN.
 MAX_SCALE = 252
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Stack:
     """``StackFormat`` of gpt-oss: ``{stack}_blocks`` and ``{stack}_scales``, both uint8.
 
-    Blocks are [experts, rows, in_features / 32, 16], scales [experts, rows, in_features / 32].
+    Blocks are [experts, rows, in_features / 32, 16], scales [experts, rows, in_features / 32]. A
+    rank whose columns are no whole groups has them expanded, which is exact in bf16.
     """
 
     def covers(self, source: TensorSource, stack: str) -> bool:
-        """Whether either of the two is there."""
+        """Whether either of the two is there, or no tensor of another format."""
         names = source.names()
-        return f"{stack}_blocks" in names or f"{stack}_scales" in names
+        return f"{stack}_blocks" in names or f"{stack}_scales" in names or stack not in names
 
-    def matrices(
-        self, reader: WeightReader, count: int, in_features: int, part: Part
-    ) -> Iterator[Tensor]:
-        """See ``StackFormat``: fp32 on the reader's device."""
+    def read(self, reader: WeightReader, count: int, in_features: int, part: Part) -> list[Weight]:
+        """See ``StackFormat``."""
         if in_features % GROUP:
             raise CheckpointError(
                 f"{reader.source.location}: {part.name} has rows of {in_features} features, in "
@@ -52,25 +52,55 @@ class Mxfp4Stack:
             reader.filled((Part(name, count),), shape, torch.uint8)
             for name, shape in zip(names, shapes, strict=True)
         )
-        if (found := int(scales.max())) > MAX_SCALE:
+        self._require_scales(reader, names[1], scales)
+        columns = reader.share(part, (in_features,)).columns
+        read = _expanded if len(columns) % GROUP else _kept
+        return [read(reader, part, *one) for one in zip(blocks, scales, strict=True)]
+
+    def _require_scales(self, reader: WeightReader, name: str, scales: Tensor) -> None:
+        if not scales.is_meta and (found := int(scales.max())) > MAX_SCALE:
             raise CheckpointError(
-                f"tensor {names[1]} of {reader.source.location} holds the scale {found}, above "
+                f"tensor {name} of {reader.source.location} holds the scale {found}, above "
                 f"{MAX_SCALE}, whose weights bf16 cannot hold",
                 "download or convert the checkpoint again",
             )
-        for own_blocks, own_scales in zip(blocks, scales, strict=True):
-            yield expanded(own_blocks, own_scales)
+
+
+def _kept(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
+    """A matrix in 4 bits; its scales in bf16, which holds every one."""
+    whole = packed_int4(_halves(blocks).flatten(1), GROUP), _powers(scales).bfloat16()
+    values, powers = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
+    return reader.kernels.pack_int4(Int4Matrix(values, powers, None), reader.dtype)
+
+
+def _expanded(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
+    share = reader.share(part, (scales.shape[1] * GROUP,))
+    return reader.kernels.pack(_own(expanded(blocks, scales), share, reader.dtype))
+
+
+def _own(whole: Tensor, share: Share, dtype: torch.dtype) -> Tensor:
+    """A rank's share of a matrix."""
+    own = whole.new_empty(share.num_rows, len(share.columns), dtype=dtype)
+    share.copy(own, whole, 0)
+    return own
 
 
 def expanded(blocks: Tensor, scales: Tensor) -> Tensor:
     """[rows, groups, 16] blocks and [rows, groups] scales to [rows, in_features] in fp32."""
-    powers = [2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)]
-    by_group = torch.tensor(powers, device=blocks.device)[scales.int()]
-    return (e2m1(blocks) * by_group.unsqueeze(-1)).flatten(1)
+    return (e2m1(blocks) * _powers(scales).unsqueeze(-1)).flatten(1)
 
 
 def e2m1(packed: Tensor) -> Tensor:
     """Numbers of e2m1 in fp32, two of each byte, the low half first: [..., n] to [..., 2n]."""
-    numbers = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=packed.device)
-    halves = torch.stack((packed & 15, packed >> 4), dim=-1)
-    return numbers[halves.int()].flatten(-2)
+    return torch.tensor(E2M1, device=packed.device)[_halves(packed).int()]
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """The 4-bit codes of bytes, the low half first: [..., n] to [..., 2n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Numbers of E8M0 up to ``MAX_SCALE``, in fp32."""
+    powers = [2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)]
+    return torch.tensor(powers, device=scales.device)[scales.int()]

@@ -39,6 +39,8 @@ _LINEAR = "Linear"
 #: Of keys and values, in compressed-tensors' form.
 SCHEME = "kv_cache_scheme"
 _EXPRESSION = "re:"
+#: The head, which most writers leave out without saying so.
+_HEAD = re.compile(r"(?:.*\.)?lm_head$")
 #: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
 _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 #: How a checkpoint was made, and by which kernels its writers run it.
@@ -126,12 +128,13 @@ def _read_fp8(settings: Settings) -> Quantization:
         activations="tensor" if scheme == "static" else dynamic,
         scale_names=("weight_scale_inv", "weight_scale"),
     )
-    names = settings.names("modules_to_not_convert") or settings.names("ignored_layers")
+    keys = ("modules_to_not_convert", "ignored_layers")
+    names = settings.names(keys[0]) or settings.names(keys[1])
+    says_so = any(settings.get(key) is not None for key in keys)
     # As transformers matches them: from the start of a name to the end of a part, or at its end.
     literal = [re.escape(name) for name in names]
     patterns = (rf"(?:{name}(?:\.|$)|.*{name}$)" for name in literal)
-    ignored = Targeted(frozenset(), tuple(re.compile(one) for one in patterns), False, None)
-    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
+    return _all_stored(linear, tuple(map(re.compile, patterns)) if says_so else (_HEAD,))
 
 
 def _read_gptq(settings: Settings) -> Quantization:
@@ -143,7 +146,7 @@ def _read_gptq(settings: Settings) -> Quantization:
             "sym": (True, False),
             "desc_act": (True, False),
             "static_groups": (True, False),
-            "lm_head": (False,),
+            "lm_head": (True, False),
             "is_marlin_format": (False,),
             "pack_dtype": ("int32",),
             "format": (GPTQ,),
@@ -154,7 +157,8 @@ def _read_gptq(settings: Settings) -> Quantization:
     layout = settings.get("checkpoint_format", GPTQ)
     if layout not in (GPTQ, GPTQ_V2):
         raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
-    return _all_stored(Int4Linear(layout, _group_size(settings)))
+    besides = () if settings.get("lm_head") else (_HEAD,)
+    return _all_stored(Int4Linear(layout, _group_size(settings)), besides)
 
 
 def _read_awq(settings: Settings) -> Quantization:
@@ -168,7 +172,7 @@ def _read_awq(settings: Settings) -> Quantization:
     version = settings.get("version", settings.get("format", "gemm"))
     if str(version).lower() != "gemm":
         raise unsupported(settings, "version", "use gemm")
-    return _all_stored(Int4Linear(AWQ, _group_size(settings)))
+    return _all_stored(Int4Linear(AWQ, _group_size(settings)), (_HEAD,))
 
 
 def _group_size(settings: Settings) -> int:
@@ -178,10 +182,10 @@ def _group_size(settings: Settings) -> int:
     return size if size == -1 else settings.integer("group_size", 128)
 
 
-def _all_stored(linear: LinearFormat) -> Quantization:
-    """One format for every linear that is stored in it."""
-    nothing = Targeted(frozenset(), (), False, None)
-    return ByTarget((Targeted(frozenset(), (), True, linear),), nothing)
+def _all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> Quantization:
+    """One format for every linear that is stored in it, ``besides`` some."""
+    ignored = Targeted(frozenset(), besides, False, None)
+    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
 
 
 def _read_mxfp4(settings: Settings) -> Quantization:

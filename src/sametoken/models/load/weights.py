@@ -161,30 +161,27 @@ class WeightReader:
     ) -> list[Weight]:
         """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix.
 
-        With ``transposed``, the tensor is [count, in_features, part.rows]. A stack in a format of
-        the checkpoint's quantization is expanded, a matrix at a time; errors as ``packed``.
+        With ``transposed``, the tensor is [count, in_features, part.rows]. Errors as ``packed``.
         """
-        share = self.share(part, (in_features,))
-        packed: list[Weight] = []
-        for matrix in self._matrices(count, in_features, part, transposed):
-            own = self._empty((share,), (in_features,))
-            share.copy(own, matrix, 0)
-            self.require_finite(own, part.name)
-            packed.append(self.kernels.pack(own))
-        return packed
+        stack = self.quantization.stack_of(part.name, self.source)
+        if stack is not None:
+            return stack.read(self, count, in_features, part)
+        matrices = self._matrices(count, in_features, part, transposed)
+        return [self.kernels.pack(own) for own in matrices]
 
     def _matrices(
         self, count: int, in_features: int, part: Part, transposed: bool
     ) -> Iterator[Tensor]:
-        """Whole matrices of a stack, [part.rows, in_features] each."""
-        stack = self.quantization.stack_of(part.name, self.source)
-        if stack is not None:
-            yield from stack.matrices(self, count, in_features, part)
-            return
+        """This rank's share of each matrix of an unquantized stack."""
+        share = self.share(part, (in_features,))
         stored = (in_features, part.rows) if transposed else (part.rows, in_features)
         self._require_shape(part.name, (count, *stored))
         for chunk in self.source.chunks(part.name):
-            yield from chunk.mT if transposed else chunk
+            for matrix in chunk.mT if transposed else chunk:
+                own = self._empty((share,), (in_features,))
+                share.copy(own, matrix, 0)
+                self.require_finite(own, part.name)
+                yield own
         self._read.add(part.name)
 
     def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
@@ -262,15 +259,27 @@ class WeightReader:
         self._read.add(name)
         return tensor
 
-    def require_equal(self, name: str, copy: str) -> None:
-        """Refuse a checkpoint whose second copy of a tied tensor differs from the first.
+    def require_tied(self, name: str, module: str) -> None:
+        """Refuse a head of the checkpoint that is not the embedding to which it is tied.
+
+        Args:
+            name: the embedding's tensor.
+            module: the head; it may lack tensors.
 
         Raises:
-            CheckpointError: the two differ.
+            CheckpointError: the two differ, or the head is quantized.
         """
-        equal = self.source.shape(name) == self.source.shape(copy) and all(
-            torch.equal(a, b)
-            for a, b in zip(self.source.chunks(name), self.source.chunks(copy), strict=True)
+        copy = f"{module}.weight"
+        stored = [one for one in self.source.names() if one.startswith(f"{module}.")]
+        if not stored:
+            return
+        equal = (
+            stored == [copy]
+            and self.source.shape(name) == self.source.shape(copy)
+            and all(
+                torch.equal(a, b)
+                for a, b in zip(self.source.chunks(name), self.source.chunks(copy), strict=True)
+            )
         )
         if not equal:
             raise CheckpointError(

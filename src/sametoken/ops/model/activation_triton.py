@@ -193,3 +193,24 @@ def relu_squared(x: Tensor) -> Tensor:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _relu_squared_kernel[grid](x, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(x))
     return out
+
+
+@triton.jit
+def activated(
+    sums,
+    up,
+    dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The activation in fp32, of sums rounded to ``dtype``."""
+    rounded = sums.to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        return clamped_swiglu_of(rounded, up.to(dtype).to(tl.float32), ALPHA, LIMIT)
+    elif ACTIVATION == "gelu_mul":
+        return gelu_of(rounded) * up.to(dtype).to(tl.float32)
+    elif ACTIVATION == "silu_mul":
+        return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
+    else:
+        return tl.where(rounded < 0.0, 0.0, rounded * rounded)

@@ -7,8 +7,8 @@
 #include "threads.h"
 #include "tile.h"
 
-/* Codes: unsigned integers, or e4m3 without NaN. */
-enum { INT4, INT8, FP8 };
+/* Codes: unsigned integers, e4m3 without NaN, or e2m1. */
+enum { INT4, INT8, FP8, E2M1 };
 enum { FP32, FP16, BF16 }; /* scales */
 /* Offsets: -zero * scale, with one zero or a byte by group, or minima in the dtype of scales. */
 enum { ONE_ZERO, ZEROS, MINIMA };
@@ -28,11 +28,11 @@ typedef struct {
     int64_t k, width, codes, scales, offsets, zero;
 } format;
 
-INLINE int64_t codes_of_word(const format *f) { return f->codes == INT4 ? 8 : 4; }
+INLINE int codes_of_word(int64_t codes) { return codes == INT4 || codes == E2M1 ? 8 : 4; }
 INLINE int64_t num_groups(const format *f) { return ceil_div(f->k, f->width); }
 /* Elements of a row that is multiplied: whole words, zero padded. */
 INLINE int64_t padded(const format *f) {
-    return ceil_div(f->k, codes_of_word(f)) * codes_of_word(f);
+    return ceil_div(f->k, codes_of_word(f->codes)) * codes_of_word(f->codes);
 }
 INLINE int64_t scale_size(const format *f) { return f->scales == FP32 ? 4 : 2; }
 INLINE int64_t offset_size(const format *f) {
@@ -45,7 +45,7 @@ INLINE int64_t words_at(const format *f) {
     return offsets_at(f) + ceil_div(num_groups(f) * GROUP * offset_size(f), 64) * 64;
 }
 INLINE int64_t group_bytes(const format *f) {
-    return words_at(f) + padded(f) / codes_of_word(f) * GROUP * 4;
+    return words_at(f) + padded(f) / codes_of_word(f->codes) * GROUP * 4;
 }
 
 EXPORT int64_t quantized_bytes(const format *f, int64_t n) {
@@ -73,12 +73,31 @@ INLINE f32v offset_lanes(const format *f, const char *offsets, int64_t index, f3
     return -(f->offsets == ZEROS ? zero_lanes(offsets + index) : splat(f->zero)) * scale;
 }
 
+/* Numbers of e2m1, from a table: as exponents and digits some would be subnormal, which is slow. */
+INLINE f32v e2m1_lanes(u32v code) {
+#if defined(__AVX512F__)
+    f32v numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+    return (f32v)_mm512_permutexvar_ps((__m512i)code, (__m512)numbers);
+#else
+#if defined(__AVX2__)
+    f32v sizes = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    f32v size = (f32v)_mm256_permutevar8x32_ps((__m256)sizes, (__m256i)code);
+#else
+    i32v rest = (i32v)(code & 7);
+    f32v size = select_lanes(rest < 2, __builtin_convertvector(rest, f32v) * 0.5f,
+                             (f32v)((rest << 22) + 0x3f000000));
+#endif
+    return (f32v)((u32v)size | (code & 8) << 28);
+#endif
+}
+
 /* Code `e` of each lane's word, as a number. */
 INLINE f32v code_lanes(u32v word, const int e, const int codes) {
     if (codes == FP8) {
         i32v top = (i32v)(word << (24 - 8 * e)) >> 4; /* the exponent's bias is 7, here 127 */
         return (f32v)((u32v)top & 0x87f00000) * 0x1p120f;
     }
+    if (codes == E2M1) return e2m1_lanes(word >> 4 * e);
     u32v code = codes == INT4 ? word >> 4 * e & 15 : word >> 8 * e & 255;
     return __builtin_convertvector((i32v)code, f32v);
 }
@@ -86,7 +105,7 @@ INLINE f32v code_lanes(u32v word, const int e, const int codes) {
 /* Features from `first` on of a group of columns: [depth][PANELS]. */
 INLINE void widen_columns(const char *columns, const format *f, int64_t first, int64_t depth,
                           f32v *slab, const int codes) {
-    const int each = codes == INT4 ? 8 : 4;
+    const int each = codes_of_word(codes);
     const char *offsets = columns + offsets_at(f);
     const u32v *words = (const u32v *)(columns + words_at(f)) + first / each * PANELS;
     int64_t done = 0;
@@ -154,7 +173,7 @@ INLINE void widen_row(const void *x, int64_t first, int64_t k, int bf16, int64_t
 /* Sums of up to BLOCK_ROWS rows and one group of columns, [rows][GROUP]. */
 INLINE void sum_many(const float *x, int64_t rows, const char *columns, const format *f,
                      float *sums, const int codes) {
-    const int each = codes == INT4 ? 8 : 4;
+    const int each = codes_of_word(codes);
     int64_t k = f->k, stride = padded(f), tiles = ceil_div(rows, MAX_ROWS);
     memset(sums, 0, rows * GROUP * sizeof *sums);
     for (int64_t first = 0; first < k; first += DEPTH) {
@@ -173,7 +192,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
  * for a slab, and a lone row's sums wait for each other less where two groups alternate. */
 INLINE void sum_few(const int rows, const int groups, const float *x, const char *columns,
                     const format *f, float *sums, const int codes) {
-    const int each = codes == INT4 ? 8 : 4, panels = groups * PANELS;
+    const int each = codes_of_word(codes), panels = groups * PANELS;
     int64_t k = f->k, stride = padded(f), bytes = group_bytes(f), size = scale_size(f);
     const char *offsets = columns + offsets_at(f), *words = columns + words_at(f);
     f32v sum[FEW_ROWS][2 * PANELS] = {0};
@@ -269,6 +288,7 @@ EXPORT int64_t quantized_gemm(const void *x, const void *packed, const format *f
     quantized_part(x, packed, f, bias, out, t, n, bf16, out_bf16, rounding, fixed, codes)
         if (f->codes == INT4) done = PART(INT4);
         else if (f->codes == FP8) done = PART(FP8);
+        else if (f->codes == E2M1) done = PART(E2M1);
         else done = PART(INT8);
 #undef PART
     }
@@ -278,7 +298,7 @@ EXPORT int64_t quantized_gemm(const void *x, const void *packed, const format *f
 /* Pack codes [n, k], a byte each, with scales and offsets by row and group; the rest is 0. */
 EXPORT void pack_quantized(const uint8_t *codes, const char *scales, const char *offsets,
                            char *packed, const format *f, int64_t n) {
-    int64_t groups = num_groups(f), each = codes_of_word(f), bits = 32 / each;
+    int64_t groups = num_groups(f), each = codes_of_word(f->codes), bits = 32 / each;
     int64_t sizes[2] = {scale_size(f), offset_size(f)}, places[2] = {0, offsets_at(f)};
     const char *sources[2] = {scales, offsets};
 #pragma omp parallel for schedule(static)
@@ -312,6 +332,7 @@ EXPORT int64_t quantized_rows(const int64_t *token_ids, const char *packed, cons
             const char *columns = packed + id / GROUP * group_bytes(f);
             if (f->codes == INT4) widen_columns(columns, f, first, depth, slab, INT4);
             else if (f->codes == FP8) widen_columns(columns, f, first, depth, slab, FP8);
+            else if (f->codes == E2M1) widen_columns(columns, f, first, depth, slab, E2M1);
             else widen_columns(columns, f, first, depth, slab, INT8);
             for (int64_t i = 0; i < depth; i++) own[i] = ((float *)slab)[i * GROUP + id % GROUP];
             for (int64_t i = 0; i < depth; i += LANES)

@@ -15,7 +15,7 @@ from sametoken.ops.native.library import NativeLibrary, WeightMemory
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding, Weight
 
 #: As in quantized.c.
-_INT4, _INT8, _FP8 = range(3)
+_INT4, _INT8, _FP8, _E2M1 = range(4)
 _SCALES = (torch.float32, torch.float16, torch.bfloat16)
 _ONE_ZERO, _ZEROS, _MINIMA = range(3)
 _AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
@@ -150,7 +150,7 @@ class QuantizedWeight:
         addresses = (one.data_ptr() for one in (token_ids, self.panels, self.form, out))
         if not self.library.quantized_rows(*addresses, t, n, is_bf16(out)):
             raise outside_vocabulary(n)
-        return out
+        return out if self.order is None else out[:, self.order.argsort()]
 
     def quantize_fp8(self) -> Weight:
         raise no_fp8_products()
@@ -186,15 +186,17 @@ def pack_int4(
 ) -> QuantizedWeight:
     """See ``Packing.pack_int4``."""
     n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
-    scale, zero, first = matrix.scale, matrix.zero, int(matrix.zero[0, 0])
+    scale, zero, first = matrix.scale, matrix.zero, 0
     if scale.dtype not in _SCALES:
         scale = scale.float()
-    one_zero = bool((zero == first).all())
-    offsets = _ONE_ZERO if one_zero else _ZEROS
-    kind = _SCALES.index(scale.dtype)
-    form = torch.tensor([k, matrix.width, _INT4, kind, offsets, first])
+    if zero is not None:
+        first = int(zero[0, 0])
+        zero = None if bool((zero == first).all()) else zero
+    kind, offsets = _SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
+    numbers = _E2M1 if matrix.zero is None else _INT4
+    form = torch.tensor([k, matrix.width, numbers, kind, offsets, first])
     codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
-    panels = _packed(library, memory, form, codes, scale, None if one_zero else zero)
+    panels = _packed(library, memory, form, codes, scale, zero)
     return QuantizedWeight(library, panels, form, n, k, dtype, order=matrix.order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -186,9 +187,16 @@ def connect() -> bool:
     try:
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
-        ray.init(include_dashboard=False)
+        start_cluster()
         return True
     return False
+
+
+def start_cluster(**options: Any) -> None:
+    """Start Ray in this process; ``options`` are those of ``ray.init``."""
+    # On a busy machine a proxy takes longer than the 5 s after which Serve kills it.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    ray.init(include_dashboard=False, **options)
 
 
 def device_on_ray(device: str) -> str:

@@ -156,7 +156,15 @@ def test_a_packed_weight_has_the_source_s_values(tmp_path):
     assert torch.equal(found, expected.T.contiguous())
 
 
+def packed_config(group_size: int) -> dict:
+    config = compressed_config("channel", None, format="pack-quantized")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
+    config["config_groups"]["group_0"]["weights"] = weights
+    return config
+
+
 QUANTIZED = {
+    "packed": packed_config(32),
     "block": block_config(),
     "channel": compressed_config("channel"),
     "static": compressed_config("tensor", STATIC),
@@ -176,13 +184,7 @@ def test_linears_of_a_quantized_config_have_its_bits(tmp_path, name):
     assert shapes.weights_bytes == model.weights_bytes
 
 
-def test_dummy_weights_need_no_more_than_a_config(tmp_path):
-    config = compressed_config("channel", None, format="pack-quantized")
-    group = config["config_groups"]["group_0"]
-    group["weights"] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+def test_settings_of_4_bits_are_checked_as_ever(tmp_path):
+    path = write_config(tmp_path, quantization_config=packed_config(16))
     with pytest.raises(UnsupportedError, match="multiple of 32"):
-        load(write_config(tmp_path / "a", quantization_config=config))
-    group["weights"]["group_size"] = 32
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
-    with pytest.raises(UnsupportedError, match="no dummy weights"):
-        load(write_config(tmp_path / "b", **sizes, quantization_config=config))
+        load(path)

@@ -19,6 +19,7 @@ from helpers.quantized import (
     STATIC,
     block_config,
     compressed_config,
+    is_projection,
     quantize_tensors,
 )
 from helpers.thread_ranks import run_ranks
@@ -89,8 +90,10 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_logits_are_those_of_the_library_that_wrote_the_file(tmp_path, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "ignored"), [*((name, ["lm_head"]) for name in SCHEMES), ("channel-token", [])]
+)
+def test_logits_are_those_of_the_library_that_wrote_the_file(tmp_path, scheme, ignored):
     strategy, activations = SCHEMES[scheme]
     weights = FLOAT_ARGUMENTS | {"strategy": strategy}
     if strategy == "block":
@@ -98,7 +101,7 @@ def test_logits_are_those_of_the_library_that_wrote_the_file(tmp_path, scheme):
     group = {"targets": ["Linear"], "weights": weights, "format": "float-quantized"}
     if activations is not None:
         group["input_activations"] = FLOAT_ARGUMENTS | activations
-    expected = written(tmp_path, {"group_0": group}, token_ids=TOKENS)
+    expected = written(tmp_path, {"group_0": group}, ignored, TOKENS)
     for kernels in (ReferenceKernels(), NativeKernels()):
         difference = (logits_of(load(tmp_path, kernels)) - expected).abs().amax(1)
         # A row in which one activation rounds to the other neighbour may differ more.
@@ -188,12 +191,35 @@ def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
 def test_ranks_divide_scales_with_rows_and_columns(tmp_path, strategy):
     config, tensors = llama_tensors(intermediate_size=512)
-    stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale")
-    config |= {"quantization_config": compressed_config(strategy, None)}
+    stored, _ = quantize_tensors(
+        tensors, strategy, scale_name="weight_scale", chosen=is_projection_or_head
+    )
+    config |= {"quantization_config": compressed_config(strategy, None, ignore=[])}
     path = write_checkpoint(tmp_path, config, stored)
-    expected = logits_of(load(path))
+    whole = load(path)
+    expected = logits_of(whole)
+    models = run_ranks(2, lambda rank: load(path, parallel=rank))
     for got in run_ranks(2, lambda rank: logits_of(load(path, parallel=rank))):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    for index, model in enumerate(models):
+        assert torch.equal(bits(model.head), bits(whole.head).chunk(2)[index])
+        assert torch.equal(bits(model.whole_head()), bits(whole.head))
+
+
+def is_projection_or_head(name: str) -> bool:
+    return is_projection(name) or name == "lm_head.weight"
+
+
+def bits(weight: Fp8Weight) -> torch.Tensor:
+    return weight.matrix.view(torch.uint8)
+
+
+def test_a_quantized_head_that_the_config_ties_is_refused(tmp_path):
+    config, tensors = llama_tensors(tie_word_embeddings=True)
+    stored, _ = quantize_tensors(tensors, chosen=is_projection_or_head)
+    config |= {"quantization_config": block_config(modules_to_not_convert=[])}
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from .*embed_tokens"):
+        load(write_checkpoint(tmp_path, config, stored))
 
 
 def test_ranks_that_cut_a_block_are_refused(tmp_path):

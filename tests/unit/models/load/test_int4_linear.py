@@ -67,7 +67,15 @@ def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator):
     return values.long(), scale, zero, (values - zero_of) * by_feature
 
 
-def made(layout: str, size: int, *, permuted: bool = False, seed: int = 0, **sizes):
+def made(
+    layout: str,
+    size: int,
+    *,
+    permuted: bool = False,
+    seed: int = 0,
+    chosen: str = "proj.weight",
+    **sizes,
+):
     """A config, the tensors as stored, and those that they stand for."""
     config = LLAMA | SIZES | sizes
     shapes = layer_shapes(config, "model.layers.0", 128)
@@ -77,7 +85,7 @@ def made(layout: str, size: int, *, permuted: bool = False, seed: int = 0, **siz
     stored, meant = {}, {}
     for name, shape in shapes.items():
         weight = random_weight(generator, *shape)
-        if not name.endswith("proj.weight"):
+        if not name.endswith(chosen):
             stored[name] = meant[name] = weight
             continue
         group = shape[1] if size == -1 else size
@@ -169,15 +177,32 @@ def test_awq_is_read_as_compressed_tensors_converts_it():
 
 
 @pytest.mark.parametrize("size", [32, 128, None])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_logits_are_those_of_the_library_that_packed_the_file(tmp_path, symmetric, size):
+@pytest.mark.parametrize(("symmetric", "ignored"), [(True, ["lm_head"]), (False, [])])
+def test_logits_are_those_of_the_library_that_packed_the_file(tmp_path, symmetric, ignored, size):
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "channel"}
     if size is not None:
         weights |= {"strategy": "group", "group_size": size}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
-    expected = written(tmp_path, groups, token_ids=TOKENS)
+    expected = written(tmp_path, groups, ignored, TOKENS)
     for kernels in (ReferenceKernels(), NativeKernels()):
         assert torch.allclose(logits_of(load(tmp_path, kernels)), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_gptq_s_lm_head_is_quantized_if_the_config_says_so(tmp_path):
+    config, stored, meant = made("gptq", 32, permuted=True, chosen="lm_head.weight")
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    for said in (True, False):
+        quantized_head = {"quantization_config": quantization("gptq", 32, lm_head=said)}
+        path = write_checkpoint(tmp_path / str(said), config | quantized_head, stored)
+        if not said:
+            with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.weight"):
+                load(path)
+            continue
+        model = load(path)
+        assert isinstance(model.head, Int4Weight)
+        assert torch.allclose(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+        parts = run_ranks(2, lambda rank: logits_of(load(path, parallel=rank)))  # noqa: B023
+        assert all(torch.allclose(one, expected, rtol=1e-4, atol=1e-4) for one in parts)
 
 
 def test_parts_in_one_order_are_one_matrix_and_others_are_not(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, OneRun
 from helpers.mxfp4 import EXPERTS_0, MXFP4, made, write_mxfp4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
@@ -14,8 +14,10 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load.mxfp4 import MAX_SCALE, expanded
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
 
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -54,11 +56,27 @@ def test_logits_are_those_of_the_checkpoint_that_transformers_expands(tmp_path, 
     config, _, meant = made()
     twin = load(write_checkpoint(tmp_path / "twin", config, meant), kernels(), dtype=dtype)
     ours = load(write_mxfp4(tmp_path / "mxfp4"), kernels(), dtype=dtype)
-    assert torch.equal(logits_of(ours), logits_of(twin))
+    if kernels is NativeKernels:
+        # In C the sums of both run over the features in order.
+        assert torch.equal(logits_of(ours), logits_of(twin))
+    error = (logits_of(ours) - logits_of(twin)).norm() / logits_of(twin).norm()
+    assert error < (1e-6 if dtype is torch.float32 else 4e-3)
 
 
-def test_two_ranks_agree_and_are_near_one(tmp_path):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
+def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path):
     path = write_mxfp4(tmp_path)
+    wanted = OneRun(load(path, dtype=torch.float32), max_len=16).logits(TOKENS, [])
+    ours = load(path, TritonKernels(load_table("another device")), dtype=torch.float32)
+    whole = OneRun(ours, max_len=16).logits(TOKENS, [])
+    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(OneRun(ours, max_len=16).logits(TOKENS, [3, 1]), whole)
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_two_ranks_agree_and_are_near_one(tmp_path, size):
+    """Of 96 columns a rank has one group and a half, which it expands."""
+    path = write_mxfp4(tmp_path, intermediate_size=size)
     whole = logits_of(load(path, dtype=torch.float32))
     first, second = run_ranks(
         2, lambda ranks: logits_of(load(path, None, ranks, dtype=torch.float32))
@@ -81,14 +99,16 @@ def test_experts_that_are_left_out_are_stored_as_they_are(tmp_path):
         load(path)
 
 
-def test_memory_is_that_of_the_expanded_weights(tmp_path):
-    path = write_mxfp4(tmp_path)
+def test_a_weight_takes_four_bits_and_its_share_of_a_scale_in_bf16(tmp_path):
+    path = write_mxfp4(tmp_path / "mxfp4")
     real = load(path)
     shapes = load_shapes(read_config(path), path, torch.bfloat16)
     dummy = load(path, load_format="dummy")
     assert shapes.weights_bytes == dummy.weights_bytes == real.weights_bytes
-    bits = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert real.weights_bytes > bits
+    config, stored, meant = made()
+    twin = load(write_checkpoint(tmp_path / "twin", config, meant))
+    in_bytes = sum(one.numel() for name, one in stored.items() if name.endswith("_blocks"))
+    assert 2 * in_bytes * (16 - 4.5) / 8 == twin.weights_bytes - real.weights_bytes
     assert logits_of(dummy).isfinite().all()
 
 

@@ -10,7 +10,7 @@ from helpers.compressed import compressed, written
 from helpers.forward import CPU, Bench
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
-from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.nvfp4_linear import Nvfp4Linear
@@ -127,9 +127,8 @@ def test_features_that_no_groups_or_ranks_divide_are_refused(checkpoint):
         run_ranks(2, read)
 
 
-def test_memory_is_that_of_the_expanded_weights_and_random_ones_are_refused(checkpoint):
+def test_memory_is_that_of_the_expanded_weights(checkpoint):
     folder, _ = checkpoint
     shapes = load_shapes(read_config(folder), folder, torch.bfloat16)
     assert shapes.weights_bytes == load(folder, dtype=torch.bfloat16).weights_bytes
-    with pytest.raises(UnsupportedError, match="no dummy weights"):
-        load(folder, load_format="dummy")
+    assert load(folder, load_format="dummy").weights_bytes == 2 * shapes.weights_bytes

@@ -212,7 +212,7 @@ REFUSED = [
     (GPTQ, "group_size", 0),
     (GPTQ, "group_size", "128"),
     (GPTQ, "checkpoint_format", "marlin"),
-    (GPTQ, "lm_head", True),
+    (GPTQ, "lm_head", "yes"),
     (GPTQ, "dynamic", {"-:.*": {}}),
     (GPTQ, "sym", "yes"),
     (AWQ, "bits", 3),

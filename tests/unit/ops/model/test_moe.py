@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gemm import fp8
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import _stacked as stacked
-from sametoken.ops.weight import ClampedExperts, GeluExperts, Rounding
+from sametoken.ops.weight import ClampedExperts, GeluExperts, Int4Matrix, Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
@@ -107,6 +110,10 @@ def test_a_row_of_the_reference_routes_alike_in_every_company(scoring):
         assert torch.equal(torch.cat(alone), weights)
 
 
+def stack_of(gate_up: torch.Tensor, down: torch.Tensor, form=None) -> StackedExperts:
+    return StackedExperts(ExpertStack(gate_up), ExpertStack(down), form)
+
+
 def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
     return (
         noise(count, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5,
@@ -132,7 +139,7 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
         gate_up = gate_up[:, :inner].contiguous()
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = moe_gate(logits, Routing(top_k, True))
-    stacked = StackedExperts(gate_up, down)
+    stacked = stack_of(gate_up, down)
     actual = experts.moe_forward(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
     expected = separate(x.cpu(), chosen.cpu(), weights.cpu())
@@ -161,7 +168,7 @@ def test_clamped_experts_with_biases(rows, count, top_k, hidden, inner, dtype):
     clamped = clamped_of(count, hidden, inner, dtype)
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = moe_gate(logits, Routing(top_k, True))
-    stack = StackedExperts(gate_up, down, form=clamped)
+    stack = stack_of(gate_up, down, clamped)
     host = ClampedExperts(1.702, 0.8, clamped.gate_up.cpu(), clamped.down.cpu())
     packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
     separate = KERNELS.pack_experts(*packed, host)
@@ -184,7 +191,7 @@ def test_experts_with_gates_of_gelu(dtype):
     gate_up, down = matrices(3, 33, 20, dtype)
     x, logits = noise(7, 33, seed=3, dtype=dtype), noise(7, 3, seed=4, dtype=dtype)
     chosen, weights = moe_gate(logits, Routing(2, True))
-    stack = StackedExperts(gate_up, down, form=GeluExperts())
+    stack = stack_of(gate_up, down, GeluExperts())
     packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
     separate = KERNELS.pack_experts(*packed, GeluExperts())
     assert stack.nbytes == separate.nbytes == gate_up.nbytes + down.nbytes
@@ -204,13 +211,14 @@ def test_experts_with_gates_of_gelu(dtype):
 
 def test_clamped_experts_compile(tmp_path):
     code = """
-from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.weight import ClampedExperts
 
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
 clamped = ClampedExperts(1.702, 7.0, gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous())
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-StackedExperts(gate_up, down, form=clamped)(down[0, :4, :64].contiguous(), chosen, weights)
+experts = StackedExperts(ExpertStack(gate_up), ExpertStack(down), clamped)
+experts(down[0, :4, :64].contiguous(), chosen, weights)
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2
@@ -234,7 +242,7 @@ def test_a_part_of_the_experts_is_not_rounded():
     gate_up, down = matrices(3, 33, 20, torch.float16)
     x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
     chosen, weights = moe_gate(logits, Routing(2, True))
-    stacked = StackedExperts(gate_up, down)
+    stacked = stack_of(gate_up, down)
     actual = stacked(x, chosen, weights, torch.float32)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
     expected = separate(x.cpu(), chosen.cpu(), weights.cpu(), torch.float32)
@@ -251,7 +259,7 @@ def test_a_part_of_the_experts_is_not_rounded():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_of_nan_change_no_other_row(dtype):
     """Dead rows hold anything: more of them than a tile has rows, and all of one expert."""
-    stacked = StackedExperts(*matrices(5, 33, 20, dtype))
+    stacked = stack_of(*matrices(5, 33, 20, dtype))
     x, logits = noise(40, 33, seed=3, dtype=dtype), noise(40, 5, seed=4, dtype=dtype)
     live = torch.arange(40, device=DEVICE) % 3 == 1
     x[~live] = torch.nan
@@ -269,7 +277,7 @@ def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
     chosen, weights = moe_gate(noise(0, 2, seed=1), Routing(1, True))
     assert experts.moe_forward(
-        noise(0, 16, seed=1), StackedExperts(gate_up, down), chosen, weights
+        noise(0, 16, seed=1), stack_of(gate_up, down), chosen, weights
     ).shape == (0, 16)
 
 
@@ -295,8 +303,7 @@ def test_float8_experts(by_group, rounding, monkeypatch):
     gate_up, down = weights_of(2 * inner, hidden), weights_of(hidden, inner)
     x, logits = noise(rows, hidden, seed=3), noise(rows, count, seed=4)
     chosen, weights = moe_gate(logits, Routing(2, True))
-    pairs = zip(stacked(gate_up), stacked(down), strict=True)
-    packed = StackedExperts(*(part for pair in pairs for part in pair))
+    packed = StackedExperts(stacked(gate_up), stacked(down))
     actual = packed(x, chosen, weights)
     plain = [
         [Fp8Weight(w.matrix.cpu(), w.scale.cpu(), rounding) for w in each]
@@ -308,6 +315,76 @@ def test_float8_experts(by_group, rounding, monkeypatch):
     assert error < (1e-5 if rounding is None else 5e-3)
     alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, actual[-1:])
+
+
+def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
+    generator = torch.Generator().manual_seed(features)
+    values = torch.randint(0, 16, (count, features, depth), generator=generator, dtype=torch.uint8)
+    shape = (count, features, depth // width)
+    zero = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scale = 2.0 ** torch.randint(-7, -4, shape, generator=generator)
+    return [
+        Int4Matrix(packed_int4(own, width), scales, None if e2m1 else zeros)
+        for own, scales, zeros in zip(values, scale, zero, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("e2m1", "width", "form"), [(True, 32, True), (False, 64, False)])
+def test_experts_in_four_bits(e2m1, width, form):
+    """One group in a row of the second product, many in the first."""
+    count, hidden, inner, rows = 3, 128, 64, 19
+    matrices = (
+        int4_experts(count, 2 * inner, hidden, width, e2m1),
+        int4_experts(count, hidden, inner, 64, e2m1),
+    )
+    clamped = clamped_of(count, hidden, inner, torch.float32) if form else None
+    x, logits = noise(rows, hidden, seed=3), noise(rows, count, seed=4)
+    chosen, weights = moe_gate(logits, Routing(2, True))
+    packed = StackedExperts(
+        *(stacked([Int4DeviceWeight.of(on_device(one)) for one in each]) for each in matrices),
+        clamped,
+    )
+    host = clamped and replace(clamped, gate_up=clamped.gate_up.cpu(), down=clamped.down.cpu())
+    plain = SeparateExperts(*([Int4Weight(one) for one in each] for each in matrices), form=host)
+    actual = packed(x, chosen, weights)
+    expected = plain(x.cpu(), chosen.cpu(), weights.cpu())
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+    alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
+    assert torch.equal(alone, actual[-1:])
+
+
+def on_device(matrix: Int4Matrix) -> Int4Matrix:
+    zero = None if matrix.zero is None else matrix.zero.to(DEVICE)
+    return Int4Matrix(matrix.values.to(DEVICE), matrix.scale.to(DEVICE), zero)
+
+
+def test_experts_in_four_bits_compile(tmp_path):
+    code = """
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.moe_triton import StackedExperts
+
+def stack(features, depth, width, zeros):
+    blocks = -(-depth // 128)
+    words = torch.zeros(3, features, 16 * blocks, dtype=torch.int32)
+    scales = torch.zeros(3, 128 // width * blocks, features)
+    return Int4Panels(words, scales, scales.int() if zeros else None, depth, not zeros, True)
+
+x = torch.zeros(4, 128, dtype=torch.bfloat16)
+chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+for zeros in (True, False):
+    StackedExperts(stack(192, 128, 32, zeros), stack(128, 96, 32, zeros))(x, chosen, weights)
+"""
+    compile_launches(code, tmp_path)
+
+
+def test_four_bit_experts_of_unlike_forms_or_in_act_order_are_refused():
+    first, second = (int4_experts(1, 64, 64, 32, e2m1)[0] for e2m1 in (True, False))
+    with pytest.raises(UnsupportedError, match="different formats"):
+        stacked([Int4DeviceWeight.of(first), Int4DeviceWeight.of(second)])
+    ordered = replace(first, order=torch.arange(64))
+    with pytest.raises(UnsupportedError, match="act-order"):
+        stacked([Int4DeviceWeight.of(ordered)])
 
 
 def test_experts_of_unlike_forms_are_refused():

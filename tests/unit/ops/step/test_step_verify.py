@@ -20,7 +20,6 @@ from sametoken.types.layout import StepLayout
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("lossless sampling")
 VOCAB_SIZE = 8
 NUM_REQUESTS = 400
 NUM_POSITIONS = 50

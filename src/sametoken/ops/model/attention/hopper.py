@@ -101,16 +101,18 @@ def serves(
     """Whether these kernels compute this attention, without sinks: always or never in an engine."""
     return (
         not has_sinks
-        and _is_hopper(device)
+        and is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and shape.head_dim % 8 == 0
+        and shape.head_dim <= max(TABLES)
         and shape.num_heads // shape.num_kv_heads <= QUERIES
         and block_size in (16, 32, 64, 128)
     )
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -127,11 +127,13 @@ def _attend_by_splits(
 
 
 @gluon.jit
-def _sum(a, b):
+def added(a, b):
+    """For scans."""
     return a + b
 
 
-_jit = gluon.jit(
+#: Of kernels over runs: no number of a batch makes another kernel.
+jit_over_runs = gluon.jit(
     do_not_specialize=[
         "first_run",
         "width",
@@ -145,7 +147,7 @@ _jit = gluon.jit(
 )
 
 
-@_jit
+@jit_over_runs
 def splits_kernel(
     q,  # [num_rows, heads, HEAD_DIM]
     keys,  # descriptor of [num_blocks * KV_HEADS * BLOCK_SIZE, HEAD_DIM]
@@ -186,7 +188,7 @@ def splits_kernel(
     exists = (tile < num_tiles) & (first < stop)
     position = gl.load(positions + first, mask=exists, other=0).to(gl.int32)
     _, end, before = extent(position, stop - first, TILE, WINDOW)
-    ends = gl.associative_scan(gl.where(exists, end - before, 0), 0, _sum)
+    ends = gl.associative_scan(gl.where(exists, end - before, 0), 0, added)
     length = gl.max(ends, 0)
     share = (length * KV_HEADS).to(gl.int64)
     programs = gl.num_programs(0)
@@ -289,7 +291,7 @@ def _own_tile(starts, first_run, num_runs, width, ROWS: gl.constexpr, BLOCK_RUNS
         begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
         stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
         tiles = (stops - begins + ROWS - 1) // ROWS
-        following = gl.associative_scan(tiles, 0, _sum)
+        following = gl.associative_scan(tiles, 0, added)
         own = (following - tiles <= place) & (place < following)
         begin = gl.sum(gl.where(own, begins, 0), 0)
         stop = gl.sum(gl.where(own, stops, 0), 0)
@@ -298,7 +300,7 @@ def _own_tile(starts, first_run, num_runs, width, ROWS: gl.constexpr, BLOCK_RUNS
     return begin, first, gl.minimum(first + ROWS, stop)
 
 
-@_jit
+@jit_over_runs
 def rows_kernel(
     q,  # as for splits_kernel
     keys,

@@ -57,15 +57,21 @@ def _products(columns):
 
 
 @gluon.jit
-def run_of(tile, starts, first_run, width, tiles_per_run, ROWS: gl.constexpr):
-    """A query tile's run: its first row, the tile's first row, and the row after its last."""
-    run = first_run + tile // tiles_per_run
+def rows_of_run(run, starts, width):
+    """The first row of a run and the row after its last."""
     if starts is None:
         begin = run * width
         end = begin + width
     else:
         begin = gl.load(starts + run).to(gl.int32)
         end = gl.load(starts + run + 1).to(gl.int32)
+    return begin, end
+
+
+@gluon.jit
+def run_of(tile, starts, first_run, width, tiles_per_run, ROWS: gl.constexpr):
+    """A query tile's run: its first row, the tile's first row, and the row after its last."""
+    begin, end = rows_of_run(first_run + tile // tiles_per_run, starts, width)
     first = begin + tile % tiles_per_run * ROWS
     return begin, first, gl.minimum(first + ROWS, end)
 

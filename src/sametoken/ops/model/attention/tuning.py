@@ -129,15 +129,35 @@ FP32_HEADS = LaunchTable(
     prefill=_FP32_SEQUENTIAL,
 )
 
-#: The smallest head_dim of ``LARGE_HEADS``, rounded up to a power of two.
-LARGE_HEAD_DIM = 256
+#: Not tuned. Two running results of 512 x 32 fill the registers of 8 warps, and one program's
+#: queries and two tiles of keys and values 130 KB of a multiprocessor's 227.
+_HUGE = AttentionConfig("sequential", 32, num_warps=8, num_stages=2, programs=264)
+_HUGE_FEW = replace(_HUGE, block_queries=16)
+HUGE_HEADS = LaunchTable(
+    tile=32,
+    split_kv=((1, replace(_HUGE_FEW, form="split_kv")),),
+    sequential=((132, _HUGE_FEW),),
+    wide=_HUGE,
+    prefill=_HUGE,
+)
+_FP32_HUGE = replace(_HUGE_FEW, num_stages=1)
+FP32_HUGE_HEADS = LaunchTable(
+    tile=16,
+    split_kv=((1, replace(_FP32_HUGE, form="split_kv")),),
+    sequential=((132, _FP32_HUGE),),
+    wide=_FP32_HUGE,
+    prefill=_FP32_HUGE,
+)
 
 
 def table_for(shape: AttentionShape, dtype: torch.dtype) -> LaunchTable:
     """The launch table for heads of this size and dtype."""
+    size = triton.next_power_of_2(shape.head_dim)
     if dtype.itemsize == 4:
-        return FP32_HEADS
-    return LARGE_HEADS if triton.next_power_of_2(shape.head_dim) >= LARGE_HEAD_DIM else SMALL_HEADS
+        return FP32_HEADS if size <= 256 else FP32_HUGE_HEADS
+    if size <= 128:
+        return SMALL_HEADS
+    return LARGE_HEADS if size == 256 else HUGE_HEADS
 
 
 def choose(

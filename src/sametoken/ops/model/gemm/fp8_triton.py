@@ -64,6 +64,11 @@ _SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile
 _MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}
 _GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(128, 8, 3)}
 
+# Large tiles, so that fewer bytes come from L2 for each product, where they still make several
+# waves of programs; of gated products half of the features are up's.
+_MANY, _MANY_GATED = Tile(128, 8, 4), Tile(256, 8, 4)
+_WAVES = 2 * 132
+
 
 def default_config(
     shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY, row_bytes: int = 1
@@ -85,9 +90,14 @@ def default_config(
     if narrow and 32 < rows <= 128:
         # Two programs share a weight tile, so that twice as many programs load.
         block_rows //= 2
-    tile = tiles[block_rows]
+    tile, large = tiles[block_rows], _MANY_GATED if gated else _MANY
+    programs = triton.cdiv(rows, block_rows) * (features // large.features)
+    fits = memory >= 3 * DEPTH * (block_rows + large.features)
+    if block_rows == 128 and row_bytes == 1 and programs >= _WAVES and fits:
+        tile = large
     depth_bytes = DEPTH * (row_bytes * block_rows + tile.features)
-    many = pdl and block_rows == 128
+    # TMA reads rows that begin at multiples of 16 bytes.
+    many = pdl and block_rows == 128 and shape.in_features % 16 == 0
     return TritonConfig(
         block_rows,
         tile.features // (2 if gated else 1),
@@ -104,7 +114,7 @@ def default_config(
 class Fp8DeviceWeight(Fp8Weight):
     """``Fp8Weight`` on a GPU."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -138,7 +148,7 @@ def product(
     if weight.rounding is not None:
         values, x_scale = rounded(x, weight.rounding)
     config = config or default_config(
-        shape, rows, pdl_options(x)["PDL"], _memory(x), values.element_size()
+        shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size()
     )
     assert config.block_depth == DEPTH == GROUP
     assert config.block_features % FEATURES == 0
@@ -146,7 +156,7 @@ def product(
     return gemm.tiled_product(config, values, weight.matrix, epilogue, bias, scaling)
 
 
-def _memory(x: Tensor) -> int:
+def shared_memory(x: Tensor) -> int:
     """Bytes of shared memory per program on the tensor's device."""
     return _memory_of(x.get_device()) if x.is_cuda else HOPPER_MEMORY
 

@@ -1,7 +1,7 @@
-"""Products with 4-bit weights in plain PyTorch: integers by group, scales applied to sums.
+"""Products with 4-bit weights in plain PyTorch: those of the matrix of elements.
 
-A difference of value and zero is a small integer, exact in every dtype of activations, so a group's
-sum needs no rounded weight (docs/decisions/0029-products-of-quantized-weights.md).
+An element is rounded once, to the dtype of the activations
+(docs/decisions/0029-products-of-quantized-weights.md).
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.model.activation import silu_mul
-from sametoken.ops.model.gemm.fp8 import scaled_product
 from sametoken.ops.model.gemm.reference import product_fp32
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
+
+#: The numbers of e2m1 by their code.
+E2M1 = tuple(
+    sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)
 
 
 def packed_int4(values: Tensor, width: int) -> Tensor:
@@ -30,11 +34,32 @@ def unpacked_int4(packed: Tensor, width: int) -> Tensor:
     return torch.cat((bytes_by_group & 15, bytes_by_group >> 4), dim=2).flatten(1)
 
 
-def integers(matrix: Int4Matrix, group: int) -> Tensor:
-    """A group's values less their zeros: [N, width] int8."""
-    half = matrix.width // 2
-    values = unpacked_int4(matrix.values[:, group * half : (group + 1) * half], matrix.width)
-    return values.to(torch.int8) - matrix.zero[:, group, None].to(torch.int8)
+def packed_words(matrix: Int4Matrix) -> Tensor:
+    """Values in the order in which a GPU's threads multiply them: [N, 16 * blocks] int32.
+
+    Word 4 t + e of a block of 128 features holds its features 32 e + 16 c + 8 h + 2 t + l, in bits
+    16 c + 8 h + 4 l and up. The last block is filled with zeros.
+    """
+    values = unpacked_int4(matrix.values, matrix.width)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % 128))
+    low, high = values.unflatten(1, (-1, 4, 2, 2, 4, 2)).unbind(6)
+    octets = (low | high << 4).permute(0, 1, 5, 2, 3, 4).contiguous()
+    words: Tensor = octets.flatten(1).view(torch.int32)
+    return words
+
+
+def numbers(matrix: Int4Matrix) -> Tensor:
+    """Values less their zeros, [N, K] int8, or numbers of e2m1, in fp32."""
+    values = unpacked_int4(matrix.values, matrix.width)
+    if matrix.zero is None:
+        return torch.tensor(E2M1, device=values.device)[values.int()]
+    return values.to(torch.int8) - matrix.zero.to(torch.int8).repeat_interleave(matrix.width, 1)
+
+
+def elements(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
+    """The elements of a 4-bit matrix, each rounded once: [N, K]."""
+    scale = matrix.scale.float().repeat_interleave(matrix.width, 1)
+    return (numbers(matrix).float() * scale).to(dtype)
 
 
 def expanded(matrix: IntegerMatrix) -> Tensor:
@@ -68,14 +93,13 @@ class Int4Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of values, scales and zeros."""
-        return self.matrix.values.nbytes + self.matrix.scale.nbytes + self.matrix.zero.nbytes
+        parts = (self.matrix.values, self.matrix.scale, self.matrix.zero)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        out = scaled_product(
-            self.ordered(x), None, self.matrix.scale, self.matrix.width, self._sums
-        )
+        out = product_fp32(self.ordered(x), elements(self.matrix, x.dtype))
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def gated_matmul(self, x: Tensor) -> Tensor:
@@ -84,6 +108,3 @@ class Int4Weight:
     def ordered(self, x: Tensor) -> Tensor:
         """Activations in the order of the columns."""
         return x if self.matrix.order is None else x[:, self.matrix.order]
-
-    def _sums(self, values: Tensor, index: int) -> Tensor:
-        return product_fp32(values, integers(self.matrix, index))

@@ -1,78 +1,194 @@
-"""Products with 4-bit weights on a GPU: widened in registers, sums fp32 by group.
+"""Products with 4-bit weights on a GPU: those of the matrix of elements, rounded to x's dtype.
 
-A program adds the groups of features in order, one by one, whatever its tile: a row's bits depend
-on no tile and no row count.
+Up to ``FEW_ROWS`` rows of 16 bits the elements are made in registers, else in memory; either way
+the products of a row are added in order, so the bits are those of ``gemm.triton``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gemm.int4 import Int4Weight
-from sametoken.ops.model.gemm.triton import epilogue_of
-from sametoken.ops.model.gemm.tuning import Epilogue
-from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.model.gemm import triton as gemm
+from sametoken.ops.model.gemm.fp8_triton import shared_memory
+from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
+from sametoken.ops.model.gemm.triton import epilogue_of, launch_and_prefetch
+from sametoken.ops.model.gemm.tuning import (
+    FLOAT32,
+    Epilogue,
+    GemmChooser,
+    GemmShape,
+    TritonConfig,
+    TuningTable,
+)
+from sametoken.ops.pdl import gdc_wait, pdl_options
+from sametoken.ops.weight import Int4Matrix
 
-_FEATURES = 64
+#: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
+FEW_ROWS = 128
+
+#: Up to this number of tiles each has a multiprocessor to itself, and all of its shared memory.
+_ALONE = 132
 
 
-class Int4DeviceWeight(Int4Weight):
-    """``Int4Weight`` on a GPU."""
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Int4DeviceWeight:
+    """``Weight`` of an ``Int4Matrix`` on a GPU.
 
-    __slots__ = ()
+    Attributes:
+        panels: the matrix.
+        order: as in ``Int4Matrix``.
+        table: the kernel of each row count above ``FEW_ROWS``.
+    """
+
+    panels: Int4Panels
+    order: Tensor | None
+    table: GemmChooser
+
+    @classmethod
+    def of(cls, matrix: Int4Matrix, table: GemmChooser | None = None) -> Int4DeviceWeight:
+        """Take over a matrix."""
+        return cls(Int4Panels.of(matrix), matrix.order, table or TuningTable())
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.panels.out_features
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.panels.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, scales and zeros."""
+        return self.panels.nbytes
 
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        return product(x, self, epilogue_of(bias, out_dtype), bias)
+        return self._product(x, epilogue_of(bias, out_dtype), bias)
 
     def gated_matmul(self, x: Tensor) -> Tensor:
-        return product(x, self, "silu_mul")
+        return self._product(x, "silu_mul")
+
+    def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
+        if self.order is not None:
+            x = x[:, self.order]
+        if x.shape[0] <= FEW_ROWS and x.dtype != torch.float32:
+            return product(x, self.panels, epilogue, bias)
+        shape = GemmShape(self.out_features, self.in_features, epilogue)
+        config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
+        if isinstance(config, TritonConfig):
+            # The matrix is written by the kernel before.
+            config = replace(config, weights_first=False)
+        return gemm.product(config, x, self.panels.expanded(x.dtype), epilogue, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Config:
+    """Tiles and launch options of the kernel for few rows; none affects the bits.
+
+    Attributes:
+        block_rows: activation rows per program.
+        block_features: weight rows per program, a multiple of 64; half of them of up in a gated
+            product.
+        unroll: blocks of 128 features per loop iteration.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+        prefetch_bytes: as in ``TritonConfig``.
+    """
+
+    block_rows: int
+    block_features: int = 64
+    unroll: int = 2
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch_bytes: int = 0
+
+
+def default_config(out_features: int, rows: int, memory: int, itemsize: int = 2) -> Int4Config:
+    """The kernel for a shape.
+
+    Args:
+        out_features: rows of the weight.
+        rows: number of activation rows.
+        memory: bytes of shared memory per program.
+        itemsize: bytes of an element of the activations.
+    """
+    block_rows = next((size for size in (16, 32) if rows <= size), 64)
+    alone = out_features // 64 <= _ALONE
+    unroll = 2 if block_rows < 64 else 1
+    # Values, activations, and at most four scales and zeros of a row.
+    stage_bytes = unroll * (64 * (BLOCK // 2 + 32) + BLOCK * itemsize * block_rows)
+    most = 8 if alone else 4
+    stages = max(2, min(most, (memory if alone else memory // 2) // stage_bytes))
+    return Int4Config(
+        block_rows, unroll=unroll, num_stages=stages, prefetch_bytes=1024 if alone else 0
+    )
 
 
 def product(
-    x: Tensor, weight: Int4Weight, epilogue: Epilogue = "none", bias: Tensor | None = None
+    x: Tensor,
+    panels: Int4Panels,
+    epilogue: Epilogue = "none",
+    bias: Tensor | None = None,
+    config: Int4Config | None = None,
 ) -> Tensor:
-    """One product; ``epilogue`` and ``bias`` as in ``gemm.triton.product``.
+    """One product by the kernel for few rows; ``epilogue`` and ``bias`` as in ``gemm.triton``.
 
     Args:
         x: [T, K], contiguous.
-        weight: [N, K].
+        panels: of [N, K].
         epilogue, bias: see above.
+        config: by default ``default_config``.
     """
     assert x.is_contiguous()
-    matrix = weight.matrix
-    assert all(one.is_contiguous() for one in (matrix.values, matrix.scale, matrix.zero))
     rows, in_features = x.shape
-    assert in_features == weight.in_features
+    assert in_features == panels.in_features
     gated = epilogue == "silu_mul"
-    out_features = weight.out_features // 2 if gated else weight.out_features
+    out_features = panels.out_features // 2 if gated else panels.out_features
     dtype = torch.float32 if epilogue == "logits" else x.dtype
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
-    block_rows = next((size for size in (16, 32, 64) if rows <= size), 64)
-    programs = triton.cdiv(rows, block_rows) * triton.cdiv(out_features, _FEATURES)
+    config = config or default_config(panels.out_features, rows, shared_memory(x), x.dtype.itemsize)
+    num_words = panels.words.shape[1]
+    unroll = config.unroll if num_words % (16 * config.unroll) == 0 else 1
+    # Hopper's smaller instructions add in another order: tiles of 32 had other bits.
+    assert config.block_features % 64 == 0
+    own = config.block_features // (2 if gated else 1)
+    programs = triton.cdiv(rows, config.block_rows) * triton.cdiv(out_features, own)
     _int4_kernel[(programs,)](
-        weight.ordered(x),
-        matrix.values,
-        matrix.scale,
-        matrix.zero,
+        x,
+        panels.words,
+        panels.scales,
+        panels.zeros,
         bias,
         out,
         rows,
         out_features,
         in_features,
+        num_words,
+        ONE,
         GATED=gated,
-        WIDTH=matrix.width,
-        BLOCK_ROWS=block_rows,
-        BLOCK_FEATURES=_FEATURES,
-        num_warps=4,
-        num_stages=4,
+        WIDTH=panels.width,
+        E2M1=panels.e2m1,
+        FUSED=panels.fused,
+        UNROLL=unroll,
+        EVEN=in_features % BLOCK == 0,
+        PREFETCH_BYTES=min(config.prefetch_bytes, 4 * num_words),
+        PIECES=max(1, 32 * config.num_warps // config.block_features),
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_FEATURES=config.block_features,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **pdl_options(x),
     )
     return out
@@ -81,75 +197,53 @@ def product(
 @triton.jit(do_not_specialize=["rows"])
 def _int4_kernel(
     x,  # [rows, in_features]
-    values,  # [out_features or twice as many, in_features / 2]: ``Int4Matrix``
-    scales,  # [likewise, in_features / WIDTH]
-    zeros,
+    words,  # [out_features or twice as many, num_words]: ``Int4Panels``
+    scales,  # [groups, likewise]
+    zeros,  # likewise, or None
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
     rows,
     out_features,
     in_features,
+    num_words,
+    one,  # the bits of 1.0
     GATED: tl.constexpr,
     WIDTH: tl.constexpr,
+    E2M1: tl.constexpr,
+    FUSED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    gdc_launch_and_wait(PDL)
+    OWN: tl.constexpr = BLOCK_FEATURES // 2 if GATED else BLOCK_FEATURES
     # Neighbouring programs share a weight tile, so that it is read from memory once.
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
     row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
-    is_row, is_feature = row < rows, feature < out_features
-    x_at = x + row.to(tl.int64)[:, None] * in_features
-    acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
-    up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
-    for group in tl.range(0, in_features // WIDTH):
-        half = group * WIDTH + tl.arange(0, WIDTH // 2)
-        low = tl.load(x_at + half[None, :], is_row[:, None], other=0.0)
-        high = tl.load(x_at + WIDTH // 2 + half[None, :], is_row[:, None], other=0.0)
-        acc = _with_group(
-            acc, low, high, values, scales, zeros, feature, is_feature, group, in_features, WIDTH
-        )
-        if GATED:
-            up_feature = feature + out_features
-            up = _with_group(
-                up, low, high, values, scales, zeros, up_feature, is_feature, group, in_features,
-                WIDTH,
-            )  # fmt: skip
+    first = (tl.program_id(0) // row_tiles) * OWN
+    if PDL:
+        place = tl.arange(0, BLOCK_FEATURES)
+        w_row = tl.minimum(first + place % OWN, out_features - 1) + place // OWN * out_features
+        w_start = words + w_row.to(tl.int64) * num_words
+        launch_and_prefetch(w_start, 0, "none", True, PREFETCH_BYTES, PIECES)
+        gdc_wait(True)
+    is_row = row < rows
+    acc = int4_sums(
+        x + row.to(tl.int64)[:, None] * in_features, is_row, words, scales, zeros,
+        first, out_features, in_features, num_words, one,
+        GATED, WIDTH, E2M1, FUSED, UNROLL, EVEN, BLOCK_FEATURES,
+    )  # fmt: skip
     dtype = out.dtype.element_ty
-    if bias is not None:
-        acc += tl.load(bias + feature, is_feature, other=0.0)[:, None]
+    feature = first + tl.arange(0, OWN)
+    is_feature = feature < out_features
     if GATED:
+        acc, up = gate_and_up(acc)
         gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         acc = gate / (1.0 + tl.exp(-gate)) * up
+    if bias is not None:
+        acc += tl.load(bias + feature, is_feature, other=0.0)[:, None]
     at = out + row.to(tl.int64)[None, :] * out_features + feature[:, None]
     tl.store(at, acc.to(dtype), is_row[None, :] & is_feature[:, None])
-
-
-@triton.jit
-def _with_group(
-    acc,
-    low,
-    high,
-    values,
-    scales,
-    zeros,
-    feature,
-    is_feature,
-    group,
-    in_features,
-    WIDTH: tl.constexpr,
-):
-    """``acc`` and one group's products with activations [rows, WIDTH / 2] of either half."""
-    HALF: tl.constexpr = WIDTH // 2
-    row = feature.to(tl.int64)
-    at = values + (row * (in_features // 2) + group * HALF)[:, None] + tl.arange(0, HALF)[None, :]
-    packed = tl.load(at, is_feature[:, None], other=0).to(tl.int32)
-    of_group = row * (in_features // WIDTH) + group
-    zero = tl.load(zeros + of_group, is_feature, other=0).to(tl.int32)[:, None]
-    scale = tl.load(scales + of_group, is_feature, other=0.0).to(tl.float32)[:, None]
-    # Exact: integers from -15 to 15.
-    products = tl.dot(((packed & 15) - zero).to(low.dtype), low.T, input_precision="ieee")
-    rest = ((packed >> 4) - zero).to(high.dtype)
-    return acc + tl.dot(rest, high.T, products, input_precision="ieee") * scale

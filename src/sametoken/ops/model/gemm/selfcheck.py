@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from sametoken.errors import UnsupportedError
 from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
@@ -128,6 +129,32 @@ def check_gemm(
                 config = default
         table = table.replaced(shape, bucket, config)
     return table, GemmReport(shape, sum(map(len, buckets.values())), tuple(refused))
+
+
+def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Iterable[int]) -> None:
+    """Refuse products that give a row other bits among other numbers of rows on this chip.
+
+    For weights that own their kernels, which a table does not choose. The largest row count of
+    each bucket is compared: kernels are chosen by size, and none by the exact count.
+
+    Args:
+        what: the products, for the message.
+        run: a range of rows to their results, [rows, ...].
+        row_counts: row counts that will be served, each at least 1.
+
+    Raises:
+        UnsupportedError: bits differ.
+    """
+    counts = sorted({row_bucket(rows): rows for rows in sorted(row_counts)}.values())
+    step = CANONICAL.block_rows
+    parts = [run(slice(at, at + step)) for at in range(0, counts[-1], step)]
+    expected = torch.cat(parts)
+    differing = [rows for rows in counts if not torch.equal(run(slice(rows)), expected[:rows])]
+    if differing:
+        raise UnsupportedError(
+            f"{what} give a row other bits among {differing} rows than among {step} on this GPU",
+            "use an unquantized checkpoint, and report the GPU",
+        )
 
 
 def _random_inputs(weight: Tensor, epilogue: Epilogue, rows: int) -> tuple[Tensor, Tensor | None]:

@@ -234,7 +234,7 @@ def tiled_product(
     """
     rows, in_features = x.shape
     out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
-    row_bytes = in_features * x.element_size()
+    row_bytes = in_features * matrix.element_size()
     dtype = x.dtype if scaling is None else scaling.dtype
     if epilogue == "logits":
         dtype = torch.float32

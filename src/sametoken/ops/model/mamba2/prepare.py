@@ -67,7 +67,7 @@ def _prepare_kernel(
     conv_weight,  # [K, C]
     conv_bias,  # [C] or None
     runs,  # [B, FIELDS]
-    prepared,  # [T + B * P, C + 2 * H], written
+    prepared,  # [T + B * P + 1, C + 2 * H], written
     mixed_stride,
     dt_stride,
     max_pending,
@@ -108,10 +108,10 @@ def _prepare_kernel(
 
 
 def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:
-    """Inputs of the rule for folded and new rows of each run: fp32 [T + B * k, C + 2 * H].
+    """Inputs of the rule for folded and new rows of each run: fp32 [T + B * k + 1, C + 2 * H].
 
-    A row is [x | B | C | decay | step]. Run b starts at its first row plus k * b. Arguments are
-    those of ``triton.advance``.
+    A row is [x | B | C | decay | step]. Run b starts at its first row plus k * b; the last row is
+    for runs without rows, whose first row may be read. Arguments are those of ``triton.advance``.
     """
     rule = params.rule
     weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
@@ -119,7 +119,8 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
     assert raw.mixed.shape[1] == rule.conv_channels == memory.history.shape[2]
     assert params.conv_weight.shape == (rule.conv_kernel, rule.conv_channels)
     batch, width = runs.table.shape[0], rule.conv_channels + 2 * rule.num_heads
-    prepared = memory.states.new_empty(raw.mixed.shape[0] + batch * memory.max_pending, width)
+    most_rows = raw.mixed.shape[0] + batch * memory.max_pending
+    prepared = memory.states.new_empty(most_rows + 1, width)
     channels = min(_CHANNELS, triton.next_power_of_2(rule.conv_channels))
     units = triton.cdiv(rule.conv_channels, channels) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.

@@ -2,8 +2,9 @@
 
 As Gated DeltaNet (``gated_delta_rule.triton``): ``plan_runs`` says which rows a slot folds,
 commits and leaves pending; per layer, ``prepare`` turns raw rows into the rule's inputs, and
-``advance`` scans them sequentially with the state in registers, read and written once. No compiled
-kernel depends on row counts, windows or batches, and one loop runs all rows.
+``advance`` scans them sequentially with the state in registers, read and written once. One loop
+runs all rows. The numbers of rows and states choose how a state is cut into tiles; sums have one
+order in every tile.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -37,53 +38,142 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 # From this number of rows on, an uneven number of programs per multiprocessor costs more than an
 # early start (PDL) saves.
 _LONG = 128
-# Depth of the load pipeline of prepared rows.
-_STAGES = 4
+# Threads that share a row of the state, and columns that each loads at once.
+_LANES, _TOGETHER = 8, tl.constexpr(4)
+# Rows of the state that a warp holds at least.
+_ROWS_PER_WARP = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ScanTile:
-    """The tile of a head's state that a program holds. It affects bits: an engine uses one.
+    """The tile of a head's state that a program holds. It does not affect bits.
 
     Attributes:
-        rows: rows of the state, each with all its N columns.
+        rows: rows of the state, each with all its N columns; at least four per warp.
         num_warps: per program.
+        ahead: prepared rows that are loaded ahead of their use; at most eight.
     """
 
-    rows: int = 32
-    num_warps: int = 2
+    rows: int
+    num_warps: int
+    ahead: int
+
+
+# Large tiles run the fewest instructions per element and suit states that fill the GPU; small ones
+# run a row sooner and suit fewer states, unless the pass has one row of each.
+_LARGE, _SMALL = ScanTile(64, 4, 1), ScanTile(32, 4, 4)
+# Heads of all runs, whose states fill it.
+_FULL = 512
 
 
 @triton.jit
-def _columns(COLUMNS: tl.constexpr):
-    """[LANES, 1, RUNS, TOGETHER]: a thread's columns are in runs of four, loaded together.
+def _load_row(at, offset, is_element, is_column):
+    """A prepared row's parts for a tile: x [LANES, ROWS, 1], decay, step, B and C.
 
-    Eight threads share a row of the state, so that most of a row's sum is within a thread.
+    B and C are [LANES, 1, TOGETHER] per part of the columns. Every thread loads what it needs, from
+    L1 what another thread has loaded, so that no barrier stands between rows.
     """
-    TOGETHER: tl.constexpr = min(4, COLUMNS)
-    LANES: tl.constexpr = min(8, COLUMNS // TOGETHER)
-    RUNS: tl.constexpr = COLUMNS // (LANES * TOGETHER)
-    lane = tl.arange(0, LANES)[:, None, None, None]
-    run = tl.arange(0, RUNS)[None, None, :, None]
-    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, None, :]
+    x_at, b_at, c_at, decay_at, H = at
+    LANES: tl.constexpr = b_at.shape[0]
+    TOGETHER: tl.constexpr = b_at.shape[2]
+    x = tl.load(x_at + offset, is_element, other=0.0)
+    x = tl.broadcast_to(x, LANES, x.shape[1], 1)
+    decay, step = tl.load(decay_at + offset), tl.load(decay_at + offset + H)
+    b, c = (), ()
+    for part in tl.static_range(len(is_column)):
+        inside, shift = is_column[part], offset + part * LANES * TOGETHER
+        b += (tl.load(b_at + shift, inside, other=0.0),)  # type: ignore[assignment]
+        c += (tl.load(c_at + shift, inside, other=0.0),)  # type: ignore[assignment]
+    return x, decay, step, b, c
 
 
 @triton.jit
-def _read(state, c):
-    """Sum over the columns of state [LANES, ROWS, RUNS, TOGETHER] times c [.., 1, .., ..]: [ROWS].
+def _load_first(at, last, is_element, is_column, WIDTH: tl.constexpr, AHEAD: tl.constexpr):
+    """The first rows up to the last one, which fills the rest."""
+    rows = ()
+    for ahead in tl.static_range(AHEAD):
+        offset = tl.minimum(ahead, last) * WIDTH
+        rows += (_load_row(at, offset, is_element, is_column),)  # type: ignore[assignment]
+    return rows
 
-    Every rounding is explicit and not left to the compiler.
+
+@triton.jit
+def _updated(state, row):
+    """The state after a row."""
+    x, decay, step, b, _ = row
+    change, _ = tl.broadcast(step * x, state[0])
+    updated = ()
+    for part in tl.static_range(len(state)):
+        along, _ = tl.broadcast(b[part], state[0])
+        updated += (tl.fma(change, along, decay * state[part]),)  # type: ignore[assignment]
+    return updated
+
+
+@triton.jit
+def _read(state, row, factor):
+    """A row's output: the sum over the columns of the state times C, and factor * x.
+
+    Every rounding is explicit and not left to the compiler. A thread adds each of its TOGETHER
+    columns over the parts, then these, then lanes add theirs, in one order for every tile.
     """
-    state, c = tl.broadcast(state, c)
-    products = tl.fma(state, c, tl.zeros(state.shape, tl.float32))
-    return tl.sum(tl.sum(tl.sum(products, axis=3), axis=2), axis=0)
+    x, _, _, _, c = row
+    total = tl.zeros(state[0].shape, tl.float32)
+    for part in tl.static_range(len(state)):
+        along, _ = tl.broadcast(c[part], state[0])
+        total = tl.fma(state[part], along, total)
+    total = tl.sum(tl.sum(total, axis=2, keep_dims=True), axis=0, keep_dims=True)
+    return tl.fma(factor, x, tl.broadcast_to(total, x.shape))
+
+
+@triton.jit
+def _scan_rows(
+    state,
+    place,  # addresses of its first part, and what exists
+    at,  # addresses of a prepared row's parts
+    ends,  # of folded, lasting and all rows
+    factor,
+    out,  # of the first new row
+    target,  # [LANES, ROWS, 1], offsets of outputs; lane i stores row i of a group
+    WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Run folded and new rows; store the state after the lasting ones."""
+    state_at, is_element, is_column = place
+    LANES: tl.constexpr = state_at.shape[0]
+    STRIDE: tl.constexpr = LANES * state_at.shape[2]
+    num_folded, num_lasting, total = ends
+    lane = tl.arange(0, LANES)[:, None, None]
+    # A run without rows reads one too.
+    last = tl.maximum(total, 1) - 1
+    rows = _load_first(at, last, is_element, is_column, WIDTH, AHEAD)
+    # Folded rows run the instructions of new ones, without the read.
+    for first in tl.range(0, total, AHEAD, num_stages=1):
+        reads = tl.zeros(target.shape, tl.float32)
+        for ahead in tl.static_range(AHEAD):
+            t = first + ahead
+            if t < total:
+                state = _updated(state, rows[0])
+                if t >= num_folded:
+                    reads = tl.where(lane == ahead, _read(state, rows[0], factor), reads)
+                if t + 1 == num_lasting:
+                    for part in tl.static_range(len(is_column)):
+                        inside = is_element & is_column[part]
+                        tl.store(state_at + part * STRIDE, state[part], inside)
+            offset = tl.minimum(t + AHEAD, last) * WIDTH
+            rows += (_load_row(at, offset, is_element, is_column),)
+            rows = rows[1:]
+        t = first + lane
+        is_new = (lane < AHEAD) & (t >= num_folded) & (t < total)
+        target_at = out + (first - num_folded) * OUT_WIDTH + target
+        tl.store(target_at, reads.to(out.dtype.element_ty), is_element & is_new)
 
 
 @triton.jit
 def _scan_tile(
     tile,
     run,
-    prepared,  # [T + B * P, WIDTH]
+    prepared,  # [T + B * P + 1, WIDTH]
     skip,  # [H]
     field,  # [FIELDS] of the run
     states,  # [S, H, P, N]
@@ -95,60 +185,63 @@ def _scan_tile(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LANES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sequential scan of a run's rows over some rows of one head's state."""
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
     C: tl.constexpr = H * P + 2 * G * N
     WIDTH: tl.constexpr = C + 2 * H
+    TOGETHER: tl.constexpr = min(_TOGETHER, COLUMNS)
+    STRIDE: tl.constexpr = LANES * TOGETHER
     head = tile // TILES
     group = head // (H // G)
-    element = (tile % TILES) * ROWS + tl.arange(0, ROWS)
-    column, of_row = _columns(COLUMNS), element[None, :, None, None]
-    is_element, is_column = element < P, column < N
-    inside = (of_row < P) & is_column
+    # [LANES, ROWS, TOGETHER] is a part of the columns of the state.
+    lane = tl.arange(0, LANES)[:, None, None]
+    element = (tile % TILES) * ROWS + tl.arange(0, ROWS)[None, :, None]
+    column = lane * TOGETHER + tl.arange(0, TOGETHER)[None, None, :]
+    is_element, is_column = element < P, ()
+    for part in tl.static_range(COLUMNS // STRIDE):
+        is_column += (column + part * STRIDE < N,)  # type: ignore[assignment]
 
     # All loads together: dependent loads would cost as much as the row itself.
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
-    num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
+    num_folded = fact(field, NUM_FOLDED).to(tl.int32)
+    num_lasting = fact(field, NUM_LASTING).to(tl.int32)
     empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
-    state_at = states + (slot * H + head) * P * N + of_row * N + column
-    exists = inside & (empty == 0) & (num_rows > 0)
-    state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
+    state_at = states + (slot * H + head) * P * N + element * N + column
+    exists, state = is_element & (empty == 0) & (num_rows > 0), ()
+    for part in tl.static_range(len(is_column)):
+        at, inside = state_at + part * STRIDE, exists & is_column[part]
+        state += (tl.load(at, inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
     factor = tl.load(skip + head).to(tl.float32)
     # No other kernel writes the layer's states between ``plan_runs``, a PDL barrier, and here.
     gdc_wait(PDL)
 
     prepared += (first_row + run * max_pending) * WIDTH
-    x_at, decay_at = prepared + head * P + element, prepared + C + head
     b_at = prepared + H * P + group * N + column
-    out += first_row * H * P + head * P + element
-    # One loop without branches, so that folded and new rows run the same instructions; the output
-    # of folded rows is not stored.
-    for t in tl.range(num_folded + num_rows, num_stages=STAGES):
-        at, is_new = t * WIDTH, t >= num_folded
-        x = tl.load(x_at + at, is_element, other=0.0)
-        b = tl.load(b_at + at, is_column, other=0.0)
-        c = tl.load(b_at + at + G * N, is_column, other=0.0)
-        decay, step = tl.load(decay_at + at), tl.load(decay_at + at + H)
-        change, b = tl.broadcast((step * x)[None, :, None, None], b)
-        state = tl.fma(change, b, decay * state)
-        read = tl.fma(factor, x, _read(state, c)).to(out.dtype.element_ty)
-        tl.store(out + (t - num_folded) * H * P, read, is_element & is_new)
-        if t + 1 == num_lasting:
-            tl.store(state_at, state, inside)
+    at = (prepared + head * P + element, b_at, b_at + G * N, prepared + C + head, H)
+    out += first_row * H * P + head * P
+    # The hint keeps outputs in their threads; otherwise they pass through shared memory, to be
+    # stored side by side.
+    target = tl.max_contiguous(lane * (H * P) + element, [1, 1, 1])
+    place = (state_at, is_element, is_column)
+    _scan_rows(
+        state, place, at, (num_folded, num_lasting, num_folded + num_rows), factor,
+        out, target, WIDTH, H * P, AHEAD,
+    )  # fmt: skip
 
     # Dead rows are zeros; all rows of a broken run are NaN.
-    fill = tl.zeros((ROWS,), tl.float32) + tl.where(broken, float("nan"), 0.0)
+    fill = tl.zeros((1, ROWS, 1), tl.float32) + tl.where(broken, float("nan"), 0.0)
     for row in range(num_rows, (stop_row - first_row).to(tl.int32)):
-        tl.store(out + row * H * P, fill.to(out.dtype.element_ty), is_element)
+        tl.store(out + row * H * P + element, fill.to(out.dtype.element_ty), is_element)
 
 
 @triton.jit(do_not_specialize=["max_pending"])
 def _advance_kernel(
-    prepared,  # [T + B * P, WIDTH]
+    prepared,  # [T + B * P + 1, WIDTH]
     mixed,  # [T, C], rows mixed_stride apart
     dt,  # [T, H], rows dt_stride apart
     skip,  # [H]
@@ -168,10 +261,11 @@ def _advance_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
     HEADS: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -183,7 +277,7 @@ def _advance_kernel(
     if program < PROGRAMS:
         _scan_tile(
             program, run, prepared, skip, field, states, out, max_pending,
-            H, P, G, N, ROWS, COLUMNS, STAGES, PDL,
+            H, P, G, N, ROWS, COLUMNS, LANES, AHEAD, PDL,
         )  # fmt: skip
     else:
         keep_raw(
@@ -210,7 +304,7 @@ def advance(
         params: the layer's weights.
         raw: the rows, in the dtype of ``memory``.
         memory: the slots' memory in the layer; written.
-        tile: of states; the same in all passes.
+        tile: of states; by default what suits their number and the rows of a run.
     """
     rule, num_rows = params.rule, raw.mixed.shape[0]
     out = raw.mixed.new_empty(num_rows, rule.out_features)
@@ -219,13 +313,18 @@ def advance(
     assert raw.mixed.dtype == memory.history.dtype
     assert params.D.is_contiguous()
     prepared = prepare(runs, params, raw, memory)
-    tile = tile or ScanTile()
-    rows = min(tile.rows, triton.next_power_of_2(rule.head_dim))
-    batch, programs = runs.table.shape[0], rule.num_heads * triton.cdiv(rule.head_dim, rows)
-    block = KEPT_CHANNELS * tile.num_warps
+    batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
+    large = batch * rule.num_heads >= _FULL or runs.rows.max_rows == 1
+    tile = tile or (_LARGE if large else _SMALL)
+    rows = min(tile.rows, held)
+    programs = rule.num_heads * triton.cdiv(rule.head_dim, rows)
+    num_warps = min(tile.num_warps, max(1, rows // _ROWS_PER_WARP))
+    columns = triton.next_power_of_2(rule.state_dim)
+    lanes = min(_LANES, columns // min(_TOGETHER.value, columns))
+    block = KEPT_CHANNELS * num_warps
     blocks = triton.cdiv(rule.conv_channels, block)
     long = runs.rows.max_rows >= _LONG
-    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
+    keepers = num_keepers(programs, batch, num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.mixed,
@@ -241,12 +340,13 @@ def advance(
         memory.max_pending,
         **rule.constants,
         ROWS=rows,
-        COLUMNS=triton.next_power_of_2(rule.state_dim),
+        COLUMNS=columns,
+        LANES=lanes,
         HEADS=triton.next_power_of_2(rule.num_heads),
         KEPT_BLOCK=block,
         TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
-        STAGES=_STAGES,
-        num_warps=tile.num_warps,
+        AHEAD=min(tile.ahead, lanes),
+        num_warps=num_warps,
         **pdl_options(out, early=not long),
     )
     return out

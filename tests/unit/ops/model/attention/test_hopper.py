@@ -114,7 +114,7 @@ class OneProgram:
         return torch.where(mask, memory.values[at], other)
 
     def associative_scan(self, values, axis, combine):
-        assert combine is hopper_kernels._sum
+        assert combine is hopper_kernels.added
         return values.cumsum(axis)
 
 
@@ -139,12 +139,13 @@ def test_it_serves_hopper_alone(monkeypatch):
     asked = (torch.bfloat16, 64, torch.device("cpu"))
     serves = partial(hopper.serves, has_sinks=False)
     assert not serves(QWEN3, *asked)
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert serves(QWEN3, *asked)
     assert not serves(QWEN3, torch.float32, *asked[1:])
     assert not serves(QWEN3, torch.float8_e4m3fn, *asked[1:])
     assert not serves(AttentionShape(65, 1, 128), *asked)
     assert not serves(AttentionShape(4, 4, 20), *asked)
+    assert not serves(AttentionShape(32, 4, 512), *asked)
     assert not serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
     assert not hopper.serves(QWEN3, *asked, has_sinks=True)
 
@@ -154,7 +155,7 @@ def test_what_computes_attention_has_a_name(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert attention_kernels("native", *asked, cpu, has_sinks=False) == "native"
     for hopper_gpu, name in ((True, "gluon"), (False, "triton")):
-        monkeypatch.setattr(hopper, "_is_hopper", lambda device, found=hopper_gpu: found)
+        monkeypatch.setattr(hopper, "is_hopper", lambda device, found=hopper_gpu: found)
         assert attention_kernels("triton", *asked, cuda, has_sinks=False) == name
         assert attention_kernels("triton", *asked, cuda, has_sinks=True) == "triton"
 

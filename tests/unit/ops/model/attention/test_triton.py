@@ -116,6 +116,14 @@ def test_odd_head_counts_and_sizes(shape, config):
     assert_close(*run(scene, where, window=1, config=tiled))
 
 
+@pytest.mark.parametrize("form", ["sequential", "split_kv"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])
+def test_heads_of_512_elements(dtype, tolerance, form):
+    scene = Scene(AttentionShape(4, 1, 512), [150], dtype=dtype)
+    config = replace(choose(1, 3, scene.shape, 150, dtype), form=form)
+    assert_close(*run(scene, window_rows(0, 148, 3), window=3, config=config), tolerance)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("last", "block_size"), [(14, 16), (31, 24), (32, 16), (66, 24)])
 def test_windows_across_every_edge(last, block_size, config):
@@ -360,7 +368,7 @@ def test_heavy_heads_keep_the_chip_busy_with_fewer_programs():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256, 320, 512])
 def test_chosen_launches_over_heads_of_a_size_share_what_their_bits_follow_from(head_dim, dtype):
     shape = AttentionShape(16, 4, head_dim)
     found = {
@@ -413,15 +421,18 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRun
 
 table = torch.zeros(64, 32, dtype=torch.int64)
 narrow, wide = AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)
+gemma, half, full = AttentionShape(32, 4, 512), torch.bfloat16, torch.float32
 EVEN, RAGGED = True, False
-for shape, batch, width, is_even in (
-    *((narrow, 1, 1, EVEN), (narrow, 1, 8, RAGGED), (narrow, 1, 16, RAGGED)),
-    *((narrow, 64, 4, EVEN), (narrow, 64, 4, RAGGED), (narrow, 2, 512, RAGGED)),
-    *((wide, 1, 1, RAGGED), (wide, 1, 16, RAGGED), (wide, 64, 4, EVEN), (wide, 2, 512, RAGGED)),
+for shape, dtype, batch, width, is_even in (
+    *((narrow, half, 1, 1, EVEN), (narrow, half, 1, 8, RAGGED), (narrow, half, 1, 16, RAGGED)),
+    *((narrow, half, 64, 4, EVEN), (narrow, half, 64, 4, RAGGED), (narrow, half, 2, 512, RAGGED)),
+    *((wide, half, 1, 1, RAGGED), (wide, half, 1, 16, RAGGED), (wide, half, 64, 4, EVEN)),
+    *((wide, half, 2, 512, RAGGED), (gemma, half, 1, 1, RAGGED), (gemma, half, 2, 512, RAGGED)),
+    (gemma, full, 2, 512, RAGGED),
 ):
-    kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
+    kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=dtype)
     at = torch.zeros(batch * width, dtype=torch.int64)
-    q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+    q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=dtype)
     ragged = RowRuns(batch, width, torch.arange(batch + 1), 0, 0)
     runs = RowRuns.even(batch, width) if is_even else ragged
     attention(q, shape, AttentionRows(at, at, at, table, runs), LayerKV(kv[0], kv[1]))

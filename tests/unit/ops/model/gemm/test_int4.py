@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.gemm.int4 import Int4Weight, integers, packed_int4
-from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.int4 import Int4Weight, elements, numbers, packed_int4
+from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, product
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.weight import Int4Matrix
@@ -22,7 +24,18 @@ def poisoned(x: torch.Tensor, poison) -> torch.Tensor:
     return memory[256 : 256 + x.numel()].view(x.shape)
 
 
-def made(features: int, depth: int, width: int, permuted: bool = False, exact: bool = True):
+#: Of e2m1, by its code.
+NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def made(
+    features: int,
+    depth: int,
+    width: int,
+    permuted: bool = False,
+    exact: bool = True,
+    e2m1: bool = False,
+):
     """A matrix, and what it stands for in float64."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 16, (features, depth), generator=generator, dtype=torch.uint8)
@@ -32,15 +45,16 @@ def made(features: int, depth: int, width: int, permuted: bool = False, exact: b
     if not exact:
         scale = torch.rand(shape, generator=generator) + 0.01
     order = torch.randperm(depth, generator=generator) if permuted else None
-    expanded = (
-        values.double() - zero.repeat_interleave(width, 1)
-    ) * scale.double().repeat_interleave(width, 1)
+    meant = values.double() - zero.repeat_interleave(width, 1)
+    if e2m1:
+        meant = NUMBERS.double()[values.int()]
+    expanded = meant * scale.double().repeat_interleave(width, 1)
     if order is not None:
         expanded = torch.empty_like(expanded).index_copy_(1, order, expanded)
     matrix = Int4Matrix(
         poisoned(packed_int4(values, width), 255),
         poisoned(scale, torch.nan),
-        poisoned(zero, 200),
+        None if e2m1 else poisoned(zero, 200),
         order,
     )
     return matrix, expanded
@@ -54,7 +68,7 @@ def whole_numbers(rows: int, depth: int) -> torch.Tensor:
 def forms(matrix: Int4Matrix, dtype=torch.float32):
     return (
         Int4Weight(matrix),
-        Int4DeviceWeight(matrix),
+        Int4DeviceWeight.of(matrix),
         NativeKernels().pack_int4(matrix, dtype),
     )
 
@@ -63,14 +77,13 @@ def test_bytes_hold_the_two_halves_of_a_group():
     values = torch.arange(64, dtype=torch.uint8)[None] % 16
     matrix = Int4Matrix(packed_int4(values, 32), torch.ones(1, 2), torch.zeros(1, 2).byte())
     assert matrix.width == 32
-    for group in range(2):
-        assert integers(matrix, group).tolist() == [[*range(16), *range(16)]]
+    assert numbers(matrix).tolist() == [[*range(16)] * 4]
 
 
-@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(("permuted", "e2m1"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("rows", "features", "depth", "width"), SHAPES)
-def test_every_form_gives_the_exact_product(rows, features, depth, width, permuted):
-    matrix, expanded = made(features, depth, width, permuted)
+def test_every_form_gives_the_exact_product(rows, features, depth, width, permuted, e2m1):
+    matrix, expanded = made(features, depth, width, permuted, e2m1=e2m1)
     x, bias = whole_numbers(rows, depth), torch.arange(features).float()
     exact = x.double() @ expanded.T
     gate, up = exact.chunk(2, dim=1)
@@ -83,10 +96,11 @@ def test_every_form_gives_the_exact_product(rows, features, depth, width, permut
         assert torch.allclose(weight.gated_matmul(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("e2m1", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_row_sees_another(dtype):
-    """The C kernels and the reference; tests/gpu/test_fp8_gpu.py has the chip's."""
-    matrix, expanded = made(40, 128, 32, exact=False)
+def test_no_row_sees_another(dtype, e2m1):
+    """The C kernels and the reference; tests/gpu/test_quantized_gpu.py has the chip's."""
+    matrix, expanded = made(40, 128, 32, exact=False, e2m1=e2m1)
     x = torch.randn(37, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
     for weight in (Int4Weight(matrix), NativeKernels().pack_int4(matrix, dtype)):
         whole = weight.matmul(x)
@@ -94,6 +108,47 @@ def test_no_row_sees_another(dtype):
             assert torch.equal(weight.matmul(x[rows].contiguous()), whole[rows])
         error = (whole.double() - x.double() @ expanded.T).norm() / whole.double().norm()
         assert error < (1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("e2m1", [False, True])
+@pytest.mark.parametrize(("rows", "features", "depth", "width"), SHAPES)
+def test_elements_made_in_registers_give_the_exact_product(rows, features, depth, width, e2m1):
+    matrix, expanded = made(features, depth, width, e2m1=e2m1)
+    panels = Int4DeviceWeight.of(matrix).panels
+    x, bias = whole_numbers(rows, depth), torch.arange(features).float()
+    exact = x.double() @ expanded.T
+    gate, up = exact.chunk(2, dim=1)
+    assert torch.equal(product(x, panels, "logits"), exact.float())
+    assert torch.equal(product(x, panels, "bias", bias), (exact + bias).float())
+    expected = (torch.nn.functional.silu(gate) * up).float()
+    assert torch.allclose(product(x, panels, "silu_mul"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("scales", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scales, zeros):
+    """numpy has no bf16: fp16 stands in."""
+    matrix, _ = made(74, 384, 64, exact=False)
+    zero = matrix.zero if zeros else torch.full_like(matrix.zero, 8)
+    matrix = replace(matrix, scale=matrix.scale.to(scales), zero=zero)
+    weight, plain = Int4DeviceWeight.of(matrix), elements(matrix, dtype)
+    assert (weight.panels.zeros is None) == (not zeros)
+    assert torch.equal(weight.panels.expanded(dtype), plain)
+    # One-hot rows: the sum of one element.
+    x = torch.eye(384, dtype=dtype)
+    for rows in (FEW_ROWS, 384):
+        found = weight.matmul(x[-rows:].contiguous(), out_dtype=torch.float32)
+        assert torch.equal(found, plain.T[-rows:].float())
+
+
+@pytest.mark.parametrize("power", [-127, -126, 0, 125])
+def test_numbers_of_e2m1_are_exact_at_every_scale(power):
+    values = torch.arange(32, dtype=torch.uint8)[None] % 16
+    scale = torch.full((1, 1), 2.0**power)
+    meant = (NUMBERS.repeat(2) * 2.0**power)[:, None]
+    for weight in forms(Int4Matrix(packed_int4(values, 32), scale, None)):
+        assert torch.equal(weight.matmul(torch.eye(32)), meant)
 
 
 def test_memory_is_half_a_byte_a_weight_and_its_scales():
@@ -104,20 +159,26 @@ def test_memory_is_half_a_byte_a_weight_and_its_scales():
 
 def test_the_kernel_compiles_to_tensor_core_products(tmp_path):
     code = """
-from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
-from sametoken.ops.weight import Int4Matrix
-def weight(n, k, width):
-    groups = (n, k // width)
-    scale = torch.empty(groups, dtype=torch.float16)
-    return Int4DeviceWeight(
-        Int4Matrix(torch.empty(n, k // 2, dtype=torch.uint8), scale, scale.byte())
-    )
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.int4_triton import product
+def panels(n, k, width, zeros=False, e2m1=False):
+    blocks = -(-k // 128)
+    scales = torch.empty(128 // width * blocks, n)
+    words = torch.empty(n, 16 * blocks, dtype=torch.int32)
+    return Int4Panels(words, scales, scales.int() if zeros else None, k, e2m1, True)
 for rows in (1, 64):
     x = torch.empty(rows, 4096, dtype=torch.bfloat16)
-    weight(6144, 4096, 128).matmul(x)
-    weight(6144, 4096, 32).gated_matmul(x)
+    product(x, panels(6144, 4096, 128))
+    product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
+product(x[:, :2880].contiguous(), panels(6144, 2880, 32, e2m1=True))
+panels(6144, 4096, 64, zeros=True).expanded(torch.bfloat16)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 4
-    assert all("bf16" in kernel and "mma" in kernel for kernel in kernels)
+    assert len(kernels) == 5
+    assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
+    # Elements pass from words to the tensor cores within a thread.
+    loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
+    assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
+    # Numbers of e2m1 pass through subnormal ones.
+    assert not any("mul.ftz" in kernel for kernel in kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_rope_triton
+from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.triton import TritonPass
@@ -157,6 +159,21 @@ def test_chunks_windows_and_ragged_runs_leave_the_same_bits():
     assert torch.equal(run(empty(spec, 0), [Part(0, 0, 3)])[0], beside)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3, 8])
+def test_groups_of_rows_leave_the_same_bits(ahead, monkeypatch):
+    """Whatever rows a group has: folded, lasting, drafts, or none."""
+    spec, tile = spec_of(1, 8, 1, 32), triton.ScanTile(8, 1, ahead)
+    cache, wanted = empty(spec, 3), empty(spec, 3)
+    for step in STEPS:
+        out = run(wanted, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, "advance", functools.partial(triton.advance, tile=tile))
+            assert torch.equal(torch.cat(run(cache, step)), torch.cat(out))
+        assert torch.equal(
+            cache.states[:, [0, 2]].nan_to_num(), wanted.states[:, [0, 2]].nan_to_num()
+        )
+
+
 def test_rows_that_do_not_follow_give_nan_and_change_nothing():
     spec = SPECS[0]
     cache = empty(spec, 4)
@@ -230,7 +247,8 @@ for sizes, drafts, taps in (((64, 64, 8, 128), 5, 4), ((2, 3, 1, 5), 0, 4), ((1,
     raw = RawRows(zeros(len(rows), rule.conv_channels), (zeros(len(rows), rule.num_heads),))
     conv, bias = zeros(taps, rule.conv_channels), zeros(rule.conv_channels)
     params = Mamba2Params(rule, heads, heads, heads, conv, bias)
-    out = triton.advance(plan, params, raw, memory)
+    for tile in (triton._LARGE, triton._SMALL):
+        out = triton.advance(plan, params, raw, memory, tile)
     weight = zeros(rule.out_features)
     norm_rope_triton.gated_group_norm(out, out, weight, rule.num_groups, 1e-5)
     activation_triton.relu_squared(out)

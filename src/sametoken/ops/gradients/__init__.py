@@ -1,0 +1,1 @@
+"""Gradients of operations on a GPU, for `sametoken.exact`"""

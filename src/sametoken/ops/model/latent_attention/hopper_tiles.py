@@ -1,0 +1,248 @@
+"""Query tiles over latent vectors on Hopper, in Gluon: the arithmetic of every launch form.
+
+Positions are the rows of each product and queries its columns. A tile of 64 positions is the left
+operand of both, scores ``[64, queries]`` and weighted latents ``[512, queries]``, so few queries
+fill the matrix units and a program needs no more columns than it has queries. A query's sums stay
+in its column, so the number of columns changes no bit. Splits follow ``attention.schedule``; in a
+split, tiles run in order through an online softmax, and splits are joined in order by ``joined``.
+A tile or a split that a query cannot see leaves it unchanged to the bit.
+
+Latents in memory are finite (``rope_and_cache``), so weight 0 hides them.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+# mypy: disable-error-code=assignment
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra import cuda
+
+from sametoken.ops.model.attention.hopper_tiles import LOWEST, swizzled
+
+#: Positions of a tile, which affect bits.
+TILE = gl.constexpr(64)
+#: Elements of a latent, of one of the two halves that it is kept in, and of a rotated key.
+RANK = gl.constexpr(512)
+HALF = gl.constexpr(256)
+ROPE = gl.constexpr(64)
+WIDTH = gl.constexpr(576)
+
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def products(warps, columns):
+    """Registers of products of these (warps along rows, warps along columns) and columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=list(warps), instr_shape=[16, columns // warps[1], 16]
+    )
+
+
+@gluon.jit
+def load_tiles(
+    vectors, table, last_block, final, begin, end, count, ring, full, free,
+    BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Load KV tiles ``begin .. end - 1`` in turn; returns tiles loaded so far.
+
+    Tiles below position ``final`` were written by earlier passes: only the others wait for the
+    kernel before. Boxes are of at most 64 positions of one block x 64 elements.
+    """
+    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    BOXES: gl.constexpr = TILE // BOX
+    low, high, keys = ring
+    for tile in range(begin, end):
+        if PDL and (tile + 1) * TILE > final:
+            cuda.gdc_wait()
+        slot = count % SLOTS
+        filled = full.index(slot)
+        mbarrier.wait(free.index(slot), ((count // SLOTS) & 1) ^ 1)
+        mbarrier.expect(filled, TILE * WIDTH * (vectors.dtype.primitive_bitwidth // 8))
+        for box in gl.static_range(BOXES):
+            at = tile * TILE + box * BOX
+            block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
+            row = block * BLOCK_SIZE + at % BLOCK_SIZE
+            for part in gl.static_range(HALF // 64):
+                place = (slot * (HALF // 64) + part) * BOXES + box
+                _load_box(vectors, [row, part * 64], filled, low.index(place))
+                _load_box(vectors, [row, HALF + part * 64], filled, high.index(place))
+            _load_box(vectors, [row, RANK], filled, keys.index(slot * BOXES + box))
+        count += 1
+    return count
+
+
+@gluon.jit
+def _load_columns(
+    q, memory, num_columns, BEGIN: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Load elements from ``BEGIN`` of adjacent queries into shared memory; 0 beyond the last."""
+    SIZE: gl.constexpr = memory.shape[1]
+    LANES: gl.constexpr = min(SIZE // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    query = gl.arange(0, memory.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))
+    at = query[:, None] * WIDTH + BEGIN + dim[None, :]
+    mask = (query < num_columns)[:, None] & (dim < SIZE)[None, :]
+    memory.store(gl.load(q + at, mask=mask, other=0.0))
+
+
+@gluon.jit
+def load_queries(q, queries, num_columns, WARPS: gl.constexpr):
+    """Load adjacent queries from ``q`` on into shared memory."""
+    low, high, rope = queries
+    _load_columns(q, low, num_columns, 0, WARPS)
+    _load_columns(q, high, num_columns, HALF, WARPS)
+    _load_columns(q, rope, num_columns, RANK, WARPS)
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(queries, low, high, keys, WARPS: gl.constexpr):
+    """Products [TILE, queries] of a tile's vectors and the queries."""
+    QUERIES: gl.constexpr = queries[0].shape[0]
+    none = gl.zeros([TILE, QUERIES], gl.float32, products((4, WARPS // 4), QUERIES))
+    q_low, q_high, q_rope = queries
+    token = warpgroup_mma(low, q_low.permute((1, 0)), none, use_acc=False, is_async=True)
+    token = warpgroup_mma(high, q_high.permute((1, 0)), token, is_async=True)
+    token = warpgroup_mma(keys, q_rope.permute((1, 0)), token, is_async=True)
+    return warpgroup_mma_wait(0, deps=(token,))
+
+
+@gluon.jit
+def _hidden(scores, tile, seen, uncut_end):
+    """Scores of one tile without those that a query does not see; most tiles are seen whole."""
+    if tile >= uncut_end:
+        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, scores.type.layout))
+        scores = gl.where(at[:, None] <= seen[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def attend_split(
+    queries, weights_memory, tiles, full, free, count, begin, end, seen, uncut_end, scale,
+    SLOTS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One split, tiles ``begin .. end - 1``, of a query tile.
+
+    Returns both halves of the weighted latents [256, queries], the total weights and the maximum
+    scores [queries].
+    """
+    QUERIES: gl.constexpr = queries[0].shape[0]
+    SUMS: gl.constexpr = products((WARPS, 1), QUERIES)
+    BY_SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
+    lows, highs, keys = tiles
+    sum_low = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    sum_high = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    top = gl.full([QUERIES], LOWEST, gl.float32, seen.type.layout)
+    # Weights are summed apart for even and odd tiles.
+    newer = gl.zeros([TILE, QUERIES], gl.float32, products((4, WARPS // 4), QUERIES))
+    older = newer
+    for tile in range(begin, end):
+        slot = count % SLOTS
+        mbarrier.wait(full.index(slot), (count // SLOTS) & 1)
+        low, high = lows.index(slot), highs.index(slot)
+        scores = _scores(queries, low, high, keys.index(slot), WARPS)
+        scores = _hidden(scores, tile, seen, uncut_end)
+        new_top = gl.maximum(top, gl.max(scores, 0))
+        shrink = gl.exp2((top - new_top) * scale)
+        weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[None, :]))
+        totals = gl.fma(older, shrink[None, :], weights)
+        newer, older = totals, newer * shrink[None, :]
+        top = new_top
+        weights_memory.permute((1, 0)).store(weights.to(weights_memory.dtype))
+        fence_async_shared()
+        # Where no maximum grew the factors are 1, and the sums are left alone.
+        factor = gl.convert_layout(shrink, BY_SUM)
+        if gl.min(factor, 0) < 1.0:
+            sum_low = sum_low * factor[None, :]
+            sum_high = sum_high * factor[None, :]
+        columns = weights_memory.permute((1, 0))
+        token_low = warpgroup_mma(low.permute((1, 0)), columns, sum_low, is_async=True)
+        token_high = warpgroup_mma(high.permute((1, 0)), columns, sum_high, is_async=True)
+        sum_low, sum_high = warpgroup_mma_wait(0, deps=(token_low, token_high))
+        mbarrier.arrive(free.index(slot), count=1)
+        count += 1
+    return sum_low, sum_high, gl.sum(newer, 0) + gl.sum(older, 0), top
+
+
+@gluon.jit
+def _store_half(
+    target, sums, num_columns, stride, BEGIN: gl.constexpr
+):  # fmt: skip
+    """Store [256, queries] as elements from ``BEGIN`` of lines ``stride`` elements apart."""
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
+    query = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
+    at = query[None, :] * stride + BEGIN + dim[:, None]
+    mask = (query < num_columns)[None, :] & (dim < HALF)[:, None]
+    gl.store(target + at, sums.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_part(sums, stats, low, high, total, top, num_columns, part, most):
+    """Store one split's result of adjacent queries, whose first line is ``part``."""
+    _store_half(sums + part * RANK, low, num_columns, most * RANK, 0)
+    _store_half(sums + part * RANK, high, num_columns, most * RANK, HALF)
+    query = gl.arange(0, top.shape[0], layout=top.type.layout)
+    line = stats + part * 2 + query.to(gl.int64) * most * 2
+    gl.store(line, total, mask=query < num_columns)
+    gl.store(line + 1, top, mask=query < num_columns)
+
+
+@gluon.jit
+def join_half(
+    running, out, sums, old, new, total, live, num_columns, some, last, BEGIN: gl.constexpr
+):  # fmt: skip
+    """Join a split's half to ``running``; after the last split, divide and store outputs."""
+    BY_SUM: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    dim = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
+    query = gl.arange(0, sums.shape[1], layout=BY_SUM)
+    at = query[None, :] * RANK + BEGIN + dim[:, None]
+    mask = (query < num_columns)[None, :] & (dim < HALF)[:, None]
+    before = gl.load(running + at, mask=mask & some, other=0.0)
+    new = gl.convert_layout(new, BY_SUM)[None, :]
+    joined_sums = gl.fma(before, gl.convert_layout(old, BY_SUM)[None, :], sums * new)
+    if last:
+        divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), BY_SUM)[None, :]
+        shown = gl.convert_layout(live, BY_SUM)[None, :]
+        _store_half(out, gl.where(shown, joined_sums / divisor, 0.0), num_columns, RANK, BEGIN)
+    else:
+        gl.store(running + at, joined_sums, mask=mask)
+
+
+@gluon.jit
+def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr):
+    """A program's shared memory: queries, weights, vectors as boxes and as tiles, and barriers."""
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    LAYOUT: gl.constexpr = swizzled(DTYPE)
+    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    BOXES: gl.constexpr = SLOTS * (TILE // BOX)
+    PARTS: gl.constexpr = HALF // 64
+    queries = (
+        gl.allocate_shared_memory(DTYPE, [QUERIES, HALF], LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [QUERIES, HALF], LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [QUERIES, ROPE], LAYOUT),
+    )
+    weights = gl.allocate_shared_memory(DTYPE, [QUERIES, TILE], LAYOUT)
+    low = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
+    high = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
+    keys = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, 64], LAYOUT)
+    tiles = (
+        low._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
+        high._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
+        keys._reinterpret(DTYPE, [SLOTS, TILE, ROPE], LAYOUT),
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    return queries, weights, (low, high, keys), tiles, full, free

@@ -1,0 +1,116 @@
+"""The rows of a mixture of experts in Triton: grouped by expert, and their outputs added."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+
+_GROUP_BLOCK = 1024
+_COLUMNS = 1024
+
+#: Rows per tile: large above _MANY_ROWS rows of the pass, small otherwise.
+_MANY_ROWS, _LARGE_TILE, _SMALL_TILE = 256, 64, 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """(row, choice) pairs grouped by expert.
+
+    Attributes:
+        counts: [E] int32, pairs of each expert.
+        members: [E, pairs] int32, an expert's pairs in order, at the beginning of its row.
+        block_rows: rows per tile of a product.
+    """
+
+    counts: Tensor
+    members: Tensor
+    block_rows: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> RowGroups:
+        """Group [T, top_k] int64 choices below ``num_experts``; T is at least 1."""
+        num_rows, pairs = chosen.shape[0], chosen.numel()
+        counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+        members = torch.empty(num_experts, pairs, dtype=torch.int32, device=chosen.device)
+        _group_kernel[(num_experts,)](
+            chosen,
+            counts,
+            members,
+            pairs,
+            BLOCK=min(triton.next_power_of_2(pairs), _GROUP_BLOCK),
+            num_warps=4,
+            **pdl_options(chosen),
+        )
+        return cls(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
+
+
+def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Add each row's outputs by rank in fp32, each times its weight, into ``out``.
+
+    Args:
+        outputs: [T * top_k, H].
+        weights: [T, top_k] fp32.
+        out: [T, H], written.
+    """
+    (num_rows, hidden), top_k = out.shape, weights.shape[1]
+    _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
+        outputs,
+        weights,
+        out,
+        TOP_K=top_k,
+        WIDTH=hidden,
+        BLOCK=min(triton.next_power_of_2(hidden), _COLUMNS),
+        num_warps=4,
+        **pdl_options(out),
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    chosen,  # [num_pairs]
+    counts,  # [E], written
+    members,  # [E, num_pairs], written
+    num_pairs,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Collect the (row, choice) pairs of one expert, in order."""
+    gdc_launch_and_wait(PDL)
+    expert = tl.program_id(0)
+    members += expert.to(tl.int64) * num_pairs
+    count = 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        mine = tl.load(chosen + pair, pair < num_pairs, other=-1) == expert
+        place = count + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        tl.store(members + place, pair, mine)
+        count += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _combine_kernel(
+    outputs,  # [T, TOP_K, WIDTH]
+    weights,  # [T, TOP_K]
+    out,  # [T, WIDTH], written
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        at = outputs + (row * TOP_K + rank) * WIDTH + column
+        value = tl.load(at, column < WIDTH, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * TOP_K + rank) * value
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), column < WIDTH)

@@ -1,0 +1,56 @@
+"""Targets whose lm_head is quantized, on a chip, and the start-up check of their products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import eagle1_tensors, write_eagle1
+from helpers.quantized import write_with_lm_head
+from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
+from sametoken.models.quantize import SCHEMES
+from sametoken.ops.backend import select_kernels
+from sametoken.ops.weight import Fp8Matrix, Rounding
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+GPU = {"device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_speculation_changes_no_bit(tmp_path, scheme):
+    (_, copy), (plain, other) = (
+        write_with_lm_head(tmp_path, seed, scheme, **SIZES) for seed in (0, 1)
+    )
+    head = write_eagle1(tmp_path / "head", eagle1_tensors(**SIZES), **SIZES)
+    eagle = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    wanted = said(engine(copy, **GPU))
+    for spec in (NGRAM, eagle):
+        llm = engine(copy, spec, **GPU)
+        assert said(llm) == wanted
+        assert llm.speculation_metrics.num_draft_tokens > 0
+    weights = llm._engine.weights
+    assert weights.drafter.model.lm_head is weights.model.head
+    built = engine(other, eagle, **GPU)
+    llm.update_weights(tensors_of(plain).items())
+    assert same_weights(llm, built)
+    assert said(llm) == said(built) != wanted
+
+
+@pytest.mark.parametrize("rounding", [None, Rounding(), Rounding(grouped=True)])
+@pytest.mark.parametrize("by_group", [False, True])
+def test_the_check_passes_on_this_chip(by_group, rounding):
+    kernels = select_kernels(torch.device("cuda"))
+    kept = []
+    for rows, columns in ((24_576, 4096), (4096, 12_288), (6144, 4096), (151_936, 4096)):
+        values = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
+        groups = (rows, columns // 128) if by_group else (rows,)
+        scale = torch.rand(groups, device="cuda") / columns
+        matrix = Fp8Matrix(values, scale, rounding)
+        kept.append(kernels.pack_fp8(matrix, torch.bfloat16))
+    counts = (1, 2, 4, 8, 16, 24, 48, 64, 128, 192, 256, 384, 448, 512, 1024, 2048)
+    assert kernels.prove_quantized(counts, torch.bfloat16, torch.device("cuda")) == len(kept)

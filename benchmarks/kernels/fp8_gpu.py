@@ -6,7 +6,7 @@ Times include the quantization of the activations, which is also shown alone. We
 from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
 kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
 bit is marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
-descriptors, tt activations too, p bytes of a weight's row prefetched.
+descriptors, tt activations too, p bytes of a weight's row prefetched, f weights before the wait.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def tiles(block_rows: int, features: int, warps: int, stages: int, **more) -> Tr
 def label(config: TritonConfig) -> str:
     loads = "" if not config.tma else "tt" if config.tma_rows else "t"
     early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
+    early += "f" if config.weights_first else ""
     shape = f"{config.block_rows}x{config.block_features}"
     return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
 
@@ -83,6 +84,7 @@ def narrow(size: int) -> list[TritonConfig]:
         tiles(size, 64, 4, stages[2], tma=True, tma_rows=False),
         tiles(size, 64, 4, stages[3], tma=True, tma_rows=False),
         tiles(size, 64, 8, stages[1]),
+        *(tiles(size, 64, 4, depth, weights_first=True) for depth in stages[1:3]),
     ]
 
 
@@ -93,6 +95,7 @@ def gated(size: int) -> list[TritonConfig]:
         *(tiles(size, 64, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
         *(tiles(size, 64, 4, depth, tma=True) for depth in (3, 4, 6)),
         tiles(size, 64, 4, 4, tma=True, tma_rows=False),
+        *(tiles(size, 64, 4, depth, weights_first=True) for depth in (3, 4)),
         tiles(size, 128, 8, 3),
         tiles(size, 128, 8, 3, tma=True),
     ]

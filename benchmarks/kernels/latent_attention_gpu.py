@@ -1,7 +1,7 @@
 """Time latent attention (MLA) on the GPU at hand, beside what the chip can do.
 
     python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128] [--kernels triton,gluon]
-        [--cases 8x1x16384,64x1x2048,8x4x16384,1x2048x16384]
+        [--cases 8x1x16384,64x1x2048,8x4x16384,1x512x4096,1x2048x16384]
 
 A case is batch x window x context. Times are of one layer, inside a CUDA graph over several layers'
 vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s of the products of
@@ -9,6 +9,9 @@ visible positions; both stand beside what a copy and a square bf16 product of to
 Every configuration is listed by form, queries, warps, stages and "l" where vectors are the left
 operand, or of the Gluon kernels by form, queries, warps, slots and programs, the fastest first.
 ``*`` is the choice of its kernels, ``!`` marks other bits than the first of its kernels has.
+
+``--kernels joins`` times the chosen launches of splits by every join of latent_joins.py instead:
+``--heads 20 --kernels joins --cases 8x1x16384,64x1x2048,8x4x16384,1x512x4096``.
 
 Then the products with W_UK and W_UV of GLM-4.7-Flash (20 heads) at the cases' row counts.
 """
@@ -22,6 +25,7 @@ from dataclasses import replace
 
 import torch
 from graph_times import microseconds
+from latent_joins import JOINS, joined_by
 from triton import next_power_of_2
 from triton.runtime.errors import OutOfResources
 
@@ -49,6 +53,9 @@ MANY = (
 )
 #: Row counts from which a launch has many queries.
 MANY_ROWS = 64
+
+#: Most rows of a launch of splits: beyond, their results take gigabytes.
+MAX_ROWS = 512
 
 #: Queries, warps, registers and programs of the Gluon kernels' launches of splits.
 HOPPER = (
@@ -117,7 +124,7 @@ def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
         return []
     least = min(next_power_of_2(heads), 64)
     found = [LatentHopperConfig(queries, 2, *sizes) for queries, *sizes in HOPPER
-             if queries >= least and rows <= 256]  # fmt: skip
+             if queries >= least and rows <= MAX_ROWS]  # fmt: skip
     whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
     return found + [config for config in whole if config.queries >= least]
 
@@ -164,6 +171,24 @@ def time_case(case: Case, heads: int, kernels: set[str]) -> None:
     )
 
 
+def time_joins(case: Case, heads: int) -> None:
+    """One line: the launch of splits that is chosen, in us a layer, by join; see ``JOINS``."""
+    batch, window, context = case
+    config = hopper.choose(batch, window, batch * window, heads, context)
+    if not config.programs:
+        return
+    scene, expected, found = Scene(batch, context), None, []
+    call = scene.attend(window, heads, config)
+    for name in JOINS:
+        with joined_by(name):
+            out = call(scene.layers[0])
+            expected = out if expected is None else expected
+            wrong = "" if name == "none" or torch.equal(out, expected) else "!"
+            found.append((microseconds(call, scene.layers, replays=20), name + wrong))
+    listed = ", ".join(f"{name} {elapsed:.1f}" for elapsed, name in sorted(found))
+    print(f"{heads} heads, {batch}x{window} at {context}, {name_of(config)}, joins: {listed}")
+
+
 def time_products(rows: int) -> None:
     """us of both per-head products of a layer."""
     times = []
@@ -181,15 +206,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="16,20,128")
     parser.add_argument("--kernels", default="triton,gluon")
-    parser.add_argument("--cases", default="8x1x16384,64x1x2048,8x4x16384,1x2048x16384")
+    cases = "8x1x16384,64x1x2048,8x4x16384,1x512x4096,1x2048x16384"
+    parser.add_argument("--cases", default=cases)
     options = parser.parse_args()
+    kernels = set(options.kernels.split(","))
     bandwidth, rate = limits()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth:.0f} GB/s, product {rate:.0f} TFLOP/s")
     cases = [tuple(int(size) for size in case.split("x")) for case in options.cases.split(",")]
     for heads in (int(count) for count in options.heads.split(",")):
         for batch, window, context in cases:
-            time_case((batch, window, context), heads, set(options.kernels.split(",")))
+            if "joins" in kernels:
+                time_joins((batch, window, context), heads)
+            if kernels - {"joins"}:
+                time_case((batch, window, context), heads, kernels)
             torch.cuda.empty_cache()
+    if kernels == {"joins"}:
+        return
     for rows in sorted({batch * window for batch, window, _ in cases}):
         time_products(rows)
 

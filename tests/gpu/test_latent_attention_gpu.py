@@ -128,6 +128,16 @@ def test_prompts_windows_and_single_rows_have_equal_bits(scene, config):
         assert torch.equal(window, prompt[1026 - width : 1026])
 
 
+@needs_hopper
+def test_many_rows_have_equal_bits_by_splits_and_by_whole_rows(scene):
+    _, one = scene
+    where, config = [(0, at) for at in range(4900, 5200)], hopper.CONFIGS[64]
+    whole = one.run(where, 300, kernels=hopper, config=replace(config, programs=0))
+    for programs in (128, 7):
+        config = replace(config, programs=programs)
+        assert torch.equal(one.run(where, 300, kernels=hopper, config=config), whole)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_company_and_dead_rows_change_no_bit(scene, kernels):
     _, one = scene

@@ -31,7 +31,11 @@ from sametoken.ops.pdl import pdl_options
 
 RANK, WIDTH = 512, 576
 
-#: Query tiles from which programs of whole rows fill the chip.
+#: Programs that run at once: one a multiprocessor.
+MULTIPROCESSORS = 132
+
+#: Multiprocessors that programs of whole rows have to keep busy, over all their rounds. Below, it
+#: is faster to share splits evenly and to join them, which costs about a quarter.
 BUSY_PROGRAMS = 100
 
 #: Most query tiles of a launch of splits: each program looks at all of them.
@@ -56,6 +60,10 @@ class LatentHopperConfig:
     max_registers: int
     programs: int
 
+
+#: Splits that a program of ``join_kernel`` loads at once. Without a number of registers the
+#: compiler moves each load to its use, to save some, and every load waits for the one before it.
+JOIN_SIZES = {"AHEAD": 8, "num_warps": 4, "maxnreg": 80}
 
 #: By queries of a tile, as tuned by benchmarks/kernels/latent_attention_gpu.py.
 CONFIGS = {
@@ -89,7 +97,8 @@ def choose(
     tiles = num_runs * triton.cdiv(width * num_heads, queries)
     partial_bytes = 4 * num_runs * width * num_heads * RANK * max_splits(max_seq_len)
     fits = tiles <= MAX_TILES and partial_bytes <= MAX_PARTIAL_BYTES
-    few = most_tiles(num_runs, width, num_rows, num_heads, queries) < BUSY_PROGRAMS
+    programs = most_tiles(num_runs, width, num_rows, num_heads, queries)
+    few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
     if fits and (few or width * num_heads <= queries):
         return config
     return replace(config, programs=0)
@@ -176,7 +185,7 @@ def _launch(
     )  # fmt: skip
     join_kernel[parts[:2]](
         sums, stats, rows.positions, rows.slots, starts, out, group.first, group.max_rows, most,
-        scale, HEADS=heads, num_warps=4, **pdl_options(q),
+        scale, HEADS=heads, **JOIN_SIZES, **pdl_options(q),
     )  # fmt: skip
 
 

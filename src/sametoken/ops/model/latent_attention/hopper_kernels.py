@@ -191,10 +191,9 @@ def join_kernel(
     width,
     most,
     scale,
-    HEADS: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Join the stored splits of one query in order, and store its output; dead rows are 0."""
-    AHEAD: gl.constexpr = 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if PDL:
         cuda.gdc_launch_dependents()
@@ -211,18 +210,15 @@ def join_kernel(
         cuda.gdc_wait()
     dim = gl.arange(0, RANK, layout=LAYOUT)
     line = (place.to(gl.int64) * HEADS + head) * most
-    top = gl.full([RANK], LOWEST, gl.float32, LAYOUT)
-    total = gl.zeros([RANK], gl.float32, LAYOUT)
+    top, total = LOWEST, 0.0
     acc = gl.zeros([RANK], gl.float32, LAYOUT)
-    nothing = 0 * dim
     for split in range(0, num_splits, AHEAD):
         parts, tops, totals = (), (), ()
         for ahead in gl.static_range(AHEAD):
-            at = line + split + ahead
-            exists = (nothing + split + ahead) < num_splits
+            at, exists = line + split + ahead, split + ahead < num_splits
             parts += (gl.load(sums + at * RANK + dim, mask=exists, other=0.0),)
-            tops += (gl.load(stats + at * 2 + 1 + nothing, mask=exists, other=LOWEST),)
-            totals += (gl.load(stats + at * 2 + nothing, mask=exists, other=0.0),)
+            tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
+            totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
         for ahead in gl.static_range(AHEAD):
             top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
             acc = gl.fma(acc, old, parts[ahead] * new)

@@ -6,14 +6,19 @@ interpreter.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import knobs
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.attention.schedule import LEVELS
+from sametoken.ops.model.attention import hopper_tiles as attention_tiles
+from sametoken.ops.model.attention import schedule
+from sametoken.ops.model.attention.schedule import LEVELS, max_splits
 from sametoken.ops.model.latent_attention import hopper, hopper_kernels, hopper_tiles
 
 
@@ -24,6 +29,9 @@ from sametoken.ops.model.latent_attention import hopper, hopper_kernels, hopper_
         (256, 1, 20, 32, False), (8, 4, 20, 64, False), (64, 4, 20, 64, True),
         (1, 2048, 20, 64, True), (1, 300, 20, 64, False), (8, 1, 128, 64, False),
         (2000, 1, 20, 32, True),
+        # Programs of whole rows would leave most of the chip idle in their last round.
+        (1, 512, 20, 64, False), (1, 630, 20, 64, False), (1, 640, 20, 64, True),
+        (1, 840, 20, 64, True), (1, 846, 20, 64, False), (1, 1024, 20, 64, True),
     ],
 )  # fmt: skip
 def test_few_queries_are_spread_over_programs(num_runs, width, heads, queries, whole):
@@ -49,25 +57,25 @@ def test_every_split_holds_whole_tiles():
 
 
 class Memory:
-    """A pointer into integers, for ``_own_tile``."""
+    """A pointer into numbers."""
 
     def __init__(self, values, at=0):
-        self.values, self.at = torch.as_tensor(values), at
+        self.values, self.at = torch.as_tensor(values), torch.as_tensor(at)
+        self.dtype = SimpleNamespace(element_ty=self.values.dtype)
 
     def __add__(self, offset):
         return Memory(self.values, self.at + offset)
 
 
 class OneProgram:
-    """The part of Gluon's language that ``_own_tile`` uses, for one program."""
+    """The part of Gluon's language that ``_own_tile`` and ``join_kernel`` use, for one program."""
 
     constexpr = int
-    int32 = torch.int32
-    where, sum = staticmethod(torch.where), staticmethod(torch.sum)
-    maximum = staticmethod(max)
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    sum, exp2, static_range = staticmethod(torch.sum), staticmethod(torch.exp2), range
 
-    def __init__(self, program):
-        self.program_id = lambda axis: program
+    def __init__(self, *program):
+        self.program_id = lambda axis: torch.tensor(program[axis])
 
     def BlockedLayout(self, *_):
         return None
@@ -75,12 +83,83 @@ class OneProgram:
     def arange(self, begin, end, layout):
         return torch.arange(begin, end)
 
-    def load(self, memory, mask, other):
+    def zeros(self, shape, dtype, layout):
+        return torch.zeros(shape, dtype=dtype)
+
+    def where(self, condition, a, b):
+        return torch.where(torch.as_tensor(condition), a, b)
+
+    def maximum(self, a, b):
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+    def minimum(self, a, b):
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+
+    def fma(self, a, b, c):
+        return a * b + c
+
+    def load(self, memory, mask=True, other=0):
+        mask = torch.as_tensor(mask)
+        assert (mask | (memory.at >= 0)).all()
         at = memory.at.clamp(max=len(memory.values) - 1)
         return torch.where(mask, memory.values[at], other)
 
+    def store(self, memory, values):
+        memory.values[memory.at] = values
+
     def associative_scan(self, values, axis, combine):
         return values.cumsum(axis)
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """``join_kernel`` as a function of its program and its arguments."""
+    of_kernels = ("joined", "rows_of_run", "splits_before")
+    for name in of_kernels:
+        monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
+    for name in ("RANK", "LOWEST"):
+        monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
+    for name in ("_BEGIN_1", "_BEGIN_2", "_BEGIN_3", "_SIZE_0", "_SIZE_1", "_SIZE_2", "_SIZE_3"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
+
+    def run(program, *arguments, **constants):
+        for module in (hopper_kernels, attention_tiles, schedule):
+            monkeypatch.setattr(module, "gl", OneProgram(*program))
+        hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
+
+    return run
+
+
+@pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES["AHEAD"]])
+def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
+    # The first run is of an earlier launch, the second has a dead row, the third no row.
+    positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
+    heads, first_run, width, most, scale = 2, 1, 3, 20, 0.25
+    starts = torch.tensor([0, 1, 4, 4, 5])
+    random = torch.Generator().manual_seed(0)
+    sums = torch.randn(3 * width, heads, most, 512, generator=random)
+    stats = torch.rand(3 * width, heads, most, 2, generator=random) * 9
+    for position, place in ((5000, 0), (5001, 1), (0, 2), (700, 6)):
+        unused = max_splits(position + 1)
+        sums[place, :, unused:], stats[place, :, unused:] = torch.nan, torch.nan
+    out = torch.full((5, heads, 512), 77.0)
+    memory = (Memory(one.view(-1)) for one in (sums, stats))
+    tensors = (*memory, *map(Memory, (positions, slots, starts)), Memory(out.view(-1)))
+    for place, head in product(range(3 * width), range(heads)):
+        join((place, head), *tensors, first_run, width, most, scale, HEADS=heads, AHEAD=ahead)
+    assert (out[0] == 77).all()
+    assert (out[3] == 0).all()
+    for row, place in ((1, 0), (2, 1), (4, 6)):
+        for head in range(heads):
+            top, total, acc = torch.tensor(-1e30), torch.tensor(0.0), torch.zeros(512)
+            for split in range(max_splits(int(positions[row]) + 1)):
+                weight, peak = stats[place, head, split]
+                highest = torch.maximum(top, peak)
+                old = torch.exp2((top - highest) * scale)
+                new = torch.exp2((peak - highest) * scale)
+                acc = acc * old + sums[place, head, split] * new
+                total, top = total * old + weight * new, highest
+            assert torch.equal(out[row, head], acc / total)
 
 
 @pytest.mark.parametrize("first_run", [0, 2])
@@ -112,7 +191,10 @@ def test_it_serves_hopper_alone(monkeypatch):
     assert not hopper.serves(512, 576, torch.bfloat16, 24, torch.device("cpu"))
 
 
-def test_every_form_compiles_once_for_all_counts(tmp_path):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder with every form as compiled, for launches of many counts."""
+    folder = tmp_path_factory.mktemp("compiled")
     code = """
 from dataclasses import replace
 from sametoken.ops.model.latent_attention import hopper
@@ -129,5 +211,19 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     for config in (hopper.CONFIGS[32], replace(hopper.CONFIGS[64], programs=0)):
         hopper.attention(q, 0.07, rows, memory, config=config)
 """
-    compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3
+    compile_launches(code, folder)
+    return folder
+
+
+def test_every_form_compiles_once_for_all_counts(compiled):
+    assert len(list(compiled.rglob("*_kernel.ptx"))) == 3
+
+
+def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
+    (cubin,) = compiled.rglob("join_kernel.cubin")
+    command = [knobs.nvidia.nvdisasm.path, str(cubin)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loads, sep, folds = code.partition("MUFU.EX2")
+    assert sep
+    assert loads.count("LDG.E.128") == hopper.JOIN_SIZES["AHEAD"]
+    assert "LDG" not in folds

@@ -166,7 +166,7 @@ def _launch(
     }
     if not config.programs:
         tiles = most_tiles(group.num_runs, group.max_rows, len(q), heads, config.queries)
-        running = q.new_empty(out.shape, dtype=torch.float32)
+        running = q.new_empty(tiles * config.queries * RANK, dtype=torch.float32)
         rows_kernel[(tiles,)](
             *inputs, running, out, group.first, group.max_rows, group.num_runs, table.stride(0),
             scale, BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)), **constants,

@@ -263,6 +263,7 @@ def _attend_all(
     load_queries(q + base * WIDTH, queries, left, WARPS)
     top = gl.full([QUERIES], LOWEST, gl.float32, COLUMN)
     total = gl.zeros([QUERIES], gl.float32, COLUMN)
+    running += gl.program_id(0).to(gl.int64) * (QUERIES * RANK)
     last = split_of(end * TILE - 1)
     for split in range(last + 1):
         from_tile, to_tile = begin_of(split) // TILE, min(begin_of(split + 1) // TILE, end)
@@ -272,11 +273,11 @@ def _attend_all(
         )  # fmt: skip
         top, total, old, new = joined(top, total, split_top, split_total, scale)
         join_half(
-            running + base * RANK, out + base * RANK, sum_low, old, new, total, live, left,
+            running, out + base * RANK, sum_low, old, new, total, live, left,
             split > 0, split == last, 0,
         )  # fmt: skip
         join_half(
-            running + base * RANK, out + base * RANK, sum_high, old, new, total, live, left,
+            running, out + base * RANK, sum_high, old, new, total, live, left,
             split > 0, split == last, HALF,
         )  # fmt: skip
 
@@ -319,7 +320,7 @@ def rows_kernel(
     slots,
     starts,
     block_table,
-    running,  # [num_rows, HEADS, 512] fp32, this kernel's own
+    running,  # [programs, 2, 256 * QUERIES] fp32, this kernel's own
     out,  # [num_rows, HEADS, 512], written
     first_run,
     width,

@@ -198,24 +198,52 @@ def store_part(sums, stats, low, high, total, top, num_columns, part, most):
 
 
 @gluon.jit
+def _by_thread(sums):
+    """Sums [256, queries] as [lines, 4]: a thread has whole lines, and a warp adjacent ones."""
+    cut = sums.reshape([HALF // 16, 2, 8, sums.shape[1] // 8, 4, 2])
+    return cut.permute((3, 0, 2, 4, 1, 5)).reshape([HALF * sums.shape[1] // 4, 4])
+
+
+@gluon.jit
+def _by_query(lines, SUMS: gl.constexpr):
+    """The sums [256, queries] of ``_by_thread``; both leave every element in its register."""
+    QUERIES: gl.constexpr = lines.shape[0] * 4 // HALF
+    cut = lines.reshape([QUERIES // 8, HALF // 16, 8, 4, 2, 2])
+    sums = cut.permute((1, 4, 2, 0, 3, 5)).reshape([HALF, QUERIES])
+    return gl.convert_layout(sums, SUMS, assert_trivial=True)
+
+
+@gluon.jit
+def _places(lines):
+    """The places of elements [lines, 4] in memory that holds lines one after the other."""
+    LINES: gl.constexpr = lines.type.layout
+    line = gl.arange(0, lines.shape[0], layout=gl.SliceLayout(1, LINES))
+    return line[:, None] * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, LINES))[None, :]
+
+
+@gluon.jit
 def join_half(
     running, out, sums, old, new, total, live, num_columns, some, last, BEGIN: gl.constexpr
 ):  # fmt: skip
-    """Join a split's half to ``running``; after the last split, divide and store outputs."""
-    BY_SUM: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
-    dim = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
-    query = gl.arange(0, sums.shape[1], layout=BY_SUM)
-    at = query[None, :] * RANK + BEGIN + dim[:, None]
-    mask = (query < num_columns)[None, :] & (dim < HALF)[:, None]
-    before = gl.load(running + at, mask=mask & some, other=0.0)
+    """Join a split's half to ``running``; after the last split, divide and store outputs.
+
+    ``running`` is this program's own, so it lies in the order of registers.
+    """
+    SUMS: gl.constexpr = sums.type.layout
+    BY_SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
+    before = _by_thread(gl.zeros_like(sums))
+    at = running + BEGIN * sums.shape[1] + _places(before)
+    if some:
+        before = gl.load(at)
     new = gl.convert_layout(new, BY_SUM)[None, :]
-    joined_sums = gl.fma(before, gl.convert_layout(old, BY_SUM)[None, :], sums * new)
+    old = gl.convert_layout(old, BY_SUM)[None, :]
+    joined_sums = gl.fma(_by_query(before, SUMS), old, sums * new)
     if last:
         divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), BY_SUM)[None, :]
         shown = gl.convert_layout(live, BY_SUM)[None, :]
         _store_half(out, gl.where(shown, joined_sums / divisor, 0.0), num_columns, RANK, BEGIN)
     else:
-        gl.store(running + at, joined_sums, mask=mask)
+        gl.store(at, _by_thread(joined_sums))
 
 
 @gluon.jit

@@ -57,10 +57,12 @@ MANY_ROWS = 64
 #: Most rows of a launch of splits: beyond, their results take gigabytes.
 MAX_ROWS = 512
 
-#: Queries, warps, registers and programs of the Gluon kernels' launches of splits.
+#: Queries, slots, warps, registers and programs of the Gluon kernels' launches of splits. With one
+#: slot two programs share a multiprocessor, and one multiplies while the other loads.
 HOPPER = (
-    (16, 4, 128, 128), (32, 4, 128, 128), (32, 4, 128, 132), (32, 4, 160, 128), (32, 8, 168, 128),
-    (64, 8, 168, 128), (64, 8, 168, 132),
+    (16, 2, 4, 128, 128), (16, 1, 4, 128, 256),
+    (32, 2, 4, 128, 128), (32, 2, 4, 160, 128), (32, 2, 8, 168, 128), (32, 1, 4, 128, 256),
+    (64, 2, 8, 168, 128), (64, 2, 8, 168, 132),
 )  # fmt: skip
 
 Case = tuple[int, int, int]
@@ -123,8 +125,8 @@ def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
     if not hopper.is_hopper(torch.device("cuda")):
         return []
     least = min(next_power_of_2(heads), 64)
-    found = [LatentHopperConfig(queries, 2, *sizes) for queries, *sizes in HOPPER
-             if queries >= least and rows <= MAX_ROWS]  # fmt: skip
+    found = [LatentHopperConfig(*sizes) for sizes in HOPPER
+             if sizes[0] >= least and rows <= MAX_ROWS]  # fmt: skip
     whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
     return found + [config for config in whole if config.queries >= least]
 

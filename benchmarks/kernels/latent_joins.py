@@ -16,7 +16,7 @@ from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, rows_of_r
 from sametoken.ops.model.attention.schedule import splits_before
 from sametoken.ops.model.latent_attention import hopper
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel
-from sametoken.ops.model.latent_attention.hopper_tiles import RANK
+from sametoken.ops.model.latent_attention.hopper_tiles import RANK, dim_of
 
 
 @jit_over_runs
@@ -59,7 +59,7 @@ def former_join_kernel(  # noqa: PLR0913
     acc = acc / gl.where(total == 0.0, 1.0, total)
     acc = gl.where(live, acc, 0.0)
     at = (row.to(gl.int64) * HEADS + head) * RANK
-    gl.store(out + at + dim, acc.to(out.dtype.element_ty))
+    gl.store(out + at + dim_of(dim), acc.to(out.dtype.element_ty))
 
 
 class Join:

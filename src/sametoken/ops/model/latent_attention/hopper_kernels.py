@@ -23,6 +23,7 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     TILE,
     WIDTH,
     attend_split,
+    dim_of,
     join_half,
     load_queries,
     load_tiles,
@@ -110,7 +111,7 @@ def _attend_by_splits(
                     count += to_tile - from_tile
                     store_part(
                         sums, stats, sum_low, sum_high, total, top, num_queries - first,
-                        place * most + at, most,
+                        place * most + at, most, WARPS,
                     )  # fmt: skip
             start += end
         tile += 1
@@ -124,7 +125,7 @@ def splits_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
-    sums,  # [runs * width, HEADS, most, 512] fp32, written
+    sums,  # [runs * width, HEADS, most, 512] fp32, written in the order of ``dim_of``
     stats,  # [runs * width, HEADS, most, 2] fp32, written: total weight, maximum score
     first_run,  # of the launch
     width,  # the most rows of its runs
@@ -208,7 +209,7 @@ def join_kernel(
     live = gl.load(slots + row) == gl.load(slots + begin)
     if PDL:
         cuda.gdc_wait()
-    dim = gl.arange(0, RANK, layout=LAYOUT)
+    element = gl.arange(0, RANK, layout=LAYOUT)
     line = (place.to(gl.int64) * HEADS + head) * most
     top, total = LOWEST, 0.0
     acc = gl.zeros([RANK], gl.float32, LAYOUT)
@@ -216,7 +217,7 @@ def join_kernel(
         parts, tops, totals = (), (), ()
         for ahead in gl.static_range(AHEAD):
             at, exists = line + split + ahead, split + ahead < num_splits
-            parts += (gl.load(sums + at * RANK + dim, mask=exists, other=0.0),)
+            parts += (gl.load(sums + at * RANK + element, mask=exists, other=0.0),)
             tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
             totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
         for ahead in gl.static_range(AHEAD):
@@ -225,7 +226,7 @@ def join_kernel(
     acc = acc / gl.where(total == 0.0, 1.0, total)
     acc = gl.where(live, acc, 0.0)
     at = (row.to(gl.int64) * HEADS + head) * RANK
-    gl.store(out + at + dim, acc.to(out.dtype.element_ty))
+    gl.store(out + at + dim_of(element), acc.to(out.dtype.element_ty))
 
 
 @gluon.jit
@@ -274,11 +275,11 @@ def _attend_all(
         top, total, old, new = joined(top, total, split_top, split_total, scale)
         join_half(
             running, out + base * RANK, sum_low, old, new, total, live, left,
-            split > 0, split == last, 0,
+            split > 0, split == last, 0, WARPS,
         )  # fmt: skip
         join_half(
             running, out + base * RANK, sum_high, old, new, total, live, left,
-            split > 0, split == last, HALF,
+            split > 0, split == last, HALF, WARPS,
         )  # fmt: skip
 
 
@@ -320,7 +321,7 @@ def rows_kernel(
     slots,
     starts,
     block_table,
-    running,  # [programs, 2, 256 * QUERIES] fp32, this kernel's own
+    running,  # [programs, QUERIES, 512] fp32, this kernel's own, in the order of ``dim_of``
     out,  # [num_rows, HEADS, 512], written
     first_run,
     width,

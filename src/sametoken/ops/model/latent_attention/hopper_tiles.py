@@ -187,10 +187,65 @@ def _store_half(
 
 
 @gluon.jit
-def store_part(sums, stats, low, high, total, top, num_columns, part, most):
+def dim_of(place):
+    """Which element of a latent lies at a place 0 .. 511 of a line.
+
+    Four places side by side are one thread's: elements 8, 128 and 136 apart.
+    """
+    half, warp, row = place // HALF, place // 32 % 8, place // 4 % 8
+    return half * HALF + place // 2 % 2 * 128 + warp * 16 + place % 2 * 8 + row
+
+
+@gluon.constexpr_function
+def _line_registers(warps, queries):
+    """Registers of lines [queries, 256], each element where ``products((warps, 1))`` has it."""
+    of_warps = [[0, 32], [0, 64], [0, 128]]
+    cut = 2 if warps == 4 else 3
+    columns = [[bit, 0] for bit in (8, 16, 32) if bit < queries]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], *columns, *of_warps[cut:]],
+        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        warp_bases=of_warps[:cut],
+        block_bases=[],
+        shape=[queries, 256],
+    )
+
+
+@gluon.jit
+def _lines_of(sums, WARPS: gl.constexpr):
+    """Sums [256, queries] as lines [queries, 256], in the order of ``dim_of``."""
+    QUERIES: gl.constexpr = sums.shape[1]
+    LINES: gl.constexpr = _line_registers(WARPS, QUERIES)
+    lines = sums.reshape([2, 8, 2, 8, QUERIES]).permute((4, 1, 3, 0, 2)).reshape([QUERIES, HALF])
+    return gl.convert_layout(lines, LINES)
+
+
+@gluon.jit
+def _sums_of(lines, SUMS: gl.constexpr):
+    """The sums of ``_lines_of``."""
+    QUERIES: gl.constexpr = lines.shape[0]
+    sums = lines.reshape([QUERIES, 8, 8, 2, 2]).permute((3, 1, 4, 2, 0)).reshape([HALF, QUERIES])
+    return gl.convert_layout(sums, SUMS)
+
+
+@gluon.jit
+def _places(lines, stride):
+    """Queries [queries, 1] of lines, and where elements lie if lines are ``stride`` apart."""
+    LINES: gl.constexpr = lines.type.layout
+    query = gl.arange(0, lines.shape[0], layout=gl.SliceLayout(1, LINES))[:, None]
+    return query, query * stride + gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES))[None, :]
+
+
+@gluon.jit
+def store_part(
+    sums, stats, low, high, total, top, num_columns, part, most, WARPS: gl.constexpr
+):  # fmt: skip
     """Store one split's result of adjacent queries, whose first line is ``part``."""
-    _store_half(sums + part * RANK, low, num_columns, most * RANK, 0)
-    _store_half(sums + part * RANK, high, num_columns, most * RANK, HALF)
+    low, high = _lines_of(low, WARPS), _lines_of(high, WARPS)
+    column, at = _places(low, most * RANK)
+    at += part * RANK
+    gl.store(sums + at, low, mask=column < num_columns)
+    gl.store(sums + HALF + at, high, mask=column < num_columns)
     query = gl.arange(0, top.shape[0], layout=top.type.layout)
     line = stats + part * 2 + query.to(gl.int64) * most * 2
     gl.store(line, total, mask=query < num_columns)
@@ -198,52 +253,26 @@ def store_part(sums, stats, low, high, total, top, num_columns, part, most):
 
 
 @gluon.jit
-def _by_thread(sums):
-    """Sums [256, queries] as [lines, 4]: a thread has whole lines, and a warp adjacent ones."""
-    cut = sums.reshape([HALF // 16, 2, 8, sums.shape[1] // 8, 4, 2])
-    return cut.permute((3, 0, 2, 4, 1, 5)).reshape([HALF * sums.shape[1] // 4, 4])
-
-
-@gluon.jit
-def _by_query(lines, SUMS: gl.constexpr):
-    """The sums [256, queries] of ``_by_thread``; both leave every element in its register."""
-    QUERIES: gl.constexpr = lines.shape[0] * 4 // HALF
-    cut = lines.reshape([QUERIES // 8, HALF // 16, 8, 4, 2, 2])
-    sums = cut.permute((1, 4, 2, 0, 3, 5)).reshape([HALF, QUERIES])
-    return gl.convert_layout(sums, SUMS, assert_trivial=True)
-
-
-@gluon.jit
-def _places(lines):
-    """The places of elements [lines, 4] in memory that holds lines one after the other."""
-    LINES: gl.constexpr = lines.type.layout
-    line = gl.arange(0, lines.shape[0], layout=gl.SliceLayout(1, LINES))
-    return line[:, None] * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, LINES))[None, :]
-
-
-@gluon.jit
 def join_half(
-    running, out, sums, old, new, total, live, num_columns, some, last, BEGIN: gl.constexpr
+    running, out, sums, old, new, total, live, num_columns, some, last,
+    BEGIN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Join a split's half to ``running``; after the last split, divide and store outputs.
-
-    ``running`` is this program's own, so it lies in the order of registers.
-    """
+    """Join a split's half to ``running``; after the last split, divide and store outputs."""
     SUMS: gl.constexpr = sums.type.layout
     BY_SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
-    before = _by_thread(gl.zeros_like(sums))
-    at = running + BEGIN * sums.shape[1] + _places(before)
+    before = _lines_of(gl.zeros_like(sums), WARPS)
+    _, at = _places(before, RANK)
     if some:
-        before = gl.load(at)
+        before = gl.load(running + BEGIN + at)
     new = gl.convert_layout(new, BY_SUM)[None, :]
     old = gl.convert_layout(old, BY_SUM)[None, :]
-    joined_sums = gl.fma(_by_query(before, SUMS), old, sums * new)
+    joined_sums = gl.fma(_sums_of(before, SUMS), old, sums * new)
     if last:
         divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), BY_SUM)[None, :]
         shown = gl.convert_layout(live, BY_SUM)[None, :]
         _store_half(out, gl.where(shown, joined_sums / divisor, 0.0), num_columns, RANK, BEGIN)
     else:
-        gl.store(at, _by_thread(joined_sums))
+        gl.store(running + BEGIN + at, _lines_of(joined_sums, WARPS))
 
 
 @gluon.jit

@@ -114,11 +114,11 @@ class OneProgram:
 @pytest.fixture
 def join(monkeypatch):
     """``join_kernel`` as a function of its program and its arguments."""
-    of_kernels = ("joined", "rows_of_run", "splits_before")
-    for name in of_kernels:
+    for name in ("dim_of", "joined", "rows_of_run", "splits_before"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
     for name in ("RANK", "LOWEST"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
+    monkeypatch.setattr(hopper_tiles, "HALF", hopper_tiles.HALF.value)
     for name in ("_BEGIN_1", "_BEGIN_2", "_BEGIN_3", "_SIZE_0", "_SIZE_1", "_SIZE_2", "_SIZE_3"):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
@@ -128,6 +128,19 @@ def join(monkeypatch):
         hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
 
     return run
+
+
+def test_lines_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
+    monkeypatch.setattr(hopper_tiles, "HALF", 256)
+    monkeypatch.setattr(hopper_tiles, "_line_registers", lambda *_: None)
+    language = SimpleNamespace(constexpr=int, convert_layout=lambda values, layout: values)
+    monkeypatch.setattr(hopper_tiles, "gl", language)
+    sums = torch.arange(256)[:, None] + 1000 * torch.arange(32)
+    lines = hopper_tiles._lines_of.fn(sums, 8)
+    element = hopper_tiles.dim_of.fn(torch.arange(512))
+    assert torch.equal(lines, element[:256] + 1000 * torch.arange(32)[:, None])
+    assert torch.equal(element[256:], element[:256] + 256)
+    assert torch.equal(hopper_tiles._sums_of.fn(lines, None), sums)
 
 
 @pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES["AHEAD"]])
@@ -149,6 +162,8 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
         join((place, head), *tensors, first_run, width, most, scale, HEADS=heads, AHEAD=ahead)
     assert (out[0] == 77).all()
     assert (out[3] == 0).all()
+    # A thread's four elements of a query lie side by side: dim bits 7 and 3.
+    stored = torch.arange(512).view(2, 2, 8, 2, 8).permute(0, 2, 4, 1, 3).reshape(512)
     for row, place in ((1, 0), (2, 1), (4, 6)):
         for head in range(heads):
             top, total, acc = torch.tensor(-1e30), torch.tensor(0.0), torch.zeros(512)
@@ -159,7 +174,7 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
                 new = torch.exp2((peak - highest) * scale)
                 acc = acc * old + sums[place, head, split] * new
                 total, top = total * old + weight * new, highest
-            assert torch.equal(out[row, head], acc / total)
+            assert torch.equal(out[row, head, stored], acc / total)
 
 
 @pytest.mark.parametrize("first_run", [0, 2])

@@ -35,7 +35,7 @@ RANK, WIDTH = 512, 576
 MULTIPROCESSORS = 132
 
 #: Multiprocessors that programs of whole rows have to keep busy, over all their rounds. Below, it
-#: is faster to share splits evenly and to join them, which costs about a quarter.
+#: is faster to share splits evenly and to join them, which costs about a fifth.
 BUSY_PROGRAMS = 100
 
 #: Most query tiles of a launch of splits: each program looks at all of them.

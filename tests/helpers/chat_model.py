@@ -51,7 +51,7 @@ def vocab_size() -> int:
     return byte_tokenizer().get_vocab_size()
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
     """Every byte is a token; a few merges, so that tokens and characters differ."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *("".join(pair) for pair in MERGES)]
@@ -59,5 +59,5 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     return tokenizer

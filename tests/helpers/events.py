@@ -32,8 +32,9 @@ def merged_chat(chunks: list[dict]) -> dict[int, dict]:
     choices: dict[int, dict] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         empty = {"content": "", "calls": [], "logprobs": [], "token_ids": [], "finish_reason": None}
-        whole = choices.setdefault(choice["index"], empty)
+        whole = choices.setdefault(choice["index"], empty | {"reasoning": ""})
         delta = choice["delta"]
+        whole["reasoning"] += delta.get("reasoning") or ""
         whole["content"] += delta.get("content") or ""
         for call in delta.get("tool_calls") or []:
             if call["index"] == len(whole["calls"]):

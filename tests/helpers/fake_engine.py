@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerFast
 
@@ -58,6 +59,8 @@ class FakeEngine:
         refuse: raised by ``begin``.
         endless: whether answers go on as long as they may.
         failed: whether every answer fails.
+        special: the special tokens, of which the first ends a text.
+        template: the chat template.
     """
 
     is_ready = True
@@ -71,14 +74,16 @@ class FakeEngine:
         refuse: Exception | None = None,
         endless: bool = False,
         failed: bool = False,
+        special: tuple[str, ...] = SPECIAL,
+        template: str = CHAT_TEMPLATE,
     ) -> None:
-        template = CHAT_TEMPLATE
+        backend = byte_tokenizer(special)
         self.tokenizer = Tokenizer(
             PreTrainedTokenizerFast(
-                tokenizer_object=byte_tokenizer(), eos_token=SPECIAL[0], chat_template=template
+                tokenizer_object=backend, eos_token=special[0], chat_template=template
             )
         )
-        self.resolved = SUMMARY
+        self.resolved = replace(SUMMARY, vocab_size=backend.get_vocab_size())
         self.say = say if callable(say) else lambda prompt, index: say
         self.window, self.refuse = window, refuse
         self.endless, self.failed = endless, failed
@@ -87,7 +92,7 @@ class FakeEngine:
         self._tasks: set[asyncio.Task] = set()
         self._inputs = InputProcessor(
             self.tokenizer,
-            vocab_size=SUMMARY.vocab_size,
+            vocab_size=self.resolved.vocab_size,
             max_model_len=SUMMARY.max_model_len,
             eos_token_ids=SUMMARY.eos_token_ids,
             num_speculative_tokens=SUMMARY.num_speculative_tokens,

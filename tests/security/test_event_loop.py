@@ -15,6 +15,7 @@ from sametoken.engine.input_processor import PromptTokens
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.harmony import parse_harmony
 from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
@@ -115,8 +116,10 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
         (parse_hermes, '<tool_call>{"x": [' + "[1, 2], " * 8000),
         (parse_required, '[{"name": "f", "parameters": {"a": [' + '{"b": 1}, ' * 6000),
         (parse_required, " " * 60_000),
+        (parse_harmony, " to=functions.f<|message|>" + "[1, 2], " * 8000),
+        (parse_harmony, "<|channel|>" * 2000),
     ],
-    ids=["call", "no call", "required", "spaces"],
+    ids=["call", "no call", "required", "spaces", "harmony", "marks"],
 )
 def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
     request = ChatRequest(messages=[{"role": "user", "content": "x"}])

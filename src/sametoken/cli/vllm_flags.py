@@ -20,7 +20,7 @@ _SAME = """
     swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
     enable_return_routed_experts
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
-    tool_call_parser weight_transfer_config
+    tool_call_parser reasoning_parser weight_transfer_config
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
 """
 SAME = tuple(_SAME.split())

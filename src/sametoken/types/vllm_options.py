@@ -73,6 +73,10 @@ VLLM_OPTIONS = (
         switches="async_scheduling disable_async_output_proc",
     ),
     VllmOptions(
+        "--reasoning-parser alone says how reasoning is parted from the answer",
+        switches="enable_reasoning",
+    ),
+    VllmOptions(
         _GRAPHS,
         values="compilation_config optimization_level cudagraph_capture_sizes cuda_graph_sizes "
         "max_cudagraph_capture_size max_seq_len_to_capture",
@@ -259,18 +263,11 @@ VLLM_OPTIONS = (
         instead="use LLM(skip_tokenizer_init=True) for prompts of token ids",
     ),
     VllmOptions(
-        "answers are not split into reasoning and content",
-        values="reasoning_parser",
-        switches="enable_reasoning",
-        accepted=(),
-        instead="leave it out: the content has both, with the model's own marks",
-    ),
-    VllmOptions(
         _NO_CODE,
         values="tool_parser_plugin reasoning_parser_plugin logits_processors "
         "logits_processor_pattern middleware worker_cls worker_extension_cls scheduler_cls",
         accepted=(),
-        instead="use a built-in --tool-call-parser, or a proxy before the server",
+        instead="use the parsers that are built in, or a proxy before the server",
     ),
     VllmOptions(
         "a request's template could take the server's time",

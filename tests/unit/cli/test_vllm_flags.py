@@ -134,9 +134,9 @@ def test_names_of_ours_for_vllm_s_flags(started):
 
 
 def test_a_refusal_is_one_line(started):
-    result = serve("--reasoning-parser", "qwen3")
+    result = serve("--tool-parser-plugin", "mine.py")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: --reasoning-parser qwen3 is not offered: answers are not split")
+    assert line.startswith("error: --tool-parser-plugin mine.py is not offered: code from outside")
     assert (result.exit_code, started) == (USAGE, [])
 
 

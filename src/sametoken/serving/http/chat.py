@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,6 +23,8 @@ from sametoken.serving.http.logprobs import (
     prompt_logprobs,
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
+from sametoken.serving.http.parsed import Parsed
+from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS
 from sametoken.serving.http.responses import (
     CalledFunction,
     ChatChoice,
@@ -38,7 +40,6 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tool_parsers import Parsed
 from sametoken.serving.http.tools import ToolUse, tool_use
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
@@ -65,11 +66,12 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     served.check(1, params)
     prompt = await served.render(
         request.messages,
-        request.chat_template_kwargs,
+        request.template_variables,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
+    use = _reads_reasoning(served, request, use, prompt.text or "")
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)
     generation = await served.begin([prompt], params, request_id)
@@ -79,7 +81,23 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
     parser = served.tool_parser(request.tools) if request.tools else None
     use = tool_use(request, structured_outputs(request), parser)
-    return use, chat_params(request, served.defaults, use.structured)
+    params = chat_params(request, served.defaults, use.structured)
+    _, reasoning = served.parsers
+    if reasoning is not None and use.structured is None:
+        params = served.with_marks(params, reasoning)
+    return use, params
+
+
+def _reads_reasoning(served: Served, request: ChatRequest, use: ToolUse, prompt: str) -> ToolUse:
+    """The use with the parser of reasoning; a constraint holds from the first token on."""
+    _, reasoning = served.parsers
+    if reasoning is None:
+        return use
+    parser = use.parser
+    if use.structured is None:
+        shows_marks = request.skip_special_tokens is False
+        parser = REASONING_PARSERS[reasoning](prompt, use.parser, shows_marks)
+    return replace(use, parser=parser, shows_reasoning=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +154,10 @@ class _Answer:
             return "tool_calls"
         return completion.finish_reason  # type: ignore[return-value]
 
+    def reasoning(self, parsed: Parsed) -> str:
+        """The reasoning that is shown."""
+        return parsed.reasoning if self.request.include_reasoning else ""
+
     def call_id(self, choice_index: int, call_index: int) -> str:
         """The globally unique id of a tool call."""
         return f"call_{self.request_id.removeprefix('chatcmpl-')}_{choice_index}_{call_index}"
@@ -152,10 +174,11 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parsed = self.use.parser(completion.text, True)
-        message = ChatMessage(
-            role="assistant", content=parsed.content if parsed.content or not parsed.calls else None
-        )
+        is_empty = not parsed.content and (parsed.calls or parsed.reasoning)
+        message = ChatMessage(role="assistant", content=None if is_empty else parsed.content)
         message.refusal = None
+        if self.use.shows_reasoning:
+            message.reasoning = self.reasoning(parsed) or None
         if parsed.calls:
             message.tool_calls = [
                 ToolCall(
@@ -248,7 +271,7 @@ class _ChoiceWriter:
 
         A parser reads the whole text, so parsing at every step would take quadratic time.
         """
-        in_calls = self._num_parsed - len(self._sent.content)
+        in_calls = self._num_parsed - len(self._sent.content) - len(self._sent.reasoning)
         if not self._finished and len(text) - self._num_parsed < in_calls // _REPARSE_DIVISOR:
             return self._sent
         self._num_parsed = len(text)
@@ -256,6 +279,9 @@ class _ChoiceWriter:
 
     def _deltas(self, parsed: Parsed) -> list[ChatMessage]:
         deltas = []
+        more = self._answer.reasoning(parsed)[len(self._sent.reasoning) :]
+        if more:
+            deltas.append(ChatMessage(reasoning=more))
         more = parsed.content[len(self._sent.content) :]
         if more:
             deltas.append(ChatMessage(content=more))

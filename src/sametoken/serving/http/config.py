@@ -14,7 +14,11 @@ from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "qwen3_coder")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "openai", "qwen3_coder")
+#: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has a parser for each.
+REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
+#: The parsers of harmony, one of which needs the other.
+OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"
 AUTO, NONE = "auto", "none"
 #: Addresses that this machine alone reaches.
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -85,6 +89,12 @@ class ServerConfig:
         "syntax of tool calls; auto: by the chat template",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
     )
+    reasoning_parser: str = option(
+        AUTO,
+        "form of reasoning before an answer; auto: openai_gptoss with --tool-call-parser openai, "
+        "which a template of gpt-oss chooses, else none",
+        choices=(AUTO, NONE, *REASONING_PARSERS),
+    )
     drain_timeout: float = option(
         60.0, "seconds that requests may still take after SIGTERM", limits=(0.0, 86400.0)
     )
@@ -114,6 +124,15 @@ class ServerConfig:
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r} has no leading /", "put one before it")
         self._check_tls()
+        calls, reasoning = self.tool_call_parser, self.reasoning_parser
+        if (calls == OPENAI and reasoning not in (AUTO, OPENAI_GPTOSS)) or (
+            reasoning == OPENAI_GPTOSS and calls not in (AUTO, NONE, OPENAI)
+        ):
+            raise ConfigError(
+                f"of tool_call_parser={calls!r} and reasoning_parser={reasoning!r} one reads "
+                "harmony and the other does not",
+                f"leave one of them out, or use {OPENAI!r} and {OPENAI_GPTOSS!r}",
+            )
         if self.weight_transfer is not None and not self.api_key and self.host not in _LOOPBACK:
             raise ConfigError(
                 f"weight_transfer_config without an api_key lets everybody at {self.host} change "
@@ -126,6 +145,22 @@ class ServerConfig:
         """``weight_transfer_config``, parsed; None if the weights stay."""
         text = self.weight_transfer_config
         return None if text is None else WeightTransferConfig.parse(text)
+
+    def parsers(self, auto: str | None) -> tuple[str | None, str | None]:
+        """The names of the parsers of tool calls and of reasoning, None for none.
+
+        Args:
+            auto: the parser of tool calls for the chat template.
+        """
+        calls: str | None = self.tool_call_parser
+        reasoning: str | None = self.reasoning_parser
+        if calls == AUTO:
+            calls = OPENAI if reasoning == OPENAI_GPTOSS else auto
+        if reasoning == AUTO:
+            reasoning = OPENAI_GPTOSS if calls == OPENAI else NONE
+        if calls == OPENAI and reasoning != OPENAI_GPTOSS:
+            calls = NONE
+        return (None if calls == NONE else calls), (None if reasoning == NONE else reasoning)
 
     def _check_tls(self) -> None:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

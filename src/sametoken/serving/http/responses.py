@@ -129,6 +129,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

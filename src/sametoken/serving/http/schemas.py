@@ -50,7 +50,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "functions": "use tools",
     "length_penalty": "it belongs to beam search, which is not supported",
     "modalities": "only text is supported; leave it out",
-    "reasoning_effort": "use chat_template_kwargs, if the model's template reads it",
+    "reasoning_effort": "it belongs to conversations; use /v1/chat/completions",
     "suffix": "put what follows into the prompt, in the model's own format",
     "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "leave it out; only sampling is supported",
@@ -250,6 +250,8 @@ class Message(BaseModel):
         Text | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
     ) = None
     name: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
     tool_calls: (
         Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
@@ -307,6 +309,19 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    include_reasoning: bool = True
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables for the chat template; an effort also turns thinking on or off."""
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return given
+        effort = self.reasoning_effort
+        return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 
 class TokenizeRequest(Strict):

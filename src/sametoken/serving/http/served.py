@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sametoken.engine.input_processor import PromptTokens
 from sametoken.errors import shown
-from sametoken.serving.http.config import AUTO, NONE, ServerConfig
+from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
+from sametoken.serving.http.harmony import ENDS
+from sametoken.serving.http.parsed import Parser
+from sametoken.serving.http.reasoning_parsers import PARSER_MARKS
 from sametoken.serving.http.responses import ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
-from sametoken.serving.http.tool_parsers import TOOL_PARSERS, ToolParser, parser_of_template
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS, parser_of_template
 from sametoken.serving.http.tools import template_messages
 from sametoken.types.sampling_params import SamplingParams
 
@@ -183,15 +186,37 @@ class Served:
 
         return await asyncio.to_thread(render)
 
-    def tool_parser(self, tools: Sequence[Tool]) -> ToolParser | None:
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The names of the parsers of tool calls and of reasoning, None for none."""
+        template = str(self.engine.get_tokenizer().hf.chat_template or "")
+        return self.config.parsers(parser_of_template(template))
+
+    def tool_parser(self, tools: Sequence[Tool]) -> Parser | None:
         """The parser for the model's calls of these tools, if there is one."""
-        name: str | None = self.config.tool_call_parser
-        if name == AUTO:
-            name = parser_of_template(str(self.engine.get_tokenizer().hf.chat_template or ""))
-        if name is None or name == NONE:
+        name, _ = self.parsers
+        if name is None:
             return None
         functions = [tool.function for tool in tools]
         return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
+
+    def with_marks(self, params: SamplingParams, reasoning: str) -> SamplingParams:
+        """Parameters whose text has the marks that a parser of reasoning must see.
+
+        An answer also ends with harmony's marks for that, which some copies of gpt-oss do not
+        name as its ends.
+        """
+        tokenizer = self.engine.get_tokenizer()
+        ids = {mark: tokenizer.backend.token_to_id(mark) for mark in PARSER_MARKS[reasoning]}
+        stops = tuple(params.stop_token_ids or ())
+        known = {*self.engine.resolved.eos_token_ids, *stops}
+        ends = [] if params.ignore_eos else [ids[mark] for mark in ENDS if mark in ids]
+        return replace(
+            params,
+            stop_token_ids=(*stops, *(end for end in ends if end is not None and end not in known)),
+            skip_special_tokens=params.skip_special_tokens
+            and tokenizer.special_ids.isdisjoint(ids.values()),
+        )
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:

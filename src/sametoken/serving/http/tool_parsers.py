@@ -1,9 +1,5 @@
 """Incremental parsers of tool calls in a model's text.
 
-A parser is a function of the text so far. Its result for a prefix of a text is a prefix of its
-result for the text, so a stream of differences adds up to the whole
-(``tests/unit/serving/http/test_tool_parsers.py::test_a_stream_adds_up_to_the_whole``).
-
 Qwen3-Coder and Qwen3.5 write calls as XML::
 
     <function=NAME>
@@ -20,10 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from sametoken.serving.http.harmony import TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_spans import (
     Member,
     ObjectSpan,
@@ -31,26 +27,8 @@ from sametoken.serving.http.json_spans import (
     skip_space,
     string_value,
 )
+from sametoken.serving.http.parsed import FoundCall, Parsed, Parser, num_safe
 
-
-@dataclass(frozen=True, slots=True)
-class FoundCall:
-    """A call: the function's name, and the text of its arguments so far."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A parsed text: the message content, and the calls in order."""
-
-    content: str
-    calls: tuple[FoundCall, ...] = ()
-
-
-#: Maps the text so far, and whether it is finished, to its parts.
-ToolParser = Callable[[str, bool], Parsed]
 #: Maps the text between a call's tags, and whether it is complete, to the call.
 _CallReader = Callable[[str, bool], FoundCall | None]
 
@@ -59,11 +37,6 @@ _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _SEPARATORS = ";, \t\r\n"
-
-
-def parse_nothing(text: str, finished: bool) -> Parsed:
-    """For answers without calls: the whole text is content."""
-    return Parsed(text)
 
 
 def parse_hermes(text: str, finished: bool) -> Parsed:
@@ -75,7 +48,7 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
     return _parse_marked(text, finished, _call_in)
 
 
-def qwen3_coder_parser(schemas: Schemas) -> ToolParser:
+def qwen3_coder_parser(schemas: Schemas) -> Parser:
     """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
     The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there.
@@ -140,7 +113,7 @@ def parse_required(text: str, finished: bool) -> Parsed:
     return Parsed("", calls)
 
 
-def named_parser(name: str) -> ToolParser:
+def named_parser(name: str) -> Parser:
     """For an answer that consists of the arguments of one function."""
 
     def parse(text: str, finished: bool) -> Parsed:
@@ -150,15 +123,18 @@ def named_parser(name: str) -> ToolParser:
 
 
 #: Makes the parser for given tools, by the values of ``--tool-call-parser``.
-TOOL_PARSERS: Mapping[str, Callable[[Schemas], ToolParser]] = {
+TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
     "hermes": lambda _: parse_hermes,
     "llama3_json": lambda _: parse_llama3_json,
+    "openai": lambda _: parse_harmony,
     "qwen3_coder": qwen3_coder_parser,
 }
 
 
 def parser_of_template(template: str) -> str | None:
     """The parser for a chat template's syntax of calls; None if it is unknown."""
+    if TEMPLATE_MARK in template:
+        return "openai"
     if _START in template:
         # Qwen3.5 and Qwen3-Coder put XML between the same tags.
         return "qwen3_coder" if "<function=" in template else "hermes"
@@ -267,14 +243,6 @@ def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | 
         place = end + len(_PARAMETER_END)
     is_closed = is_whole or _FUNCTION_END.match(body, place) is not None
     return head[1], _object(members, is_closed=is_closed)
-
-
-def num_safe(text: str, mark: str) -> int:
-    """Number of leading characters that cannot be part of a mark begun at the text's end."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return len(text) - size
-    return len(text)
 
 
 def _object(members: list[str], *, is_closed: bool) -> str:

@@ -10,15 +10,13 @@ from sametoken.errors import shown
 from sametoken.serving.http.body import read_json
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.params import json_schema
+from sametoken.serving.http.parsed import Parser, parse_nothing
 from sametoken.serving.http.schemas import ChatRequest, Message, NamedTool, Tool
-from sametoken.serving.http.tool_parsers import (
-    ToolParser,
-    named_parser,
-    parse_nothing,
-    parse_required,
-)
+from sametoken.serving.http.tool_parsers import named_parser, parse_required
 from sametoken.types.structured_outputs import StructuredOutputs
 
+#: Where templates read an earlier message's reasoning: gpt-oss's the last, Qwen's the second.
+_REASONING = ("reasoning", "reasoning_content", "thinking")
 #: Parameters of a function that declares none.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -29,19 +27,21 @@ class ToolUse:
 
     Attributes:
         tools: tools for the chat template, if any.
-        parser: finds calls in the answer.
+        parser: finds calls in the answer, and reasoning once the prompt is known.
         structured: the answer's constraint.
         reports_calls: whether an answer with calls has finish reason "tool_calls".
+        shows_reasoning: whether messages have a field for reasoning.
     """
 
     tools: list[dict[str, Any]] | None
-    parser: ToolParser
+    parser: Parser
     structured: StructuredOutputs | None
     reports_calls: bool = True
+    shows_reasoning: bool = False
 
 
 def tool_use(
-    request: ChatRequest, structured: StructuredOutputs | None, parser: ToolParser | None
+    request: ChatRequest, structured: StructuredOutputs | None, parser: Parser | None
 ) -> ToolUse:
     """Resolve a request's ``tools`` and ``tool_choice``.
 
@@ -122,7 +122,21 @@ def _template_message(message: Message) -> dict[str, Any]:
         ]
     else:
         values.pop("tool_calls", None)
+    _spread_reasoning(message, values)
     return values
+
+
+def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
+    """Put an assistant's earlier reasoning under every name that a template reads, or none."""
+    reasoning = message.reasoning or message.reasoning_content
+    for name in _REASONING:
+        if reasoning and message.role == "assistant":
+            values[name] = reasoning
+        elif values.get(name) is None:
+            values.pop(name, None)
+    if values["content"] and message.tool_calls:
+        # gpt-oss's template refuses a call with both.
+        values.pop("thinking", None)
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

@@ -3,20 +3,44 @@ from __future__ import annotations
 import json
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from helpers.events import events, merged_chat
 from helpers.fake_engine import FakeEngine
+from sametoken.serving.http.chat import _Answer, _ChoiceWriter
+from sametoken.serving.http.harmony import MARKS
+from sametoken.serving.http.parsed import parse_nothing
+from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS
+from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.tools import ToolUse
+from sametoken.types.outputs import CompletionOutput
 
 USER = [{"role": "user", "content": "What is 1 + 2?"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TEXT = "héllo wörld 🙂 done"
 NAMED = {"type": "function", "function": {"name": "add"}}
+#: Of harmony's kind: special tokens, one of which ends texts, and a template.
+SPECIAL = ("<|return|>", *(mark for mark in MARKS if mark != "<|return|>"), "<|other|>")
+HARMONY = """\
+<|start|>system<|message|>{{ reasoning_effort or "medium" }}<|end|>
+{%- for message in messages %}<|start|>{{ message.role }}
+{%- if message.thinking %}<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
+{%- endif %}<|message|>{{ message.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+THOUGHT = "<|channel|>analysis<|message|>Let me héar.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>1 + 2 is 3."
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 
 
-def both(serve, said: str, **body) -> tuple[dict, list[dict]]:
+def harmony(said: str) -> FakeEngine:
+    return FakeEngine(said, special=SPECIAL, template=HARMONY)
+
+
+def both(serve, said: str | FakeEngine, server=None, **body) -> tuple[dict, list[dict]]:
     """The answer to a request without and with a stream."""
-    client = serve(FakeEngine(said))
+    engine = FakeEngine(said) if isinstance(said, str) else said
+    client = serve(engine, **(server or {}))
     request = {"messages": USER} | body
     whole = client.post("/v1/chat/completions", json=request)
     assert whole.status_code == 200, whole.text
@@ -44,15 +68,23 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED}),
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tools": [ADD], "tool_choice": "required"}),
         ("", {}),
+        (f"<think>\n{TEXT}</think>\n\n{TEXT}", {"logprobs": True}),
+        (f"<think>I add {CALL}.</think>I will add.\n{CALL}", {"tools": [ADD]}),
+        (f"<think>{TEXT}</think>{TEXT}", {"include_reasoning": False, "return_token_ids": True}),
+        (harmony(THOUGHT + FINAL), {"n": 2, "return_token_ids": True}),
+        (harmony(f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|>'), {"tools": [ADD], "logprobs": True}),
+        (harmony("{}"), {"response_format": {"type": "json_object"}}),
     ],
 )
 def test_a_stream_adds_up_to_the_whole(serve, said, body):
-    whole, chunks = both(serve, said, **body)
+    server = {"reasoning_parser": "qwen3"} if isinstance(said, str) else {}
+    whole, chunks = both(serve, said, server, **body)
     found = merged_chat(chunks)
     assert len(found) == len(whole["choices"])
     for choice in whole["choices"]:
         streamed, message = found[choice["index"]], choice["message"]
         assert streamed["content"] == (message["content"] or "")
+        assert streamed["reasoning"] == (message["reasoning"] or "")
         assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == calls_of(message)
         assert streamed["finish_reason"] == choice["finish_reason"]
         assert streamed["logprobs"] == (choice["logprobs"] or {}).get("content", [])
@@ -144,7 +176,7 @@ def test_usage_and_statistics_when_asked_for(serve):
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"logprobs": 3}, "logprobs"),
     ],
 )
@@ -185,3 +217,98 @@ def test_lone_surrogates_are_the_client_s_error(serve):
         answer = client.post("/v1/chat/completions", content=body, headers=headers)
         assert answer.status_code == status, body
         assert answer.json()["error"]["message"]
+
+
+def message_of(serve, said, server=None, **body) -> dict:
+    whole, _ = both(serve, said, server, **body)
+    (choice,) = whole["choices"]
+    return choice["message"]
+
+
+def test_reasoning_has_a_field_of_its_own(serve):
+    said, parsed = "<think>hm</think>yes", {"reasoning_parser": "qwen3"}
+    whole, chunks = both(serve, said, parsed)
+    message = ChatCompletion.model_validate(whole).choices[0].message
+    assert (message.reasoning, message.content) == ("hm", "yes")
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert all(len(delta) == 1 for delta in deltas[1:-1])
+    assert message_of(serve, said, parsed, include_reasoning=False)["reasoning"] is None
+    assert message_of(serve, "yes", parsed)["reasoning"] is None
+    cut = message_of(serve, "<think>hm", parsed)
+    assert (cut["reasoning"], cut["content"]) == ("hm", None)
+    assert message_of(serve, said) == {"role": "assistant", "content": said, "refusal": None}
+
+
+def test_long_reasoning_is_streamed_as_it_comes():
+    request = ChatRequest(messages=USER)
+    parser = REASONING_PARSERS["deepseek_r1"]("", parse_nothing, False)
+    use = ToolUse(None, parser, None, shows_reasoning=True)
+    writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", shows_versions=False), 0)
+    for length in (6400, 6401):
+        (piece,) = writer.write(CompletionOutput(0, "x" * length, ()))
+    assert piece.delta.reasoning == "x"
+
+
+def test_a_template_may_have_begun_the_reasoning(serve):
+    engine = FakeEngine("hm</think>yes")
+    engine.tokenizer.hf.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = message_of(serve, engine, {"reasoning_parser": "qwen3"}, **body)
+    assert (message["reasoning"], message["content"]) == ("hm", "yes")
+    by_effort = message_of(serve, engine, {"reasoning_parser": "qwen3"}, reasoning_effort="low")
+    assert by_effort == message
+    message = message_of(serve, engine, {"reasoning_parser": "qwen3"}, reasoning_effort="none")
+    assert (message["reasoning"], message["content"]) == (None, "hm</think>yes")
+
+
+def test_harmony_is_chosen_by_the_template(serve):
+    message = message_of(serve, harmony(THOUGHT + FINAL))
+    assert (message["reasoning"], message["content"]) == ("Let me héar.", "1 + 2 is 3.")
+    raw = message_of(serve, harmony(THOUGHT + FINAL), {"reasoning_parser": "none"})
+    assert raw["content"] == "analysisLet me héar.assistantfinal1 + 2 is 3."
+    assert message_of(serve, harmony(THOUGHT + FINAL), {"tool_call_parser": "none"}) == raw
+
+
+def test_harmony_s_calls_end_the_answer(serve):
+    said = f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|><|start|>assistant{FINAL}'
+    whole, _ = both(serve, harmony(said), tools=[ADD])
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], calls_of(message)) == ("tool_calls", [("add", '{"a": 1}')])
+    assert (message["reasoning"], message["content"]) == ("Let me héar.", None)
+    engine = harmony(said)
+    ends = []
+    for ignore_eos in (False, True):
+        both(serve, engine, ignore_eos=ignore_eos, stop_token_ids=[5], max_tokens=4)
+        ends.append(engine.seen[-1][1].stop_token_ids)
+    assert ends == [(5, engine.tokenizer.backend.token_to_id("<|call|>")), (5,)]
+
+
+def test_marks_without_a_meaning_are_skipped_like_special_tokens(serve):
+    said = f"{FINAL}<|constrain|>."
+    assert message_of(serve, harmony(said))["content"] == "1 + 2 is 3.."
+    shown = message_of(serve, harmony(said), skip_special_tokens=False)["content"]
+    assert shown == "1 + 2 is 3.<|constrain|>."
+
+
+def test_a_constrained_answer_has_no_reasoning(serve):
+    body = {"response_format": {"type": "json_object"}}
+    for engine, server in (
+        (FakeEngine("{}"), {"reasoning_parser": "deepseek_r1"}),
+        (harmony("{}"), {}),
+    ):
+        message = message_of(serve, engine, server, **body)
+        assert (message["reasoning"], message["content"]) == (None, "{}")
+    assert engine.seen[0][1].skip_special_tokens
+
+
+def test_the_template_sees_earlier_reasoning_and_the_effort(serve):
+    engine = harmony(FINAL)
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        earlier = {"role": "assistant", "content": "3", "reasoning": None, name: "hm"}
+        body = {"messages": [*USER, earlier, *USER], "reasoning_effort": "high"}
+        assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    first, *others = [prompt.text for prompt, _ in engine.seen]
+    assert first.startswith("<|start|>system<|message|>high<|end|>")
+    assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|><|message|>3<|end|>" in first
+    assert set(others) == {first}

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from sametoken.errors import ConfigError
-from sametoken.serving.http.config import TOOL_CALL_PARSERS, ServerConfig
+from sametoken.serving.http.config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS as MAKERS
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS
 
 
@@ -18,6 +19,10 @@ from sametoken.serving.http.tool_parsers import TOOL_PARSERS
         {"drain_timeout": -1.0},
         {"log_level": "loud"},
         {"tool_call_parser": "telepathy"},
+        {"reasoning_parser": "telepathy"},
+        {"tool_call_parser": "openai", "reasoning_parser": "none"},
+        {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"},
         {"api_key": ("",)},
         {"api_key": ("good", " outer")},
         {"api_key": ("in ner",)},
@@ -49,3 +54,26 @@ def test_keys_are_not_printed():
 
 def test_every_parser_that_is_offered_exists():
     assert set(TOOL_CALL_PARSERS) == set(TOOL_PARSERS)
+    assert set(REASONING_PARSERS) == set(MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_template", "expected"),
+    [
+        ({}, None, (None, None)),
+        ({}, "hermes", ("hermes", None)),
+        ({}, "openai", ("openai", "openai_gptoss")),
+        ({"tool_call_parser": "none"}, "openai", (None, None)),
+        ({"tool_call_parser": "openai"}, None, ("openai", "openai_gptoss")),
+        ({"reasoning_parser": "none"}, "openai", (None, None)),
+        ({"reasoning_parser": "qwen3"}, "hermes", ("hermes", "qwen3")),
+        ({"reasoning_parser": "openai_gptoss"}, None, ("openai", "openai_gptoss")),
+        (
+            {"reasoning_parser": "openai_gptoss", "tool_call_parser": "none"},
+            "openai",
+            (None, "openai_gptoss"),
+        ),
+    ],
+)
+def test_harmony_has_parsers_of_both_kinds(options, by_template, expected):
+    assert ServerConfig(**options).parsers(by_template) == expected

@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.chat_model import CHAT_TEMPLATE
+from helpers.parsing import assert_adds_up
+from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
 from sametoken.serving.http.tool_parsers import (
     TOOL_PARSERS,
-    FoundCall,
-    Parsed,
     named_parser,
     parse_hermes,
     parse_llama3_json,
-    parse_nothing,
     parse_required,
     parser_of_template,
     qwen3_coder_parser,
@@ -124,28 +123,6 @@ def test_a_whole_answer(parser, text, expected):
     assert parser(text, True) == expected
 
 
-def extends(early: Parsed, late: Parsed) -> bool:
-    """Whether what was shown early is a beginning of what is shown late."""
-    return (
-        late.content.startswith(early.content)
-        and len(early.calls) <= len(late.calls)
-        and all(
-            a.name == b.name and b.arguments.startswith(a.arguments)
-            for a, b in zip(early.calls, late.calls, strict=False)
-        )
-    )
-
-
-def assert_adds_up(parser, text: str) -> None:
-    whole = parser(text, True)
-    shown = Parsed("")
-    for length in range(len(text) + 1):
-        parsed = parser(text[:length], False)
-        assert extends(shown, parsed), (text[:length], shown, parsed)
-        shown = parsed
-    assert extends(shown, whole), (text, shown, whole)
-
-
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
 def test_a_stream_adds_up_to_the_whole(parser, text, expected):
     assert_adds_up(parser, text)
@@ -221,4 +198,5 @@ def test_the_template_tells_the_parser():
     assert parser_of_template(CHAT_TEMPLATE) == "hermes"
     assert parser_of_template("... <|python_tag|> ...") == "llama3_json"
     assert parser_of_template("<tool_call>\n<function=name>") == "qwen3_coder"
+    assert parser_of_template("<|start|>assistant<|channel|>analysis<|message|>") == "openai"
     assert parser_of_template("{{ message.content }}") is None

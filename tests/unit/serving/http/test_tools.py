@@ -5,8 +5,9 @@ import json
 import pytest
 
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.schemas import ChatRequest
-from sametoken.serving.http.tool_parsers import parse_hermes, parse_nothing, parse_required
+from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
 from sametoken.serving.http.tools import template_messages, tool_use
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -93,7 +94,23 @@ def test_messages_become_what_templates_read():
     assert found[0] == {"role": "user", "content": "a\nb"}
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert (found[1]["content"], found[1]["reasoning_content"]) == ("", "hm")
+    assert (found[1]["reasoning"], found[1]["thinking"]) == ("hm", "hm")
     assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "2"}
+
+
+def test_reasoning_is_passed_on_where_a_template_can_take_it():
+    call = {"function": {"name": "f"}}
+    found = messages(
+        {"role": "assistant", "content": "I call.", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "assistant", "content": "x", "reasoning": "hm", "reasoning_content": "old"},
+        {"role": "assistant", "content": "x", "reasoning": None, "thinking": None},
+        {"role": "user", "content": "x", "reasoning": "hm"},
+    )
+    # gpt-oss's template refuses a call with both a text and thinking.
+    assert (found[0]["reasoning_content"], "thinking" in found[0]) == ("hm", False)
+    assert found[1]["reasoning_content"] == "hm"
+    assert found[2] == {"role": "assistant", "content": "x"}
+    assert found[3] == {"role": "user", "content": "x", "reasoning": "hm"}
 
 
 @pytest.mark.parametrize(

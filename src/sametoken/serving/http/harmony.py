@@ -1,0 +1,184 @@
+"""A parser of harmony, the format of gpt-oss.
+
+An answer is a sequence of messages, the first of which the prompt has begun::
+
+    <|start|>assistant<|channel|>analysis<|message|>TEXT<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME json<|message|>TEXT<|call|>
+    <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+The channel, and the recipient on either side of it, tell what a message is. What does not follow
+the format is content, so that no text is lost.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sametoken.serving.http.parsed import FoundCall, Parsed, Parser, num_safe
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+#: Marks that end an answer.
+ENDS = ("<|return|>", "<|call|>")
+_ENDS = ("<|end|>", *ENDS)
+MARKS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+#: A chat template with this text writes harmony.
+TEMPLATE_MARK = "<|channel|>analysis"
+
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTION = "functions."
+#: A longer header is text.
+_MAX_HEADER = 256
+
+
+def _header(channel: str, kind: str) -> re.Pattern[str]:
+    """The form of a header with such a channel and kind of text, spaces allowed in between."""
+    role = r"(?:assistant|user|system|developer|tool|functions\.[^\s<]++)?+"
+    recipient = r"(?:to(?:=[^\s<]*+)?+)?+"
+    of_channel = rf"(?:<\|channel\|> {channel} {recipient} (?:json|code|text)?+ )?+"
+    form = rf" {role} {recipient} {of_channel}(?:<\|constrain\|> {kind} )?+"
+    # Possessive quantifiers do not backtrack, so the time is linear in the text.
+    return re.compile(form.replace(" ", r"\s*+"))
+
+
+#: Headers of messages, and those that end before a message begins.
+_WHOLE = _header(r"\w*+", r"[^\s<]*+")
+_CUT = _header("(?:analysis|commentary|final)?+", "(?:json)?+")
+
+
+def harmony_parser(prompt: str, *, finds_calls: bool, shows_marks: bool) -> Parser:
+    """The parser for answers to a prompt.
+
+    Args:
+        prompt: the rendered prompt, whose last message the answer continues.
+        finds_calls: otherwise messages to functions are content.
+        shows_marks: whether marks without a meaning where they stand are shown.
+    """
+    begun = _begun(prompt)
+
+    def parse(text: str, finished: bool) -> Parsed:
+        whole = begun + text
+        known = len(whole) if finished else num_safe(whole, *MARKS)
+        reader = _Reader(whole, len(begun), finds_calls=finds_calls, shows_marks=shows_marks)
+        place = 0
+        for found in _MARK.finditer(whole, 0, known):
+            reader.read_text(place, found.start())
+            reader.read_mark(found)
+            place = found.end()
+        reader.read_text(place, known)
+        reader.stop(known, finished=finished)
+        return reader.parsed()
+
+    return parse
+
+
+def _begun(prompt: str) -> str:
+    """The header of the message that a prompt leaves open, with its end; empty if none is."""
+    _, start, message = prompt.rpartition(_START)
+    header, end, _ = message.partition(_MESSAGE)
+    is_open = start and len(header) <= _MAX_HEADER and not any(end in message for end in _ENDS)
+    return start + header + end if is_open else ""
+
+
+class _Reader:
+    """Reads the texts and marks of an answer in order.
+
+    Args:
+        whole: the begun message and the answer.
+        num_begun: number of leading characters that are not shown.
+    """
+
+    def __init__(self, whole: str, num_begun: int, *, finds_calls: bool, shows_marks: bool) -> None:
+        self._whole = whole
+        self._num_begun = num_begun
+        self._finds_calls = finds_calls
+        self._shows_marks = shows_marks
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
+        #: Where a header begins, in a header; what follows it goes to ``_target``.
+        self._header: int | None = None
+        self._target = self._content
+        self._is_new = True
+
+    def read_text(self, start: int, end: int) -> None:
+        """Read the text between two marks."""
+        if self._header is None:
+            self._add(start, end)
+
+    def read_mark(self, found: re.Match[str]) -> None:
+        """Read a mark."""
+        mark, header = found[0], self._header
+        begins = mark == _START or (mark == _CHANNEL and not self._takes_channel(found.start()))
+        if begins or mark in _ENDS:
+            if header is not None:
+                self._end_header(header, found.start(), _CUT)
+            self._turn_to(self._content)
+            # A channel belongs to its header; the other marks do not.
+            self._header = found.start() if mark == _CHANNEL else found.end() if begins else None
+        elif mark == _MESSAGE and header is not None:
+            self._end_header(header, found.start(), _WHOLE)
+            self._turn_to(self._destination(self._whole[header : found.start()]))
+            self._header = None
+        elif header is None and self._shows_marks:
+            self._add(found.start(), found.end())
+
+    def stop(self, end: int, *, finished: bool) -> None:
+        """Read the end of what is known; a header there may still become one of a message."""
+        if self._header is not None and (finished or end - self._header > _MAX_HEADER):
+            self._end_header(self._header, end, _CUT)
+
+    def parsed(self) -> Parsed:
+        """What was found."""
+        calls = tuple(FoundCall(name, "".join(parts)) for name, parts in self._calls)
+        return Parsed("".join(self._content), calls, "".join(self._reasoning))
+
+    def _takes_channel(self, end: int) -> bool:
+        """Whether a channel at ``end`` belongs to the header before it."""
+        start = self._header
+        is_header = start is not None and self._fits(start, end, _CUT)
+        return is_header and self._whole.find(_CHANNEL, start, end) < 0
+
+    def _fits(self, start: int, end: int, form: re.Pattern[str]) -> bool:
+        return end - start <= _MAX_HEADER and bool(form.fullmatch(self._whole, start, end))
+
+    def _end_header(self, start: int, end: int, form: re.Pattern[str]) -> None:
+        """Show a header that has not the form of one."""
+        if self._fits(start, end, form):
+            return
+        for found in _MARK.finditer(self._whole, start, end):
+            self._add(start, found.start())
+            if self._shows_marks:
+                self._add(found.start(), found.end())
+            start = found.end()
+        self._add(start, end)
+
+    def _destination(self, header: str) -> list[str]:
+        """Where the text of a message with this header goes."""
+        channel, recipient = _NAMED_CHANNEL.search(header), _RECIPIENT.search(header)
+        name = "" if recipient is None else recipient[1]
+        if name.startswith(_FUNCTION) and name != _FUNCTION:
+            if not self._finds_calls:
+                return self._content
+            self._calls.append((name.removeprefix(_FUNCTION), []))
+            return self._calls[-1][1]
+        of = "" if channel is None else channel[1]
+        return self._reasoning if of == "analysis" or (name and of != "final") else self._content
+
+    def _turn_to(self, target: list[str]) -> None:
+        self._target, self._is_new = target, True
+
+    def _add(self, start: int, end: int) -> None:
+        """Show a text; messages are parted by a line break."""
+        piece = self._whole[max(start, self._num_begun) : end]
+        if not piece:
+            return
+        if self._is_new and self._target:
+            self._target.append("\n")
+        self._target.append(piece)
+        self._is_new = False
+
+
+#: For calls in answers to prompts that end where the assistant's message begins.
+parse_harmony = harmony_parser(f"{_START}assistant", finds_calls=True, shows_marks=False)

@@ -1,0 +1,47 @@
+"""What a parser finds in a model's text.
+
+A parser is a function of the text so far. Its result for a prefix of a text is a prefix of its
+result for the text, so a stream of differences adds up to the whole
+(``tests/unit/serving/http/test_tool_parsers.py::test_a_stream_adds_up_to_the_whole``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCall:
+    """A call: the function's name, and the text of its arguments so far."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A parsed text: the message content, the calls in order, and the reasoning."""
+
+    content: str
+    calls: tuple[FoundCall, ...] = ()
+    reasoning: str = ""
+
+
+#: Maps the text so far, and whether it is finished, to its parts.
+Parser = Callable[[str, bool], Parsed]
+
+
+def parse_nothing(text: str, finished: bool) -> Parsed:
+    """For answers without calls: the whole text is content."""
+    return Parsed(text)
+
+
+def num_safe(text: str, *marks: str) -> int:
+    """Number of leading characters that cannot be part of a mark begun at the text's end."""
+    longest = max(map(len, marks))
+    for start in range(max(len(text) - longest + 1, 0), len(text)):
+        rest = text[start:]
+        if any(mark.startswith(rest) and mark != rest for mark in marks):
+            return start
+    return len(text)

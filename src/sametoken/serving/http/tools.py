@@ -128,15 +128,16 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
     """Put an assistant's earlier reasoning under every name that a template reads, or none."""
-    reasoning = message.reasoning or message.reasoning_content
+    is_answer = message.role == "assistant"
+    reasoning = (message.reasoning or message.reasoning_content) if is_answer else None
     for name in _REASONING:
-        if reasoning and message.role == "assistant":
+        if reasoning:
             values[name] = reasoning
         elif values.get(name) is None:
             values.pop(name, None)
-    if values["content"] and message.tool_calls:
-        # gpt-oss's template refuses a call with both.
-        values.pop("thinking", None)
+    if reasoning and values["content"] and message.tool_calls:
+        # gpt-oss's template refuses a call with both, and transformers fills what is missing.
+        values["thinking"] = ""
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

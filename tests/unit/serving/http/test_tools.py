@@ -107,7 +107,7 @@ def test_reasoning_is_passed_on_where_a_template_can_take_it():
         {"role": "user", "content": "x", "reasoning": "hm"},
     )
     # gpt-oss's template refuses a call with both a text and thinking.
-    assert (found[0]["reasoning_content"], "thinking" in found[0]) == ("hm", False)
+    assert (found[0]["reasoning_content"], found[0]["thinking"]) == ("hm", "")
     assert found[1]["reasoning_content"] == "hm"
     assert found[2] == {"role": "assistant", "content": "x"}
     assert found[3] == {"role": "user", "content": "x", "reasoning": "hm"}

@@ -12,6 +12,7 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm
 from sametoken.ops.gradients.attention_triton import attention_gradients
 from sametoken.ops.gradients.rows_triton import norm_gradients, rotary_gradients, silu_mul_gradient
 from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.norm_rope_triton import add_rms_norm_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,12 @@ class DeviceKernels(DifferentiableKernels):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See ``Kernels.add_rms_norm``; the kernel gets copies, as it writes to both."""
+        """See ``Kernels.add_rms_norm``."""
 
         def run(
             x: Tensor, residual: Tensor, weight: Tensor
         ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-            out = self._kernels.add_rms_norm(x.clone(), residual.clone(), weight, eps)
+            out = add_rms_norm_apart(x, residual, weight, eps)
             return out, (out[1], weight)
 
         def gradients_of(
@@ -77,7 +78,7 @@ class DeviceKernels(DifferentiableKernels):
 
         def run(qkv: Tensor, *both: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
-            return (q, *kv.read(rows)), (qkv,)
+            return (q, *kv.read()), (qkv,)
 
         def gradients_of(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             return rotary_gradients(qkv, shape, rotary, rows.positions, qk_norm, (q, k, v))

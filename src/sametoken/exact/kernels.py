@@ -36,16 +36,17 @@ class RecordedKV(LayerKV):
 
     Attributes:
         lengths: of the packed sequences.
+        places: [T] int64 each, the rows' blocks, and their offsets in them.
         written: keys and values [T, num_kv_heads, head_dim]; written by ``rope_and_cache``.
     """
 
     lengths: Sequence[int] = field(kw_only=True)
+    places: tuple[Tensor, Tensor] = field(kw_only=True)
     written: list[Tensor] = field(default_factory=list)
 
-    def read(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Tensor, Tensor]:
         """Copies of the rows' keys and values: [T, num_kv_heads, head_dim]."""
-        block_size = self.keys.shape[2]
-        blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+        blocks, offsets = self.places
         return self.keys[blocks, :, offsets], self.values[blocks, :, offsets]
 
 
@@ -248,7 +249,7 @@ class DifferentiableKernels:
 
         def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
-            return q, *kv.read(rows)
+            return q, *kv.read()
 
         def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))

@@ -26,8 +26,14 @@ from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
 from sametoken.ops.model.recurrent.rule import Folded
-from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import ClampedExperts, ExpertForm, UnquantizedWeight, Weight
+from sametoken.ops.weight import (
+    ClampedExperts,
+    ExpertForm,
+    Experts,
+    GeluExperts,
+    UnquantizedWeight,
+    Weight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ _OTHERS = "use a family that docs/rollouts.md names"
 
 
 class DifferentiableKernels:
-    """The operations of dense decoders and hybrids, and of experts on a CPU, with gradients.
+    """The operations of dense decoders, hybrids and mixtures of experts, with gradients.
 
     Contracts are those of ``Kernels``. An operation that is not here is refused by name.
     """
@@ -127,12 +133,16 @@ class DifferentiableKernels:
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
         form: ExpertForm | None = None,
-    ) -> SeparateExperts:
-        """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
+    ) -> Experts:
+        """See ``Packing.pack_experts``."""
         if isinstance(form, ClampedExperts):
             raise UnsupportedError("clamped experts have no gradients", _OTHERS)
-        if not isinstance(self._kernels, ComposedKernels):
-            raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
+        return self._experts(gate_up, down, form)
+
+    def _experts(
+        self, gate_up: Sequence[Weight], down: Sequence[Weight], form: GeluExperts | None
+    ) -> Experts:
+        """Of differentiable products, as CPU backends compose them."""
         return SeparateExperts(
             tuple(gate_up), tuple(down), self.relu_squared, gelu_mul=self.gelu_mul, form=form
         )

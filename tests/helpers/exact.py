@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -85,3 +86,20 @@ def _chosen(answer) -> torch.Tensor:
 def all_equal(ours, theirs) -> bool:
     """Whether tensors are equal one by one, to the bit."""
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def as_stored(found: dict, names: Collection[str]) -> dict:
+    """transformers keeps experts in one tensor; most checkpoints have one tensor for each."""
+    split = {}
+    for name, tensor in found.items():
+        # Nemotron-H's decoder has another name in its checkpoints.
+        stored = name.replace("model.", "backbone.") if "model.embeddings.weight" in found else name
+        prefix, _, kind = stored.rpartition(".")
+        if stored in names or not prefix.endswith(".experts"):
+            split[stored] = tensor
+            continue
+        named = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for index, matrix in enumerate(tensor):
+            for part, rows in zip(named, matrix.chunk(len(named)), strict=True):
+                split[f"{prefix}.{index}.{part}.weight"] = rows
+    return split

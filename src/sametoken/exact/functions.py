@@ -21,8 +21,8 @@ T = TypeVar("T")
 #: One tensor or several.
 Formula = Callable[..., Any]
 
-#: Rows whose logits are in memory at once: 256 of 150k are 154 MB.
-SCORED_ROWS = 256
+#: Logits that are in memory at once: 447 rows of 150k.
+SCORED_BYTES = 1 << 28
 
 
 def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T:
@@ -39,7 +39,7 @@ def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T
 
 def derived(
     kernel: Callable[..., tuple[T, tuple[Tensor, ...]]],
-    gradients_of: Callable[..., Sequence[Tensor]],
+    gradients_of: Callable[..., Sequence[Tensor | None]],
     *inputs: Tensor,
 ) -> T:
     """The first of what ``kernel(*inputs)`` gives, with gradients by a function of their own.
@@ -47,7 +47,8 @@ def derived(
     Args:
         kernel: gives its outputs, which share no memory with the inputs, and what the backward
             pass needs.
-        gradients_of: of these, and then of the outputs' gradients: the inputs' gradients.
+        gradients_of: of these, and then of the outputs' gradients: the inputs' gradients, or None
+            for inputs that require none.
         inputs: any floating dtypes.
     """
     out: T = _apply(_Derived, kernel, gradients_of, *inputs)
@@ -78,8 +79,28 @@ def product(
 
     As ``recomputed``, but no product is computed twice.
     """
-    out: Tensor = _apply(_Product, packed, out_dtype, x, matrix, bias)
-    return out
+    biases = () if bias is None else (bias,)
+
+    def run(x: Tensor, matrix: Tensor, *biases: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return packed.matmul(x, biases[0] if biases else None, out_dtype), (x, matrix, *biases)
+
+    def gradients_of(x: Tensor, matrix: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        *biases, of = rest
+        by_biases = (of.sum(dim=0, dtype=torch.float32).to(one.dtype) for one in biases)
+        return (*product_gradients(x, matrix, of), *by_biases)
+
+    return derived(run, gradients_of, x, matrix, *biases)
+
+
+def product_gradients(x: Tensor, matrix: Tensor, of: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of ``x @ matrix.T``, for those of x and the matrix that require one; ``of`` is its own."""
+    # A CPU is several times slower in bf16. A GPU is 15 times faster, with sums in fp32.
+    dtype = x.dtype if x.is_cuda else torch.float32
+    given = of.to(dtype)
+    return (
+        (given @ matrix.to(dtype)).to(x.dtype) if x.requires_grad else None,
+        (given.mT @ x.to(dtype)).to(matrix.dtype) if matrix.requires_grad else None,
+    )
 
 
 def packed_attention(
@@ -105,7 +126,7 @@ def packed_attention(
 def token_logprobs(
     compute_logits: Callable[[Tensor], Tensor], hidden: Tensor, matrix: Tensor, chosen: Tensor
 ) -> Tensor:
-    """Log-probabilities of chosen tokens, with the logits of ``SCORED_ROWS`` rows in memory.
+    """Log-probabilities of chosen tokens, with ``SCORED_BYTES`` of logits in memory.
 
     The backward pass computes the logits again, by the same kernels, and adds the gradients of the
     head's matrix in fp32.
@@ -190,36 +211,6 @@ class _Derived(Function):
         return None, None, *ctx.gradients_of(*ctx.saved_tensors, *of)
 
 
-class _Product(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        packed: UnquantizedWeight,
-        out_dtype: torch.dtype | None,
-        x: Tensor,
-        matrix: Tensor,
-        bias: Tensor | None,
-    ) -> Any:
-        ctx.save_for_backward(x, matrix)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return packed.matmul(x, bias, out_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *of: Tensor) -> Any:
-        x, matrix = ctx.saved_tensors
-        _, _, of_x, of_matrix, of_bias = ctx.needs_input_grad
-        # A CPU is several times slower in bf16. A GPU is 15 times faster, with sums in fp32.
-        dtype = x.dtype if x.is_cuda else torch.float32
-        given = of[0].to(dtype)
-        return (
-            None,
-            None,
-            (given @ matrix.to(dtype)).to(x.dtype) if of_x else None,
-            (given.mT @ x.to(dtype)).to(matrix.dtype) if of_matrix else None,
-            of[0].sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if of_bias else None,
-        )
-
-
 class _PackedAttention(Function):
     @staticmethod
     def forward(
@@ -257,17 +248,18 @@ class _TokenLogprobs(Function):
     ) -> Any:
         ctx.compute_logits = compute_logits
         ctx.save_for_backward(chosen, hidden, matrix)
-        pairs = zip(torch.split(hidden, SCORED_ROWS), torch.split(chosen, SCORED_ROWS), strict=True)
+        size = ctx.num_rows = max(SCORED_BYTES // (matrix.shape[0] * torch.float32.itemsize), 1)
+        pairs = zip(torch.split(hidden, size), torch.split(chosen, size), strict=True)
         return torch.cat([_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs])
 
     @staticmethod
     def backward(ctx: Any, *of: Tensor) -> Any:
         chosen, hidden, matrix = ctx.saved_tensors
         _, _, of_hidden, of_matrix = ctx.needs_input_grad
-        by_hidden = torch.zeros_like(hidden)
+        by_hidden = torch.empty_like(hidden)
         by_matrix = torch.zeros_like(matrix, dtype=torch.float32) if of_matrix else None
-        for first in range(0, hidden.shape[0], SCORED_ROWS):
-            at = slice(first, first + SCORED_ROWS)
+        for first in range(0, hidden.shape[0], ctx.num_rows):
+            at = slice(first, first + ctx.num_rows)
             rows = hidden[at].detach().requires_grad_()
             with torch.enable_grad():
                 logprobs = _chosen_logprobs(ctx.compute_logits(rows), chosen[at])

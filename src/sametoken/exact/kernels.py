@@ -26,8 +26,14 @@ from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
 from sametoken.ops.model.recurrent.rule import Folded
-from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import ClampedExperts, ExpertForm, UnquantizedWeight, Weight
+from sametoken.ops.weight import (
+    ClampedExperts,
+    ExpertForm,
+    Experts,
+    GeluExperts,
+    UnquantizedWeight,
+    Weight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +42,17 @@ class RecordedKV(LayerKV):
 
     Attributes:
         lengths: of the packed sequences.
+        places: [T] int64 each, the rows' blocks, and their offsets in them.
         written: keys and values [T, num_kv_heads, head_dim]; written by ``rope_and_cache``.
     """
 
     lengths: Sequence[int] = field(kw_only=True)
+    places: tuple[Tensor, Tensor] = field(kw_only=True)
     written: list[Tensor] = field(default_factory=list)
 
-    def read(self, rows: AttentionRows) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Tensor, Tensor]:
         """Copies of the rows' keys and values: [T, num_kv_heads, head_dim]."""
-        block_size = self.keys.shape[2]
-        blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+        blocks, offsets = self.places
         return self.keys[blocks, :, offsets], self.values[blocks, :, offsets]
 
 
@@ -104,7 +111,7 @@ _OTHERS = "use a family that docs/rollouts.md names"
 
 
 class DifferentiableKernels:
-    """The operations of dense decoders and hybrids, and of experts on a CPU, with gradients.
+    """The operations of dense decoders, hybrids and mixtures of experts, with gradients.
 
     Contracts are those of ``Kernels``. An operation that is not here is refused by name.
     """
@@ -126,12 +133,16 @@ class DifferentiableKernels:
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
         form: ExpertForm | None = None,
-    ) -> SeparateExperts:
-        """See ``Packing.pack_experts``; CPU backends compose experts of differentiable products."""
+    ) -> Experts:
+        """See ``Packing.pack_experts``."""
         if isinstance(form, ClampedExperts):
             raise UnsupportedError("clamped experts have no gradients", _OTHERS)
-        if not isinstance(self._kernels, ComposedKernels):
-            raise UnsupportedError("experts have gradients on a CPU alone", 'use device "cpu"')
+        return self._experts(gate_up, down, form)
+
+    def _experts(
+        self, gate_up: Sequence[Weight], down: Sequence[Weight], form: GeluExperts | None
+    ) -> Experts:
+        """Of differentiable products, as CPU backends compose them."""
         return SeparateExperts(
             tuple(gate_up), tuple(down), self.relu_squared, gelu_mul=self.gelu_mul, form=form
         )
@@ -248,7 +259,7 @@ class DifferentiableKernels:
 
         def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
-            return q, *kv.read(rows)
+            return q, *kv.read()
 
         def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))

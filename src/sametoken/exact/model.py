@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from sametoken.config import EngineConfig
 from sametoken.engine.resolve import (
@@ -27,8 +29,11 @@ from sametoken.models.load.weights import Part, TensorsByName, TensorSource, Wei
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.backend import Kernels
+from sametoken.ops.backend import Kernels, RotaryTable
 from sametoken.ops.dispatch import select_kernels
+
+#: Tensors whose values are looked at in one operation, and are kept until then.
+LOOKED_AT = 64
 
 Reader = TypeVar("Reader", bound=WeightReader)
 
@@ -73,6 +78,8 @@ class ExactModel(nn.Module):
         self._dtype, _ = resolve_dtype(options, self.config.dtype)
         self._block_size = resolve_sizes(options, where).block_size
         self._max_model_len = resolve_max_model_len(options, self.config)
+        # Of every device that had a pass: they depend on no parameter.
+        self._rotaries: dict[torch.device, tuple[RotaryTable, ...]] = {}
         for name, parameter in self._read(checkpoint.open_tensors(), where).items():
             _attach(self, name, parameter)
 
@@ -137,8 +144,11 @@ class ExactModel(nn.Module):
         return kind(tensors, differentiable(kernels), self._dtype, device)
 
     def _decoder(self, reader: WeightReader) -> Decoder:
-        positions = self._max_model_len + DRAFT_POSITIONS
-        return model_class(self.config.architecture)(self.config, reader, max_positions=positions)
+        build = model_class(self.config.architecture)
+        positions, known = self._max_model_len + DRAFT_POSITIONS, self._rotaries.get(reader.device)
+        decoder = build(self.config, reader, max_positions=positions, rotaries=known)
+        self._rotaries[reader.device] = decoder.rotaries
+        return decoder
 
 
 @lru_cache
@@ -148,15 +158,28 @@ def _device_kernels(device: torch.device) -> Kernels:
 
 
 class _Parameters(TensorsByName):
-    """A ``TensorSource`` over parameters, which carry their gradients.
-
-    Attributes:
-        limits: least and largest value of each tensor that was read, on its device.
-    """
+    """A ``TensorSource`` over parameters, which carry their gradients."""
 
     def __init__(self, location: str, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(location, tensors)
-        self.limits: dict[str, Tensor] = {}
+        self._read: list[Tensor] = []
+        self._largest: list[Tensor] = []
+
+    def was_read(self, values: Tensor) -> None:
+        """Look at values that a pass takes from parameters, those of many tensors at once."""
+        self._read.append(values.detach())
+        if len(self._read) == LOOKED_AT:
+            self._look()
+
+    def was_finite(self) -> bool:
+        """Whether all values that were read are finite."""
+        self._look()
+        return bool(torch.stack(self._largest).isfinite().all())
+
+    def _look(self) -> None:
+        if self._read:
+            self._largest.append(get_total_norm(self._read, math.inf))
+            self._read.clear()
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The whole tensor, as a copy in chunks would be a node of the graph for each."""
@@ -183,17 +206,13 @@ class _ParameterReader(WeightReader):
         joined = torch.cat(
             [self._rows(part).to(self.device, dtype or self.dtype) for part in parts]
         )
-        pieces = torch.split(joined.detach(), [part.rows for part in parts])
-        for part, piece in zip(parts, pieces, strict=True):
-            self._parameters.limits[part.name] = torch.stack(torch.aminmax(piece)).float()
+        self._parameters.was_read(joined)
         return joined
 
     def require_all_finite(self) -> None:
         """Refuse tensors whose values are not finite; errors as ``packed``."""
-        limits = self._parameters.limits
-        finite = torch.stack([*limits.values()]).isfinite().all(dim=1).tolist()
-        for name, good in zip(limits, finite, strict=True):
-            if not good:
+        if not self._parameters.was_finite():
+            for name in self.source.names():
                 self.require_finite(next(self.source.chunks(name)).to(self.dtype), name)
 
     @property

@@ -27,6 +27,7 @@ class PackedSequences:
         lengths: of the sequences, T in total.
         token_ids: [T] int64.
         rows: their slots, positions and KV addresses.
+        places: [T] int64 each, the blocks of these addresses, and offsets in them.
         scored: [L] int64, the rows that predict the scored tokens.
         chosen: [L] int64, the scored tokens.
         num_scored: by sequence, L in total.
@@ -36,6 +37,7 @@ class PackedSequences:
     lengths: tuple[int, ...]
     token_ids: Tensor
     rows: AttentionRows
+    places: tuple[Tensor, Tensor]
     scored: Tensor
     chosen: Tensor
     num_scored: tuple[int, ...]
@@ -63,7 +65,8 @@ class PackedSequences:
         places = [(slot, at) for slot, length in enumerate(lengths) for at in range(length)]
         slots, positions = upload(places, device).t().contiguous().unbind(0)
         block_table = upload([*table, [num_blocks] * width], device)
-        kv_slots = block_table[slots, positions // block_size] * block_size + positions % block_size
+        blocks, offsets = block_table[slots, positions // block_size], positions % block_size
+        kv_slots = blocks * block_size + offsets
         runs = RowRuns(len(lengths), max(lengths), upload(firsts, device), 0, 0)
         scored = [
             first + at
@@ -76,6 +79,7 @@ class PackedSequences:
             lengths=lengths,
             token_ids=token_ids,
             rows=AttentionRows(positions, slots, kv_slots, block_table, runs),
+            places=(blocks, offsets),
             scored=index,
             chosen=token_ids[index + 1],
             num_scored=tuple(n - start for n, start in zip(lengths, starts, strict=True)),
@@ -103,7 +107,7 @@ class PackedSequences:
     def _recorded(self, memory: object) -> RecordedKV | RecordedMemory | None:
         match memory:
             case LayerKV(keys, values):
-                return RecordedKV(keys, values, lengths=self.lengths)
+                return RecordedKV(keys, values, lengths=self.lengths, places=self.places)
             case LayerMemory(states, history, pending_mixed, pending_gates):
                 return RecordedMemory(states, history, pending_mixed, pending_gates, self.lengths)
         # Latent attention has no gradients.

@@ -22,7 +22,7 @@ from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -102,8 +102,10 @@ class Decoder:
             ``HiddenStates.auxiliary``, in this order: the residual stream that enters decoder
             layer i, or for i = num_layers the final norm. SafeAILab's and vLLM's EAGLE-3 use the
             same indices.
+        rotaries: as in another decoder of this config, device and number of positions.
 
     Attributes:
+        rotaries: the rotary table of each layer.
         embedding: token embeddings, whole on every rank.
         head: the projection to logits, or this rank's rows of it; with tied embeddings and one
             rank the same object as ``embedding``.
@@ -148,6 +150,7 @@ class Decoder:
         *,
         max_positions: int,
         aux_layers: tuple[int, ...] = (),
+        rotaries: tuple[RotaryTable, ...] | None = None,
     ) -> None:
         require_supported(
             config,
@@ -165,14 +168,12 @@ class Decoder:
         self._declared = self.caches_of(config, weights.dtype, weights.source.location)
         self._prefix = self.tensor_prefix(weights)
         self.caches = tuple(self._own_cache(weights, *each) for each in enumerate(self._declared))
-        self.kernels: Kernels = weights.kernels
-        self._parallel = weights.parallel
+        self.kernels, self._parallel = weights.kernels, weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
-        self._aux_layers = aux_layers
-        self._max_positions = max_positions
-        rotaries = self._rotaries(weights.device)
+        self._aux_layers, self._max_positions = aux_layers, max_positions
+        self.rotaries = self._rotaries(weights.device) if rotaries is None else rotaries
         self.embedding = self._load_embedding(weights)
-        self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
+        self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(self.rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())

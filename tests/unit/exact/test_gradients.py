@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, write_exact
+from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, as_stored, write_exact
 from helpers.families import VOCAB
 from sametoken.exact import ExactModel, functions
 from sametoken.layers import slices
@@ -54,23 +52,6 @@ def plain_gradients(path, dtype: torch.dtype, rounded: bool = False) -> dict:
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.float() - theirs).norm() / theirs.norm().clamp(min=1e-20)).item()
-
-
-def as_stored(found: dict, names: Collection[str]) -> dict:
-    """transformers keeps experts in one tensor; most checkpoints have one tensor for each."""
-    split = {}
-    for name, tensor in found.items():
-        # Nemotron-H's decoder has another name in its checkpoints.
-        stored = name.replace("model.", "backbone.") if "model.embeddings.weight" in found else name
-        prefix, _, kind = stored.rpartition(".")
-        if stored in names or not prefix.endswith(".experts"):
-            split[stored] = tensor
-            continue
-        named = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        for index, matrix in enumerate(tensor):
-            for part, rows in zip(named, matrix.chunk(len(named)), strict=True):
-                split[f"{prefix}.{index}.{part}.weight"] = rows
-    return split
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -119,7 +100,7 @@ def test_slices_and_chunks_of_logits_change_no_gradient(tmp_path, monkeypatch):
     sequences, _ = scene()
     whole, logprobs = exact_gradients(model), torch.cat(model(sequences))
     monkeypatch.setattr(slices, "SLICE_ROWS", 7)
-    monkeypatch.setattr(functions, "SCORED_ROWS", 3)
+    monkeypatch.setattr(functions, "SCORED_BYTES", 3 * VOCAB * 4)
     assert torch.equal(torch.cat(model(sequences)), logprobs)
     for name, gradient in exact_gradients(model).items():
         assert error(gradient, whole[name]) < FP32_ERROR, name

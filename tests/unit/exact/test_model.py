@@ -16,6 +16,7 @@ from helpers.latents import write_latent
 from helpers.updates import engine, said, tensors_of
 from sametoken.errors import ConfigError, NumericalError, RequestError, UnsupportedError
 from sametoken.exact import ExactModel
+from sametoken.exact import model as exact_model
 from sametoken.exact.packed import PackedSequences
 
 
@@ -107,10 +108,13 @@ def test_the_longest_sequence_is_not_refused(model):
     assert logprobs.dtype == torch.float32
 
 
-def test_a_nan_in_a_parameter_is_refused_by_name(llama):
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("looked_at", [1, 5, 64])
+def test_a_value_that_is_not_finite_is_refused_by_name(value, looked_at, llama, monkeypatch):
+    monkeypatch.setattr(exact_model, "LOOKED_AT", looked_at)
     model = ExactModel(str(llama), device="cpu")
     with torch.no_grad():
-        model.get_parameter("model.layers.2.mlp.up_proj.weight")[3, 1] = torch.nan
+        model.get_parameter("model.layers.2.mlp.up_proj.weight")[3, 1] = value
     with pytest.raises(NumericalError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
         model([[1, 2]])
 

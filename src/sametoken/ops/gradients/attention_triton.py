@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 #: A score below all others that stays a number in differences.
@@ -55,7 +56,7 @@ def attention_gradients(
         "WINDOW": shape.sliding_window or 0,
         **_tiles(shape.head_dim, q.dtype),
     }
-    tiles = triton.cdiv(longest, sizes["OWN"])
+    tiles = cdiv(longest, sizes["OWN"])
     _queries_kernel[(num_sequences * tiles, shape.num_heads)](
         q, k, v, out, of, starts, total, dots, by_q, tiles, scale, scale * LOG2_E, **sizes
     )
@@ -67,7 +68,7 @@ def attention_gradients(
 
 def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """Launch options: rows of a program's own tile, and of the tiles that it reads in turn."""
-    width = max(triton.next_power_of_2(head_dim), 16)
+    width = max(next_power_of_2(head_dim), 16)
     if dtype == torch.float32:
         # No tensor cores: tiles that fit in registers.
         return {"OWN": 32, "OTHER": 16, "WIDTH": width, "num_warps": 4, "num_stages": 1}

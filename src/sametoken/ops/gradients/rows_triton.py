@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 
 #: Programs of a launch that sums over rows: four for each multiprocessor.
 PROGRAMS = 528
@@ -35,7 +36,7 @@ def norm_gradients(
     programs = min(rows, PROGRAMS)
     by_x = torch.empty_like(x)
     by_weight = x.new_empty(programs, width, dtype=torch.float32)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _norm_kernel[(programs,)](
         x,
         weight,
@@ -70,66 +71,47 @@ def rotary_gradients(
         qk_norm: the layer's.
         of: of q, k and v, [T, heads, head_dim] each.
     """
-    by_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-    heads = (shape.num_heads, shape.num_kv_heads)
-    eps = 0.0 if qk_norm is None else qk_norm.eps
-    first, found = 0, []
-    for count, weight, one in zip(heads, weights, of, strict=False):
-        found.append(_heads(qkv, by_qkv, first, count, rotary, positions, weight, eps, one))
-        first += count * shape.head_dim
-    by_qkv[:, first:] = of[2].flatten(1)
-    return by_qkv, *(one for one in found if one is not None)
-
-
-def _heads(
-    qkv: Tensor,
-    by_qkv: Tensor,
-    first: int,
-    heads: int,
-    rotary: RotaryTable,
-    positions: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    of: Tensor,
-) -> Tensor | None:
-    """Write the gradients of heads that begin at a column; those of their norm's weight."""
-    rows, dim, half = qkv.shape[0], of.shape[2], rotary.cos.shape[1]
+    rows, dim, half = qkv.shape[0], shape.head_dim, rotary.cos.shape[1]
     programs = min(rows, PROGRAMS)
-    by_weight = None
-    if weight is not None:
-        by_weight = torch.empty(programs, dim, dtype=torch.float32, device=qkv.device)
-    _heads_kernel[(programs,)](
-        qkv[:, first:],
-        by_qkv[:, first:],
+    by_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
+    by_weights = None
+    if qk_norm is not None:
+        weights = (qk_norm.q_weight, qk_norm.k_weight)
+        by_weights = torch.empty(2, programs, dim, dtype=torch.float32, device=qkv.device)
+    _qkv_kernel[(programs, 3)](
+        qkv,
+        by_qkv,
         rotary.cos,
         rotary.sin,
         positions,
-        weight,
-        of.contiguous(),
-        by_weight,
+        *weights,
+        *(one.contiguous() for one in of),
+        by_weights,
         rows,
         qkv.stride(0),
-        by_qkv.stride(0),
-        eps,
-        HEADS=heads,
+        0.0 if qk_norm is None else qk_norm.eps,
+        Q=shape.num_heads,
+        KV=shape.num_kv_heads,
         D=dim,
         HALF=half,
-        HEADS_BLOCK=triton.next_power_of_2(heads),
-        HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-        REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
+        Q_BLOCK=next_power_of_2(shape.num_heads),
+        KV_BLOCK=next_power_of_2(max(shape.num_kv_heads, 1)),
+        VALUES_BLOCK=next_power_of_2(max(shape.kv_size, 1)),
+        HALF_BLOCK=next_power_of_2(max(half, 1)),
+        REST_BLOCK=next_power_of_2(max(dim - 2 * half, 1)),
         num_warps=8,
     )
-    if weight is None or by_weight is None:
-        return None
-    return by_weight.sum(dim=0).to(weight.dtype)
+    if qk_norm is None or by_weights is None:
+        return (by_qkv,)
+    return by_qkv, *by_weights.sum(dim=1).to(qk_norm.q_weight.dtype).unbind(0)
 
 
 def silu_mul_gradient(gate_up: Tensor, of: Tensor) -> Tensor:
     """The gradient of ``silu_mul`` for [T, gate|up], of that of its result, [T, width]."""
     gate_up, (rows, width) = gate_up.contiguous(), of.shape
     by_gate_up = torch.empty_like(gate_up)
-    _silu_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
+    _silu_mul_kernel[(rows, cdiv(width, _BLOCK))](
         gate_up, of.contiguous(), by_gate_up, WIDTH=width, BLOCK=_BLOCK, num_warps=4
     )
     return by_gate_up
@@ -205,12 +187,12 @@ def _through_norm(
 
 
 @triton.jit
-def _heads_kernel(
+def _heads(
     source,  # [rows, HEADS * D], rows source_stride apart
     target,  # [rows, HEADS * D], rows target_stride apart, written
-    cos,  # [max_positions, HALF]
+    cos,  # as for _qkv_kernel
     sin,
-    positions,  # [rows]
+    positions,
     weight,  # [D], or None
     of,  # [rows, HEADS, D]
     by_weight,  # [programs, D] fp32, or None
@@ -225,6 +207,7 @@ def _heads_kernel(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
+    """Heads of q or of k, of the rows of a program."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
@@ -267,6 +250,57 @@ def _heads_kernel(
         tl.store(at + half, low_total[None, :], half < HALF)
         tl.store(at + HALF + half, high_total[None, :], half < HALF)
         tl.store(at + rest, rest_total[None, :], rest < D)
+
+
+@triton.jit
+def _qkv_kernel(
+    qkv,  # [rows, (Q + 2 * KV) * D], rows qkv_stride apart
+    by_qkv,  # [rows, (Q + 2 * KV) * D], written
+    cos,  # [max_positions, HALF]
+    sin,
+    positions,  # [rows]
+    q_weight,  # [D], or None, as k_weight
+    k_weight,
+    of_q,  # [rows, Q, D]
+    of_k,  # [rows, KV, D], as of_v
+    of_v,
+    by_weights,  # [2, programs, D] fp32, or None
+    rows,
+    qkv_stride,
+    eps,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    VALUES_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    WIDTH: tl.constexpr = (Q + 2 * KV) * D
+    part = tl.program_id(1)
+    if part == 0:
+        _heads(
+            qkv, by_qkv, cos, sin, positions, q_weight, of_q, by_weights, rows, qkv_stride, WIDTH,
+            eps, Q, D, HALF, Q_BLOCK, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+    elif part == 1:
+        by_k_weight = None
+        if by_weights is not None:
+            by_k_weight = by_weights + tl.num_programs(0) * D
+        _heads(
+            qkv + Q * D, by_qkv + Q * D, cos, sin, positions, k_weight, of_k, by_k_weight, rows,
+            qkv_stride, WIDTH, eps, KV, D, HALF, KV_BLOCK, HALF_BLOCK, REST_BLOCK,
+        )  # fmt: skip
+    else:
+        column = tl.arange(0, VALUES_BLOCK)
+        inside = column < KV * D
+        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+            at = tl.cast(row, tl.int64)
+            value = tl.load(of_v + at * KV * D + column, inside, other=0.0)
+            target = by_qkv + at * WIDTH + (Q + KV) * D + column
+            tl.store(target, value.to(by_qkv.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _BLOCK = 1024
@@ -76,7 +77,7 @@ def _gated(gate_up: Tensor, kind: str, alpha: float = 0.0, limit: float = 0.0) -
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         _gated_kernel[grid](
             gate_up,
             out,
@@ -117,7 +118,7 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     num_rows, width = logits.shape
     out = torch.empty_like(logits)
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         _soft_cap_kernel[grid](
             logits, out, cap, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(logits)
         )
@@ -153,7 +154,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     assert gate.stride(1) == 1 or not num_rows
     out = torch.empty_like(x)
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         _sigmoid_mul_kernel[grid](
             x,
             gate,
@@ -190,7 +191,7 @@ def relu_squared(x: Tensor) -> Tensor:
     num_rows, width = x.shape
     out = torch.empty_like(x)
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         _relu_squared_kernel[grid](x, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(x))
     return out
 

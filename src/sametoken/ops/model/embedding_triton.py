@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import Norm
+from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.norm_rope_triton import aligned, row_program, store_normed
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
@@ -39,7 +40,7 @@ def embedding(token_ids: Tensor, matrix: Tensor) -> Tensor:
     num_rows, width = token_ids.shape[0], matrix.shape[1]
     out = matrix.new_empty(num_rows, width)
     if num_rows:
-        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        grid = (num_rows, cdiv(width, _BLOCK))
         _embedding_kernel[grid](
             token_ids, matrix, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(matrix)
         )

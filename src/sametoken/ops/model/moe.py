@@ -73,13 +73,23 @@ class SeparateExperts:
 
 def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
-    values = logits.float()
-    is_sigmoid = routing.scoring == "sigmoid"
-    scores = activation.sigmoid(values) if is_sigmoid else values.softmax(dim=-1)
+    scores = gate_scores(logits, routing)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    return chosen, gate_weights(scores, chosen, routing).to(logits.dtype).float()
+
+
+def gate_scores(logits: Tensor, routing: Routing) -> Tensor:
+    """[T, E] logits to fp32 scores."""
+    values = logits.float()
+    is_sigmoid = routing.scoring == "sigmoid"
+    return activation.sigmoid(values) if is_sigmoid else values.softmax(dim=-1)
+
+
+def gate_weights(scores: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+    """The weights of the chosen experts, [T, top_k] fp32."""
     weights = scores.gather(1, chosen)
     if routing.normalise:
         # Column by column: the order of a library's sum may depend on the number of rows.
@@ -87,7 +97,7 @@ def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tu
         for column in weights.unbind(dim=-1):
             total = total + column
         weights = weights / total[:, None]
-    return chosen, (weights * routing.scale).to(logits.dtype).float()
+    return weights * routing.scale
 
 
 def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:

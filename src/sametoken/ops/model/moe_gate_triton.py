@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
+from sametoken.ops.launch_sizes import next_power_of_2
 from sametoken.ops.model import moe as reference
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
@@ -130,9 +131,9 @@ def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tu
             NUM_GROUPS=routing.num_groups,
             TOP_GROUPS=routing.top_groups,
             GROUP_BEST=routing.group_best,
-            E_BLOCK=triton.next_power_of_2(num_experts),
-            K_BLOCK=triton.next_power_of_2(routing.top_k),
-            GROUP_BLOCK=triton.next_power_of_2(routing.num_groups),
+            E_BLOCK=next_power_of_2(num_experts),
+            K_BLOCK=next_power_of_2(routing.top_k),
+            GROUP_BLOCK=next_power_of_2(routing.num_groups),
             num_warps=1,
             **pdl_options(logits),
         )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _GROUP_BLOCK = 1024
@@ -44,7 +45,7 @@ class RowGroups:
             counts,
             members,
             pairs,
-            BLOCK=min(triton.next_power_of_2(pairs), _GROUP_BLOCK),
+            BLOCK=min(next_power_of_2(pairs), _GROUP_BLOCK),
             num_warps=4,
             **pdl_options(chosen),
         )
@@ -60,13 +61,13 @@ def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
         out: [T, H], written.
     """
     (num_rows, hidden), top_k = out.shape, weights.shape[1]
-    _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
+    _combine_kernel[(num_rows, cdiv(hidden, _COLUMNS))](
         outputs,
         weights,
         out,
         TOP_K=top_k,
         WIDTH=hidden,
-        BLOCK=min(triton.next_power_of_2(hidden), _COLUMNS),
+        BLOCK=min(next_power_of_2(hidden), _COLUMNS),
         num_warps=4,
         **pdl_options(out),
     )

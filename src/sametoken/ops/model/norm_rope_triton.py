@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.kv_triton import as_bytes, as_stored
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_launch_dependents, gdc_wait, pdl_options
 
@@ -39,9 +40,10 @@ def store_normed(
 @triton.jit
 def _rms_norm_kernel(
     x,  # [T, WIDTH]
-    residual,  # [T, WIDTH] or None, replaced by x + residual
+    residual,  # [T, WIDTH] or None
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
+    total,  # [T, WIDTH], written: x + residual; may be residual; None without
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,16 +57,16 @@ def _rms_norm_kernel(
     value = tl.load(x + start + columns, inside, other=0.0).to(tl.float32)
     if residual is not None:
         added = value + tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
-        total = added.to(residual.dtype.element_ty)
-        tl.store(residual + start + columns, total, inside)
-        value = total.to(tl.float32)
+        rounded = added.to(total.dtype.element_ty)
+        tl.store(total + start + columns, rounded, inside)
+        value = rounded.to(tl.float32)
     store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``Kernels.rms_norm``."""
     out = torch.empty_like(x)
-    _launch_rms_norm(x, None, weight, out, eps)
+    _launch_rms_norm(x, weight, eps, out)
     return out
 
 
@@ -106,10 +108,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     assert weight.is_contiguous()
     assert aligned(x, weight)
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(dim)
-    group = min(triton.next_power_of_2(heads), max(_GATED_ELEMENTS // block, 1))
+    block = next_power_of_2(dim)
+    group = min(next_power_of_2(heads), max(_GATED_ELEMENTS // block, 1))
     if num_rows:
-        _gated_rms_norm_kernel[(num_rows, triton.cdiv(heads, group))](
+        _gated_rms_norm_kernel[(num_rows, cdiv(heads, group))](
             x,
             gate,
             weight,
@@ -184,30 +186,46 @@ def gated_group_norm(
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``Kernels.add_rms_norm``; writes its results into ``x`` and ``residual``."""
-    assert residual.is_contiguous()
-    assert residual.shape == x.shape
-    assert residual.dtype == x.dtype
-    _launch_rms_norm(x, residual, weight, x, eps)
+    _launch_rms_norm(x, weight, eps, x, residual, residual)
     return x, residual
 
 
+def add_rms_norm_apart(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm`` that writes to no argument."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _launch_rms_norm(x, weight, eps, out, residual, total)
+    return out, total
+
+
 def _launch_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
     assert x.is_contiguous()
-    assert aligned(x, out, weight, x if residual is None else residual)
+    assert aligned(x, out, weight)
+    if residual is not None:
+        assert residual.is_contiguous()
+        assert residual.shape == x.shape
+        assert residual.dtype == x.dtype
+        assert aligned(residual)
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
-            x, residual, weight, out, eps, **row_program(width), **pdl_options(x)
+            x, residual, weight, out, total, eps, **row_program(width), **pdl_options(x)
         )
 
 
 def row_program(width: int) -> dict[str, int]:
     """Launch options of a program that norms one row; they fix the layout of its sum."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
 
@@ -380,8 +398,8 @@ def rope_and_cache(
     assert aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
     q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
-    heads = min(triton.next_power_of_2(max(num_kv_heads, 1)), _MAX_HEADS_PER_PROGRAM)
-    programs = triton.cdiv(shape.num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    heads = min(next_power_of_2(max(num_kv_heads, 1)), _MAX_HEADS_PER_PROGRAM)
+    programs = cdiv(shape.num_heads, heads) + 2 * cdiv(num_kv_heads, heads)
     if num_rows:
         _rope_and_cache_kernel[(num_rows, programs)](
             qkv,
@@ -404,9 +422,9 @@ def rope_and_cache(
             HALF=half,
             BLOCK_SIZE=block_size,
             HEADS=heads,
-            D_BLOCK=triton.next_power_of_2(head_dim),
-            HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-            REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            D_BLOCK=next_power_of_2(head_dim),
+            HALF_BLOCK=next_power_of_2(max(half, 1)),
+            REST_BLOCK=next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=4,
             **pdl_options(qkv),
         )

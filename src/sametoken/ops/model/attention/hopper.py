@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
@@ -131,7 +131,7 @@ def choose(
     table = table_for(shape)
     group = shape.num_heads // shape.num_kv_heads
     rows = QUERIES // group
-    tiles = num_runs * triton.cdiv(width, rows)
+    tiles = num_runs * cdiv(width, rows)
     partial_bytes = 4 * num_runs * width * shape.q_size * max_splits(max_seq_len)
     counters = tiles * shape.num_kv_heads
     if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
@@ -189,7 +189,7 @@ def attention(
 
 
 def _block_dim(shape: AttentionShape) -> int:
-    size: int = triton.next_power_of_2(shape.head_dim)
+    size: int = next_power_of_2(shape.head_dim)
     return max(64, size)
 
 
@@ -229,11 +229,11 @@ def _launch(
         rows_kernel[num_tiles, shape.num_kv_heads](
             *inputs, out, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
             WARP_GROUPS=config.warp_groups,
-            BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)),
+            BLOCK_RUNS=max(128, next_power_of_2(group.num_runs)),
             **constants,
         )  # fmt: skip
         return
-    tiles_per_run = triton.cdiv(group.max_rows, QUERIES // heads_per_kv)
+    tiles_per_run = cdiv(group.max_rows, QUERIES // heads_per_kv)
     num_tiles = group.num_runs * tiles_per_run
     assert num_tiles * shape.num_kv_heads <= len(arrived)
     most = max_splits(table.shape[1] * kv.keys.shape[2])
@@ -252,7 +252,11 @@ def _boxes(memory: Tensor) -> TensorDescriptor:
     lines = memory.view(-1, memory.shape[-1])
     assert len(lines) < 2**31
     box = [min(memory.shape[2], 64), 64]
-    dtype = gl.float16 if memory.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor.from_tensor(
-        lines, box, gl.NVMMASharedLayout.get_default_for(box, dtype)
-    )
+    return TensorDescriptor.from_tensor(lines, box, _box_layout(box[0], memory.dtype))
+
+
+@functools.cache
+def _box_layout(positions: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout of a box in shared memory; Triton takes a while to find it."""
+    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([positions, 64], element)

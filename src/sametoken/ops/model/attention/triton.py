@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.arithmetic import (
     isolate,
     next_isolated,
@@ -119,7 +120,7 @@ def _launch(
     sizes = {
         "GROUP": heads_per_kv,
         "HEAD_DIM": shape.head_dim,
-        "BLOCK_DIM": max(16, triton.next_power_of_2(shape.head_dim)),
+        "BLOCK_DIM": max(16, next_power_of_2(shape.head_dim)),
         "SPLIT": config.split,
         "SLIDING_WINDOW": shape.sliding_window or 0,
         **pdl_options(q),
@@ -135,7 +136,7 @@ def _launch(
     if config.form == "sequential":
         _sequential_kernel[tiles, shape.num_kv_heads](*inputs, kv.v_scales, sinks, out, **constants)
         return
-    max_splits = triton.cdiv(max_seq_len, config.split)
+    max_splits = cdiv(max_seq_len, config.split)
     programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
     places = group.num_runs * group.max_rows
     size = (places, shape.num_heads, max_splits)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import triton
 
 from sametoken.ops.backend import AttentionShape
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 
@@ -51,12 +51,12 @@ class AttentionConfig:
 
     def num_tiles(self, num_runs: int, width: int, group: int) -> int:
         """Query tiles of a launch, for runs of ``width`` rows."""
-        tiles: int = triton.cdiv(width, self.block_queries // group)
+        tiles: int = cdiv(width, self.block_queries // group)
         return num_runs * tiles
 
     def programs_per_tile(self, tiles_and_heads: int, max_splits: int) -> int:
         """Programs that share the splits of a query tile."""
-        programs: int = triton.cdiv(self.programs, tiles_and_heads)
+        programs: int = cdiv(self.programs, tiles_and_heads)
         return min(max_splits, programs)
 
 
@@ -152,7 +152,7 @@ FP32_HUGE_HEADS = LaunchTable(
 
 def table_for(shape: AttentionShape, dtype: torch.dtype) -> LaunchTable:
     """The launch table for heads of this size and dtype."""
-    size = triton.next_power_of_2(shape.head_dim)
+    size = next_power_of_2(shape.head_dim)
     if dtype.itemsize == 4:
         return FP32_HEADS if size <= 256 else FP32_HUGE_HEADS
     if size <= 128:
@@ -166,11 +166,11 @@ def choose(
     """The configuration of a launch of runs of at most ``width`` rows."""
     table = table_for(shape, dtype)
     group = shape.num_heads // shape.num_kv_heads
-    queries = min(table.prefill.block_queries, triton.next_power_of_2(width * group))
-    queries = max(16, triton.next_power_of_2(group), queries)
-    programs = num_runs * triton.cdiv(width, queries // group) * shape.num_kv_heads
+    queries = min(table.prefill.block_queries, next_power_of_2(width * group))
+    queries = max(16, next_power_of_2(group), queries)
+    programs = num_runs * cdiv(width, queries // group) * shape.num_kv_heads
     busy = programs >= table.busy_programs
-    partial_bytes = 4 * num_runs * width * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
+    partial_bytes = 4 * num_runs * width * shape.q_size * cdiv(max_seq_len, SPLIT)
     fits = partial_bytes <= MAX_PARTIAL_BYTES
     form: Form = "split_kv" if not busy and max_seq_len > SPLIT and fits else "sequential"
     if queries == 16:

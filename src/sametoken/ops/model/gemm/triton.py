@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
@@ -246,9 +247,7 @@ def tiled_product(
         if config.tma_rows:
             x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
         w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
-    programs = triton.cdiv(rows, config.block_rows) * triton.cdiv(
-        out_features, config.block_features
-    )
+    programs = cdiv(rows, config.block_rows) * cdiv(out_features, config.block_features)
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.pdl:
         launch["launch_pdl"] = True

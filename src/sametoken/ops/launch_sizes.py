@@ -1,0 +1,13 @@
+"""Sizes of launches in plain Python; Triton's functions of these names take microseconds each."""
+
+from __future__ import annotations
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """``number / divisor``, rounded up."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two from ``number`` on, which is at least 1."""
+    return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Start-up self-check of quantized products: their kernels give a row the same bits on this chip.
+"""Start-up self-check of quantized products and of experts: a row has the same bits on this chip.
 
 Tiles differ with the number of rows, and many rows by 4 bits have kernels of another kind. They
 give the same bits where tensor cores add an instruction's products in one way for all shapes of
@@ -7,19 +7,22 @@ instructions: seen on Hopper, and promised by no chip.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.selfcheck import require_row_law
+from sametoken.ops.weight import Rounding
 
-#: Shape [N, K], number of dimensions of the scales, and how activations are rounded.
-_Form = tuple[int, int, int, tuple[bool, bool] | None]
+_Checked = Fp8DeviceWeight | Int4DeviceWeight
+_Kind = TypeVar("_Kind", Fp8DeviceWeight, Int4DeviceWeight)
 
 
 class _Products(Protocol):
@@ -38,22 +41,33 @@ class _Products(Protocol):
     def gated_matmul(self, x: Tensor) -> Tensor: ...
 
 
-class Fp8Check:
-    """The float8 weights in use, one per form."""
+class QuantizedCheck:
+    """Knows the quantized weights that are in use, and proves one of each form."""
 
     def __init__(self) -> None:
-        self._weights: WeakValueDictionary[_Form, Fp8DeviceWeight] = WeakValueDictionary()
+        # By identity, as weights of one form may be dropped one by one.
+        self._in_use: WeakValueDictionary[int, _Checked] = WeakValueDictionary()
 
-    def watch(self, weight: Fp8DeviceWeight) -> Fp8DeviceWeight:
-        """Let ``prove`` check weights of this form while one is in use; the weight."""
-        self._weights.setdefault(_form(weight), weight)
+    def watch(self, weight: _Kind) -> _Kind:
+        """Count a weight while it is in use; the weight."""
+        self._in_use[id(weight)] = weight
         return weight
+
+    def four_bit_matrices(self) -> list[Int4Panels]:
+        """One matrix of each shape [N, K] in 4 bits."""
+        return list({_shape(one): one.panels for one in self._of(Int4DeviceWeight)}.values())
 
     def prove(self, row_counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
         """See ``prove_products``; the number of forms."""
-        weights = list(self._weights.values())
-        prove_products("float8", weights, row_counts, dtype, device)
-        return len(weights)
+        packed, float8 = self._of(Int4DeviceWeight), self._of(Fp8DeviceWeight)
+        prove_products("4-bit", packed, row_counts, dtype, device)
+        prove_products("float8", float8, row_counts, dtype, device)
+        return len(packed) + len(float8)
+
+    def _of(self, kind: type[_Kind]) -> list[_Kind]:
+        """A weight of each form."""
+        found = [one for one in self._in_use.values() if isinstance(one, kind)]
+        return list({_form(one): one for one in found}.values())
 
 
 def prove_products(
@@ -88,10 +102,21 @@ def prove_products(
             require_row_law(f"gated {what}", partial(_gated, weight, x), row_counts)
 
 
-def _form(weight: Fp8DeviceWeight) -> _Form:
-    how = weight.rounding
-    rounding = None if how is None else (how.grouped, how.scale is None)
-    return weight.out_features, weight.in_features, weight.scale.dim(), rounding
+def _form(weight: _Checked) -> tuple[Hashable, ...]:
+    """What the kernels of a weight depend on."""
+    if isinstance(weight, Int4DeviceWeight):
+        panels = weight.panels
+        has_zeros = panels.zeros is not None
+        return *_shape(weight), panels.width, panels.e2m1, panels.fused, has_zeros
+    return *_shape(weight), weight.scale.dim(), _rounding_form(weight.rounding)
+
+
+def _shape(weight: _Checked) -> tuple[int, int]:
+    return weight.out_features, weight.in_features
+
+
+def _rounding_form(rounding: Rounding | None) -> tuple[bool, bool] | None:
+    return None if rounding is None else (rounding.grouped, rounding.scale is None)
 
 
 def _sums(weight: _Products, x: Tensor, rows: slice) -> Tensor:

@@ -222,7 +222,7 @@ class TritonKernels:
         down: Sequence[Weight],
         form: ExpertForm | None = None,
     ) -> StackedExperts:
-        return StackedExperts(_stacked(gate_up), _stacked(down), form)
+        return self._quantized.watch(StackedExperts(_stacked(gate_up), _stacked(down), form))
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None

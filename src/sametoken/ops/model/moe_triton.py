@@ -55,7 +55,7 @@ class ExpertStack:
         return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class StackedExperts:
     """The experts of a layer on the GPU.
 
@@ -68,6 +68,11 @@ class StackedExperts:
     gate_up: ExpertStack | Int4Panels
     down: ExpertStack | Int4Panels
     form: ExpertForm | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return _matrix(self.down).shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -269,18 +274,14 @@ def moe_forward(
         dtype: of the result; default x's.
     """
     num_rows, top_k = chosen.shape
-    matrices = _matrices(experts.gate_up), _matrices(experts.down)
-    num_experts, hidden, inner = (
-        len(matrices[1]),
-        experts.down.out_features,
-        experts.down.in_features,
-    )
+    matrices = _matrix(experts.gate_up), _matrix(experts.down)
+    hidden, inner = experts.down.out_features, experts.down.in_features
     assert all(tensor.is_contiguous() for tensor in (x, *matrices, chosen, weights))
     assert x.shape == (num_rows, hidden)
     out = torch.empty_like(x, dtype=dtype)
     if not num_rows:
         return out
-    groups = RowGroups.of(chosen, num_experts)
+    groups = RowGroups.of(chosen, experts.num_experts)
     features = x.new_empty(num_rows * top_k, inner)
     first, second = _biases(experts)
     _product(x, experts.gate_up, first, groups, features, top_k, _activation_of(experts))
@@ -363,5 +364,5 @@ def _product(
     )
 
 
-def _matrices(stack: ExpertStack | Int4Panels) -> Tensor:
+def _matrix(stack: ExpertStack | Int4Panels) -> Tensor:
     return stack.words if isinstance(stack, Int4Panels) else stack.weight

@@ -19,10 +19,11 @@ from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.selfcheck import require_row_law
-from sametoken.ops.weight import Rounding
+from sametoken.ops.model.moe_selfcheck import prove_experts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 
-_Checked = Fp8DeviceWeight | Int4DeviceWeight
-_Kind = TypeVar("_Kind", Fp8DeviceWeight, Int4DeviceWeight)
+_Checked = Fp8DeviceWeight | Int4DeviceWeight | StackedExperts
+_Kind = TypeVar("_Kind", Fp8DeviceWeight, Int4DeviceWeight, StackedExperts)
 
 
 class _Products(Protocol):
@@ -42,30 +43,34 @@ class _Products(Protocol):
 
 
 class QuantizedCheck:
-    """Knows the quantized weights that are in use, and proves one of each form."""
+    """Knows the quantized weights and all experts that are in use, and proves one of each form."""
 
     def __init__(self) -> None:
         # By identity, as weights of one form may be dropped one by one.
         self._in_use: WeakValueDictionary[int, _Checked] = WeakValueDictionary()
 
     def watch(self, weight: _Kind) -> _Kind:
-        """Count a weight while it is in use; the weight."""
+        """Count a weight, or a layer's experts, while they are in use; these."""
         self._in_use[id(weight)] = weight
         return weight
 
     def four_bit_matrices(self) -> list[Int4Panels]:
         """One matrix of each shape [N, K] in 4 bits."""
-        return list({_shape(one): one.panels for one in self._of(Int4DeviceWeight)}.values())
+        found = [one.panels for one in self._of(Int4DeviceWeight)]
+        return list({(one.out_features, one.in_features): one for one in found}.values())
 
     def prove(self, row_counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """See ``prove_products``; the number of forms."""
+        """See ``prove_products`` and ``prove_experts``; the number of forms."""
         packed, float8 = self._of(Int4DeviceWeight), self._of(Fp8DeviceWeight)
+        experts = self._of(StackedExperts)
         prove_products("4-bit", packed, row_counts, dtype, device)
         prove_products("float8", float8, row_counts, dtype, device)
-        return len(packed) + len(float8)
+        for one in experts:
+            prove_experts(one, row_counts, dtype, device)
+        return len(packed) + len(float8) + len(experts)
 
     def _of(self, kind: type[_Kind]) -> list[_Kind]:
-        """A weight of each form."""
+        """One of each form."""
         found = [one for one in self._in_use.values() if isinstance(one, kind)]
         return list({_form(one): one for one in found}.values())
 
@@ -102,21 +107,22 @@ def prove_products(
             require_row_law(f"gated {what}", partial(_gated, weight, x), row_counts)
 
 
-def _form(weight: _Checked) -> tuple[Hashable, ...]:
-    """What the kernels of a weight depend on."""
-    if isinstance(weight, Int4DeviceWeight):
-        panels = weight.panels
-        has_zeros = panels.zeros is not None
-        return *_shape(weight), panels.width, panels.e2m1, panels.fused, has_zeros
-    return *_shape(weight), weight.scale.dim(), _rounding_form(weight.rounding)
+def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
+    """What the kernels of a weight, or of experts, depend on."""
+    if isinstance(one, StackedExperts):
+        return *_form(one.gate_up), *_form(one.down), type(one.form).__name__
+    if isinstance(one, Int4DeviceWeight):
+        return _form(one.panels)
+    if isinstance(one, Int4Panels):
+        return one.words.shape, one.in_features, one.width, one.e2m1, one.fused, one.zeros is None
+    rounding = one.rounding and (one.rounding.grouped, one.rounding.scale is None)
+    if isinstance(one, ExpertStack):
+        return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding
+    return one.matrix.shape, _dim(one.scale), rounding
 
 
-def _shape(weight: _Checked) -> tuple[int, int]:
-    return weight.out_features, weight.in_features
-
-
-def _rounding_form(rounding: Rounding | None) -> tuple[bool, bool] | None:
-    return None if rounding is None else (rounding.grouped, rounding.scale is None)
+def _dim(scales: Tensor | None) -> int:
+    return 0 if scales is None else scales.dim()
 
 
 def _sums(weight: _Products, x: Tensor, rows: slice) -> Tensor:

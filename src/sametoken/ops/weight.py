@@ -149,6 +149,16 @@ class UnquantizedWeight(Weight, Protocol):
         ...
 
 
+@runtime_checkable
+class ExpandedWeight(Weight, Protocol):
+    """A weight whose matrix a GPU expands in memory before products of many rows."""
+
+    @property
+    def num_expanded(self) -> int:
+        """Elements of that matrix, in the dtype of the activations."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedExperts:
     """What gpt-oss's experts have beside their matrices: biases, and a gate within limits.

@@ -96,6 +96,11 @@ class Int4Weight:
         parts = (self.matrix.values, self.matrix.scale, self.matrix.zero)
         return sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def num_expanded(self) -> int:
+        """See ``ExpandedWeight``."""
+        return self.out_features * self.in_features
+
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -70,6 +70,11 @@ class Int4DeviceWeight:
         """Bytes of values, scales and zeros."""
         return self.panels.nbytes
 
+    @property
+    def num_expanded(self) -> int:
+        """See ``ExpandedWeight``."""
+        return self.out_features * self.in_features
+
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:

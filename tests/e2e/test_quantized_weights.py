@@ -140,7 +140,7 @@ def quantized_in_place(folder, chosen) -> None:
 
 def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path):
     write_nextn(tmp_path, "deepseek_v3")
-    quantized_in_place(tmp_path, re.compile(r"proj|mqa"))
+    quantized_in_place(tmp_path, re.compile(r"proj|mqa|head"))
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(tmp_path, spec, "float32")
 

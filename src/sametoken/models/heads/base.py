@@ -349,15 +349,16 @@ def load_own_lm_head(
     shared: SharedWeights,
     token_ids: Tensor | None,
     permutation: Tensor | None = None,
+    name: str = "lm_head",
 ) -> Weight:
-    """As ``load_lm_head``, of the head's own lm_head if it has one, else of the target's.
+    """As ``load_lm_head``, of the head's own lm_head ``name`` if it has one, else of the target's.
 
     Raises:
         UnsupportedError: ``token_ids`` of an lm_head that is stored quantized.
     """
-    linear = reader.quantization.format_of("lm_head", reader.source)
+    linear = reader.quantization.format_of(name, reader.source)
     if linear is None:
-        whole = own_or_shared(reader, "lm_head", rows, hidden_size, shared.whole_head, permutation)
+        whole = own_or_shared(reader, name, rows, hidden_size, shared.whole_head, permutation)
         return load_lm_head(reader, whole, token_ids)
     if token_ids is not None:
         raise UnsupportedError(
@@ -365,7 +366,7 @@ def load_own_lm_head(
             "token_map",
             "leave token_map out",
         )
-    return linear.read(reader, hidden_size, (Part("lm_head", rows, permutation),))
+    return linear.read(reader, hidden_size, (Part(name, rows, permutation),))
 
 
 def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) -> Weight:

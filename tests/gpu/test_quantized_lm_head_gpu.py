@@ -29,7 +29,9 @@ def test_speculation_changes_no_bit(tmp_path, scheme):
     head = write_eagle1(tmp_path / "head", eagle1_tensors(**SIZES), **SIZES)
     eagle = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
     wanted = said(engine(copy, **GPU))
-    for spec in (NGRAM, eagle):
+    some = tmp_path / "map.json"
+    some.write_text("[1, 3, 4, 9, 17, 21]")
+    for spec in (NGRAM, eagle | {"token_map": str(some)}, eagle):
         llm = engine(copy, spec, **GPU)
         assert said(llm) == wanted
         assert llm.speculation_metrics.num_draft_tokens > 0

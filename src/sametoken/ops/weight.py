@@ -150,6 +150,15 @@ class UnquantizedWeight(Weight, Protocol):
 
 
 @runtime_checkable
+class CutWeight(Weight, Protocol):
+    """A weight in bits that this device does not look up, whose rows can be copied."""
+
+    def cut(self, token_ids: Tensor) -> Weight:
+        """The rows of these tokens in the same bits; ``token_ids`` is [V'] int64."""
+        ...
+
+
+@runtime_checkable
 class ExpandedWeight(Weight, Protocol):
     """A weight whose matrix a GPU expands in memory before products of many rows."""
 

@@ -6,7 +6,7 @@ An element is rounded once, to the dtype of the activations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,13 @@ class Int4Weight:
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         return silu_mul(self.matmul(x))
+
+    def cut(self, token_ids: Tensor) -> Int4Weight:
+        """See ``CutWeight``."""
+        whole = self.matrix
+        zero = None if whole.zero is None else whole.zero[token_ids]
+        values, scale = whole.values[token_ids], whole.scale[token_ids]
+        return Int4Weight(replace(whole, values=values, scale=scale, zero=zero))
 
     def ordered(self, x: Tensor) -> Tensor:
         """Activations in the order of the columns."""

@@ -87,6 +87,12 @@ class Int4Panels:
             zeros=zeros,
         )
 
+    def cut(self, rows: Tensor) -> Int4Panels:
+        """Some rows of one matrix: [N'] int64."""
+        zeros = None if self.zeros is None else self.zeros[:, rows].contiguous()
+        scales = self.scales[:, rows].contiguous()
+        return replace(self, words=self.words[rows], scales=scales, zeros=zeros)
+
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """The matrix of elements: [N, K]."""
         n, k = self.out_features, self.in_features

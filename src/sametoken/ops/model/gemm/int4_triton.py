@@ -83,6 +83,10 @@ class Int4DeviceWeight:
     def gated_matmul(self, x: Tensor) -> Tensor:
         return self._product(x, "silu_mul")
 
+    def cut(self, token_ids: Tensor) -> Int4DeviceWeight:
+        """See ``CutWeight``."""
+        return replace(self, panels=self.panels.cut(token_ids))
+
     def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
         if self.order is not None:
             x = x[:, self.order]

@@ -68,11 +68,12 @@ def expert(kernels, form: str, rows: int, columns: int):
         return kernels.pack_fp8(Fp8Matrix(values, scale, Rounding(grouped=True)), torch.bfloat16)
     values = torch.randint(256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
     scale = torch.rand(rows, columns // 32, device="cuda").bfloat16() / columns**0.5
-    zero = None if form == "e2m1" else torch.full_like(scale, 7, dtype=torch.uint8)
+    zero = None if form == "mxfp4" else torch.full_like(scale, 7, dtype=torch.uint8)
+    scale = scale.to(torch.float8_e8m0fnu) if form == "mxfp4" else scale
     return kernels.pack_int4(Int4Matrix(values, scale, zero), torch.bfloat16)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float8", "4-bit", "e2m1"])
+@pytest.mark.parametrize("form", ["bfloat16", "float8", "4-bit", "mxfp4"])
 def test_the_check_of_experts_passes_on_this_chip(form):
     kernels = select_kernels(torch.device("cuda"))
     gate_up, down = (

@@ -67,10 +67,11 @@ class Mxfp4Stack:
 
 
 def _kept(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
-    """A matrix in 4 bits; its scales in bf16, which holds every one."""
-    whole = packed_int4(_halves(blocks).flatten(1), GROUP), _powers(scales).bfloat16()
-    values, powers = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
-    return reader.kernels.pack_int4(Int4Matrix(values, powers, None), reader.dtype)
+    """A matrix in 4 bits, and its scales in their bytes."""
+    whole = packed_int4(_halves(blocks).flatten(1), GROUP), scales
+    values, own = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
+    matrix = Int4Matrix(values, own.view(torch.float8_e8m0fnu), None)
+    return reader.kernels.pack_int4(matrix, reader.dtype)
 
 
 def _expanded(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:

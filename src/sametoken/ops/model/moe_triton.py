@@ -188,7 +188,7 @@ def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.co
 def _expert_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
     weight,  # [E, N, K]; [E, 2 * N, K] before a gate; in 4 bits ``Int4Panels.words``
-    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits [E, W_GROUPS, N or 2 * N]
+    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.scales``
     w_zeros,  # of 4 bits, likewise, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
@@ -201,9 +201,10 @@ def _expert_kernel(
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared", "none"
-    W_GROUPS: tl.constexpr,
+    W_GROUPS: tl.constexpr,  # in 4 bits, rows of the scales of an expert
     X_GROUPS: tl.constexpr,
     WORDS: tl.constexpr,  # of a row in 4 bits, else 0
+    WIDTH: tl.constexpr,  # features of a group in 4 bits
     E2M1: tl.constexpr,  # as in ``Int4Panels``, as is FUSED
     FUSED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -235,7 +236,7 @@ def _expert_kernel(
             acc = int4_sums(
                 x + x_row[:, None] * K, is_pair, weight, w_scales, w_zeros,
                 tl.program_id(1) * BLOCK_FEATURES, N, K, WORDS, one,
-                GATED, 8 * WORDS // W_GROUPS, E2M1, FUSED, 1, K % 128 == 0,
+                GATED, WIDTH, E2M1, FUSED, 1, K % 128 == 0,
                 BLOCK_FEATURES * 2 if GATED else BLOCK_FEATURES,
             )  # fmt: skip
             up = acc
@@ -353,6 +354,7 @@ def _product(
         W_GROUPS=num_groups,
         X_GROUPS=groups_of(x_scales),
         WORDS=0 if panels is None else matrix.shape[2],
+        WIDTH=0 if panels is None else panels.width,
         E2M1=panels is not None and panels.e2m1,
         FUSED=panels is not None and panels.fused,
         BLOCK_ROWS=groups.block_rows,

@@ -368,7 +368,10 @@ def stack(features, depth, width, zeros):
     blocks = -(-depth // 128)
     words = torch.zeros(3, features, 16 * blocks, dtype=torch.int32)
     scales = torch.zeros(3, 128 // width * blocks, features)
-    return Int4Panels(words, scales, scales.int() if zeros else None, depth, not zeros, True)
+    powers = torch.zeros(3, blocks, features, dtype=torch.int32)
+    if zeros:
+        return Int4Panels(words, scales, scales.int(), depth, False, True)
+    return Int4Panels(words, powers, None, depth, True, False)
 
 x = torch.zeros(4, 128, dtype=torch.bfloat16)
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)

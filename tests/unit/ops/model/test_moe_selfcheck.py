@@ -42,6 +42,7 @@ def four_bits(kernels, features, depth, *, e2m1=False):
     values = torch.randint(0, 16, (features, depth), generator=generator, dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-7, -4, (features, depth // 32), generator=generator)
     zero = None if e2m1 else torch.full_like(scale, 7, dtype=torch.uint8)
+    scale = scale.to(torch.float8_e8m0fnu) if e2m1 else scale
     return kernels.pack_int4(Int4Matrix(packed_int4(values, 32), scale, zero), DTYPE)
 
 

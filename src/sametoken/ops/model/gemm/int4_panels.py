@@ -34,7 +34,8 @@ class Int4Panels:
 
     Attributes:
         words: [N, 16 * blocks] int32, ``int4.packed_words``; zeros past ``in_features``.
-        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``.
+        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. Those of E8M0
+            are int32 [blocks, N], the bytes of a block's four groups, the first lowest.
         zeros: [groups, N] int32; None: all are ``SYMMETRIC``, or values are codes of e2m1.
         in_features: K.
         e2m1: whether values are codes of e2m1.
@@ -58,7 +59,9 @@ class Int4Panels:
             zeros = None
         return cls(
             words,
-            _by_group(matrix.scale.float(), num_groups),
+            _e8m0_by_block(matrix.scale)
+            if matrix.scale.dtype == torch.float8_e8m0fnu
+            else _by_group(matrix.scale.float(), num_groups),
             None if zeros is None else _by_group(zeros.int(), num_groups),
             2 * matrix.values.shape[1],
             e2m1=matrix.zero is None,
@@ -68,7 +71,14 @@ class Int4Panels:
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form, and may be stacked."""
         mine, others = (
-            (each.words.shape, each.scales.shape, each.in_features, each.e2m1, each.fused)
+            (
+                each.words.shape,
+                each.scales.shape,
+                each.width,
+                each.in_features,
+                each.e2m1,
+                each.fused,
+            )
             for each in (self, other)
         )
         return mine == others
@@ -123,6 +133,8 @@ class Int4Panels:
     @property
     def width(self) -> int:
         """Features of a group."""
+        if self.scales.dtype == torch.int32:
+            return BLOCK // 4
         return 8 * self.words.shape[-1] // self.scales.shape[-2]
 
     @property
@@ -136,6 +148,12 @@ def _by_group(of_rows: Tensor, num_groups: int) -> Tensor:
     """[N, groups] to [num_groups, N], zeros in those that are new."""
     padded = torch.nn.functional.pad(of_rows, (0, num_groups - of_rows.shape[1]))
     return padded.t().contiguous()
+
+
+def _e8m0_by_block(of_rows: Tensor) -> Tensor:
+    """[N, groups] of E8M0 to the int32 of ``Int4Panels.scales``, bytes of 0 in new groups."""
+    padded = torch.nn.functional.pad(of_rows.view(torch.uint8), (0, -of_rows.shape[1] % 4))
+    return padded.contiguous().view(torch.int32).t().contiguous()
 
 
 @triton.jit
@@ -259,7 +277,10 @@ def _elements(
     packed = tl.load(at, present[:, None], other=0)
     group = block * GROUPS + tl.arange(0, GROUPS)
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
-    scale = tl.load(scales + of_group, present[:, None], other=0.0)
+    if scales.dtype.element_ty == tl.int32:
+        scale = _powers(scales, block, w_row, present, num_rows)
+    else:
+        scale = tl.load(scales + of_group, present[:, None], other=0.0)
     zero = tl.full([FEATURES, GROUPS], 8, tl.int32)
     if zeros is not None:
         zero = tl.load(zeros + of_group, present[:, None], other=0)
@@ -271,6 +292,15 @@ def _elements(
     third = _pair(packed >> 4, scale, zero, one, E2M1, FUSED, dtype)
     fourth = _pair(packed >> 12, scale, zero, one, E2M1, FUSED, dtype)
     return _in_order(tl.join(tl.join(first, second), tl.join(third, fourth)), FEATURES)
+
+
+@triton.jit
+def _powers(scales, block, w_row, present, num_rows):
+    """The powers of two of a block's four groups, from bytes of E8M0: [features, 4] fp32."""
+    packed = tl.load(scales + block.to(tl.int64) * num_rows + w_row, present, other=0)
+    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    # The smallest, 2^-127, is subnormal.
+    return tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -114,7 +114,8 @@ def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
     if isinstance(one, Int4DeviceWeight):
         return _form(one.panels)
     if isinstance(one, Int4Panels):
-        return one.words.shape, one.in_features, one.width, one.e2m1, one.fused, one.zeros is None
+        kinds = one.e2m1, one.fused, one.scales.dtype, one.zeros is None
+        return one.words.shape, one.in_features, one.width, *kinds
     rounding = one.rounding and (one.rounding.grouped, one.rounding.scale is None)
     if isinstance(one, ExpertStack):
         return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding

@@ -9,6 +9,7 @@ import torch
 
 from helpers.compiled import compile_launches
 from sametoken.ops.model.gemm.int4 import Int4Weight, elements, numbers, packed_int4
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, product
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -147,8 +148,24 @@ def test_numbers_of_e2m1_are_exact_at_every_scale(power):
     values = torch.arange(32, dtype=torch.uint8)[None] % 16
     scale = torch.full((1, 1), 2.0**power)
     meant = (NUMBERS.repeat(2) * 2.0**power)[:, None]
-    for weight in forms(Int4Matrix(packed_int4(values, 32), scale, None)):
-        assert torch.equal(weight.matmul(torch.eye(32)), meant)
+    for scales in (scale, scale.to(torch.float8_e8m0fnu)):
+        for weight in forms(Int4Matrix(packed_int4(values, 32), scales, None)):
+            assert torch.equal(weight.matmul(torch.eye(32)), meant)
+
+
+def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
+    """Every byte that has a power, in rows of nine groups, a block's and more."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(0, 16, (64, 288), generator=generator, dtype=torch.uint8)
+    scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
+    matrix = Int4Matrix(packed_int4(values, 32), scale, None)
+    panels = Int4Panels.of(matrix)
+    assert panels.width == 32
+    assert panels.nbytes * 8 == 64 * 384 * 4.25
+    meant = elements(matrix, torch.float32)
+    assert torch.equal(panels.expanded(torch.float32), meant)
+    some = torch.tensor([3, 60, 7])
+    assert torch.equal(panels.cut(some).expanded(torch.float32), meant[some])
 
 
 def test_memory_is_half_a_byte_a_weight_and_its_scales():
@@ -159,6 +176,7 @@ def test_memory_is_half_a_byte_a_weight_and_its_scales():
 
 def test_the_kernel_compiles_to_tensor_core_products(tmp_path):
     code = """
+from dataclasses import replace
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import product
 def panels(n, k, width, zeros=False, e2m1=False):
@@ -170,12 +188,14 @@ for rows in (1, 64):
     x = torch.empty(rows, 4096, dtype=torch.bfloat16)
     product(x, panels(6144, 4096, 128))
     product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
-product(x[:, :2880].contiguous(), panels(6144, 2880, 32, e2m1=True))
+one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
+product(few, one)
+product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
 panels(6144, 4096, 64, zeros=True).expanded(torch.bfloat16)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 5
+    assert len(kernels) == 6
     assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]

@@ -22,6 +22,7 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.model import activation_triton as activation
+from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import embedding_triton, moe_gate_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
@@ -178,7 +179,10 @@ class TritonKernels:
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
-        matrix = _device_weight(embedding).matrix
+        if not isinstance(embedding, DeviceWeight):
+            norms = embedding_norm, hidden, hidden_norm
+            return embedding_reference.embed_beside(self, token_ids, embedding, *norms)
+        matrix = embedding.matrix
         return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -205,13 +209,10 @@ class TritonKernels:
         return self._quantized.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
-        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table))
+        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
 
-    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> DeviceWeight:
-        """Refuse: there is no kernel."""
-        raise UnsupportedError(
-            "the bits of a GGUF file are kept on a CPU only", "use load_format 'gguf'"
-        )
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
+        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)

@@ -338,7 +338,8 @@ class WeightReader:
         self._require_shape(part.name, (part.rows, in_features))
         self._read.add(part.name)
         rows = torch.cat(list(self.source.stored_chunks(part.name)))
-        return rows if part.permutation is None else rows[part.permutation.argsort()]
+        rows = rows if part.permutation is None else rows[part.permutation.argsort()]
+        return rows.to(self.device)
 
     def _empty(
         self,

@@ -234,7 +234,7 @@ def _expert_kernel(
         x_row = pair // PAIRS_PER_ROW
         if WORDS:
             acc = int4_sums(
-                x + x_row[:, None] * K, is_pair, weight, w_scales, w_zeros,
+                x + x_row[:, None] * K, is_pair, weight, None, w_scales, w_zeros,
                 tl.program_id(1) * BLOCK_FEATURES, N, K, WORDS, one,
                 GATED, WIDTH, E2M1, FUSED, 1, K % 128 == 0,
                 BLOCK_FEATURES * 2 if GATED else BLOCK_FEATURES,
@@ -337,7 +337,7 @@ def _product(
         x,
         matrix,
         stack.scales,
-        None if panels is None else panels.zeros,
+        None if panels is None else panels.offsets,
         x_scales,
         biases,
         groups.counts,

@@ -330,7 +330,9 @@ def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("e2m1", "width", "form"), [(True, 32, True), (False, 64, False)])
+@pytest.mark.parametrize(
+    ("e2m1", "width", "form"), [(True, 32, True), (False, 64, False), (True, 16, False)]
+)
 def test_experts_in_four_bits(e2m1, width, form):
     """One group in a row of the second product, many in the first."""
     count, hidden, inner, rows = 3, 128, 64, 19

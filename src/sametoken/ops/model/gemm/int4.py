@@ -34,17 +34,25 @@ def unpacked_int4(packed: Tensor, width: int) -> Tensor:
     return torch.cat((bytes_by_group & 15, bytes_by_group >> 4), dim=2).flatten(1)
 
 
-def packed_words(matrix: Int4Matrix) -> Tensor:
-    """Values in the order in which a GPU's threads multiply them: [N, 16 * blocks] int32.
+def packed_words(codes: Tensor, bits: int = 4) -> Tensor:
+    """Codes of 4 or 2 bits in the order in which a GPU's threads multiply them.
 
     Word 4 t + e of a block of 128 features holds its features 32 e + 16 c + 8 h + 2 t + l, in bits
-    16 c + 8 h + 4 l and up. The last block is filled with zeros.
+    (4 c + 2 h + l) * ``bits`` and up. The last block is filled with zeros.
+
+    Args:
+        codes: [N, K] uint8.
+        bits: of a code.
+
+    Returns:
+        [N, 16 * blocks], int32 of 4 bits, int16 of 2.
     """
-    values = unpacked_int4(matrix.values, matrix.width)
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % 128))
-    low, high = values.unflatten(1, (-1, 4, 2, 2, 4, 2)).unbind(6)
-    octets = (low | high << 4).permute(0, 1, 5, 2, 3, 4).contiguous()
-    words: Tensor = octets.flatten(1).view(torch.int32)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128))
+    low, high = codes.unflatten(1, (-1, 4, 2, 2, 4, 2)).unbind(6)
+    packed = (low | high << bits).permute(0, 1, 5, 2, 3, 4)
+    if bits == 2:
+        packed = packed[..., 0] | packed[..., 1] << 4
+    words: Tensor = packed.contiguous().flatten(1).view(torch.int32 if bits == 4 else torch.int16)
     return words
 
 

@@ -114,8 +114,7 @@ def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
     if isinstance(one, Int4DeviceWeight):
         return _form(one.panels)
     if isinstance(one, Int4Panels):
-        kinds = one.e2m1, one.fused, one.scales.dtype, one.zeros is None
-        return one.words.shape, one.in_features, one.width, *kinds
+        return one.words.shape, one.in_features, one.form, one.offsets is None
     rounding = one.rounding and (one.rounding.grouped, one.rounding.scale is None)
     if isinstance(one, ExpertStack):
         return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding

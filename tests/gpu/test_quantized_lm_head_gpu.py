@@ -9,7 +9,7 @@ from helpers.checkpoints import eagle1_tensors, write_eagle1
 from helpers.quantized import write_with_lm_head
 from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
 from sametoken.models.quantize import SCHEMES
-from sametoken.ops.backend import select_kernels
+from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding
 
 pytestmark = [

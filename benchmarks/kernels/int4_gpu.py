@@ -1,10 +1,10 @@
-"""Time products with 4-bit weights on this GPU, beside bf16 and fp8: one layer of Qwen3-8B's shape.
+"""Time products with integer weights on this GPU, beside bf16 and fp8: a layer of Qwen3-8B's shape.
 
-    python benchmarks/kernels/int4_gpu.py [--rows 1,8,64,512] [--width 128]
+    python benchmarks/kernels/int4_gpu.py [--rows 1,8,64,512] [--form gptq]
 
 Each line has microseconds of a product inside a CUDA graph over copies of its weight that exceed L2
-several times: bf16 at its tuned choice, fp8 at its default, then the fastest kernels of 4 bits, the
-default marked ``*`` and a kernel whose rows differ from those of the expanded matrix in one bit
+several times: bf16 at its tuned choice, fp8 at its default, then the fastest kernels of the form,
+the default marked ``*`` and a kernel whose rows differ from those of the expanded matrix in one bit
 ``!``. ``x`` is the expansion in memory with the product after it. The last line of a row count is
 the chain of all four products of a layer, at the defaults. Labels: rows x features of a tile, u
 blocks per iteration, w warps, s stages, p bytes of a weight's row prefetched.
@@ -43,6 +43,17 @@ SHAPES = [
     GemmShape(24576, 4096, "silu_mul"),
     GemmShape(4096, 12288),
 ]
+#: Features of a group, bits of codes, and whether there are minima, fp32 scales, and e2m1 codes.
+FORMS = {
+    "gptq": (128, 4, False, False, False),
+    "q4_0": (32, 4, False, False, False),
+    "q4_1": (32, 4, True, False, False),
+    "q4_k": (32, 4, True, True, False),
+    "q5_k": (32, 6, True, True, False),
+    "q6_k": (16, 6, False, True, False),
+    "q8_0": (32, 8, False, False, False),
+    "nvfp4": (16, 4, False, True, True),
+}
 ROWS = (1, 8, 64, 128, 512, 2048)
 SHOWN = 4
 
@@ -53,9 +64,9 @@ def label(config: Int4Config) -> str:
     return f"{shape}u{config.unroll}w{config.num_warps}s{config.num_stages}{early}"
 
 
-def candidates(shape: GemmShape, rows: int) -> list[Int4Config]:
+def candidates(panels: Int4Panels, rows: int) -> list[Int4Config]:
     """List the kernels for few rows, the default first."""
-    default = default_config(shape.out_features, rows, HOPPER_MEMORY)
+    default = default_config(panels, rows, HOPPER_MEMORY)
     size, found = default.block_rows, [default]
     if rows <= 32:
         found += [Int4Config(size, 64, 2, 4, depth) for depth in (3, 4, 6, 8)]
@@ -70,27 +81,37 @@ def candidates(shape: GemmShape, rows: int) -> list[Int4Config]:
     return list(dict.fromkeys(found))
 
 
-def panels_of(shape: GemmShape, width: int) -> Int4Panels:
+def panels_of(shape: GemmShape, form: str) -> Int4Panels:
     """Random values, without zeros of their own."""
+    width, code_bits, has_minima, wide_scales, e2m1 = FORMS[form]
     n, blocks = shape.out_features, shape.in_features // 128
     bits = torch.randint(-(2**31), 2**31, (n, 16 * blocks), device="cuda").int()
     scales = torch.rand(128 // width * blocks, n, device="cuda").bfloat16().float() / 128
-    return Int4Panels(bits, scales, None, shape.in_features, e2m1=False, fused=True)
+    tops = {4: None, 6: bits.to(torch.int16), 8: bits}[code_bits]
+    minima = -scales if has_minima else None
+    return Int4Panels(bits, scales, minima, shape.in_features, e2m1, not wide_scales, tops)
+
+
+def copy_of(panels: Int4Panels) -> Int4Panels:
+    parts = {name: getattr(panels, name) for name in ("words", "tops", "scales", "offsets")}
+    return replace(
+        panels, **{name: part if part is None else part.clone() for name, part in parts.items()}
+    )
 
 
 def copies(num_bytes: int) -> int:
     return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
-def compile_share(index: int, rows: list[int], width: int) -> None:
+def compile_share(index: int, rows: list[int], form: str) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
     jobs = {}
     for shape in SHAPES:
-        panels = panels_of(replace(shape, out_features=512), width)
+        panels = panels_of(replace(shape, out_features=512), form)
         for count in rows:
             if count > FEW_ROWS:
                 continue
-            for config in candidates(shape, count):
+            for config in candidates(panels_of(shape, form), count):
                 jobs[config, shape.epilogue, shape.in_features % 512] = (panels, shape, config)
     for panels, shape, config in list(jobs.values())[index::COMPILERS]:
         try:
@@ -99,9 +120,9 @@ def compile_share(index: int, rows: list[int], width: int) -> None:
             continue
 
 
-def measure(shape: GemmShape, rows: int, width: int, table: ProvenTable) -> None:
+def measure(shape: GemmShape, rows: int, form: str, table: ProvenTable) -> None:
     """Print one line."""
-    x, panels = normal(rows, shape.in_features), panels_of(shape, width)
+    x, panels = normal(rows, shape.in_features), panels_of(shape, form)
     plain = panels.expanded(torch.bfloat16)
     epilogue = shape.epilogue
     many = [plain.clone() for _ in range(copies(plain.nbytes))]
@@ -113,7 +134,7 @@ def measure(shape: GemmShape, rows: int, width: int, table: ProvenTable) -> None
     fp8 = microseconds(lambda one: one.gated_matmul(x) if gated else one.matmul(x), float8)
     del many, float8
     expected = gemm.product(CANONICAL, x, plain, epilogue)
-    weights = [replace(panels, words=panels.words.clone()) for _ in range(copies(panels.nbytes))]
+    weights = [copy_of(panels) for _ in range(copies(panels.nbytes))]
 
     def by_expansion(one: Int4Panels) -> torch.Tensor:
         return gemm.product(config, x, one.expanded(x.dtype), epilogue)
@@ -122,7 +143,7 @@ def measure(shape: GemmShape, rows: int, width: int, table: ProvenTable) -> None
     if not torch.equal(by_expansion(panels), expected):
         times[0] = (times[0][0], times[0][1] + "!")
     alone = microseconds(lambda one: one.expanded(x.dtype), weights)
-    for index, own in enumerate(candidates(shape, rows) if rows <= FEW_ROWS else ()):
+    for index, own in enumerate(candidates(panels, rows) if rows <= FEW_ROWS else ()):
         try:
             wrong = not torch.equal(product(x, panels, epilogue, None, own), expected)
             us = microseconds(lambda one, c=own: product(x, one, epilogue, None, c), weights)
@@ -136,13 +157,13 @@ def measure(shape: GemmShape, rows: int, width: int, table: ProvenTable) -> None
     print(", ".join(f"{note} {us:.1f}" for us, note in shown), flush=True)
 
 
-def chain(rows: int, width: int, table: ProvenTable) -> None:
+def chain(rows: int, form: str, table: ProvenTable) -> None:
     """Print the time of a layer's four products, each reading what the one before wrote."""
     qkv, o, gate_up, down = SHAPES
-    panels = [panels_of(shape, width) for shape in (qkv, o, gate_up, down)]
+    panels = [panels_of(shape, form) for shape in (qkv, o, gate_up, down)]
     layers = []
     for _ in range(copies(sum(one.nbytes for one in panels))):
-        own = [replace(one, words=one.words.clone()) for one in panels]
+        own = [copy_of(one) for one in panels]
         layers.append([Int4DeviceWeight(one, None, table) for one in own])
     x = normal(rows, 4096)
 
@@ -156,12 +177,12 @@ def chain(rows: int, width: int, table: ProvenTable) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated counts")
-    parser.add_argument("--width", type=int, default=128, help="features of a group")
+    parser.add_argument("--form", choices=FORMS, default="gptq", help="of the weights")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     rows = [int(count) for count in options.rows.split(",")]
     if options.compile is not None:
-        compile_share(options.compile, rows, options.width)
+        compile_share(options.compile, rows, options.form)
         return
     begun = time.time()
     command = [sys.executable, *sys.argv, "--compile"]
@@ -175,8 +196,8 @@ def main() -> None:
     del matrices
     for count in rows:
         for shape in SHAPES:
-            measure(shape, count, options.width, table)
-        chain(count, options.width, table)
+            measure(shape, count, options.form, table)
+        chain(count, options.form, table)
     print(f"done after {time.time() - begun:.0f} s")
 
 

@@ -141,8 +141,8 @@ class EngineConfig:
     )
     load_format: str = option(
         "auto",
-        "format of the checkpoint; gguf-packed: a GGUF file whose matrices stay in their bits, "
-        "on a CPU; dummy: random weights, to measure times",
+        "format of the checkpoint; gguf-packed: a GGUF file whose matrices stay in their bits; "
+        "dummy: random weights, to measure times",
         choices=("auto", "safetensors", "gguf", "gguf-packed", DUMMY),
     )
     speculative_config: SpeculativeConfig | None = option(

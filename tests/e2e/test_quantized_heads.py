@@ -21,7 +21,6 @@ from helpers.harness import Ran, request, run
 from helpers.heads import OPTIONS, SharedTarget
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.errors import UnsupportedError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
@@ -128,5 +127,10 @@ def test_the_target_s_lm_head_serves_a_quantized_head_and_a_token_map_cuts_it(tm
     assert loaded.lm_head.out_features == 3
     head = eagle1(tmp_path / "own")
     compressed(head, {"group_0": FP8 | {"targets": ["Linear"]}})
-    with pytest.raises(UnsupportedError, match="the quantized lm_head of a head cannot be cut"):
-        Eagle1Checkpoint(head).load(SharedTarget(64), token_ids=token_ids, **OPTIONS)
+    own, cut = (
+        Eagle1Checkpoint(head).load(SharedTarget(64), token_ids=ids, **OPTIONS).lm_head
+        for ids in (None, token_ids)
+    )
+    assert isinstance(own, Fp8Weight)
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(cut.matmul(x), own.matmul(x)[:, token_ids])

@@ -12,11 +12,14 @@ from helpers.forward import CPU
 from helpers.quantized import write_with_lm_head
 from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
 from sametoken.errors import UnsupportedError
+from sametoken.models.heads.base import load_lm_head
 from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import SCHEMES
-from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.tuning import TuningTable
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
 
 #: Features that groups of 32 divide.
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
@@ -83,17 +86,23 @@ def test_floats_become_what_a_quantized_copy_has(pairs):
     assert said(live) == said(engine(copy))
 
 
-def test_a_map_is_refused_where_rows_cannot_be_read(tmp_path):
-    _, copy = write_with_lm_head(tmp_path, 0, "fp8-dynamic", **SIZES)
-    how = {
-        "kernels": ReferenceKernels(),
-        "dtype": torch.float32,
-        "device": CPU,
-        "max_positions": 32,
-    }
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), TritonKernels(TuningTable())])
+def test_a_map_takes_rows_in_their_bits_where_they_are_not_expanded(pairs, tmp_path, kernels):
+    """As on a GPU."""
+    (_, copy), _ = pairs
+    how = {"kernels": kernels, "dtype": torch.float32, "device": CPU, "max_positions": 32}
     target = load_model(copy, **how)
-    assert isinstance(target.head, Fp8Weight)
     head = Eagle1Checkpoint(write_eagle1(tmp_path / "head", eagle1_tensors(**SIZES), **SIZES))
     assert head.load(target, **how).lm_head is target.head
+    cut = head.load(target, **how, token_ids=torch.tensor(SOME)).lm_head
+    assert type(cut) is type(target.head)
+    assert cut.nbytes * VOCAB == target.head.nbytes * len(SOME)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(cut.matmul(x), target.head.matmul(x)[:, SOME])
+
+
+def test_a_map_is_refused_where_rows_cannot_be_taken():
+    kernels = ReferenceKernels()
+    parts = kernels.stack([kernels.pack(torch.ones(2, 8)) for _ in range(2)])
     with pytest.raises(UnsupportedError, match="leave token_map out"):
-        head.load(target, **how, token_ids=torch.arange(VOCAB // 2))
+        load_lm_head(WeightReader(None, kernels, torch.float32, CPU), parts, torch.arange(2))

@@ -7,13 +7,11 @@ import re
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
-from helpers.gguf_files import convert
+from helpers.gguf_files import gguf_llama
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
@@ -140,7 +138,7 @@ def quantized_in_place(folder, chosen) -> None:
 
 def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path):
     write_nextn(tmp_path, "deepseek_v3")
-    quantized_in_place(tmp_path, re.compile(r"proj|mqa"))
+    quantized_in_place(tmp_path, re.compile(r"proj|mqa|head"))
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(tmp_path, spec, "float32")
 
@@ -155,25 +153,6 @@ def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
 def test_nor_of_a_target_in_four_bits(tmp_path):
     config, stored = gptq_llama()
     require_same(write_checkpoint(tmp_path, config, stored), NGRAM, "bfloat16")
-
-
-def gguf_llama(path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-    )
-    model = LlamaForCausalLM(config).eval()
-    return convert(model, path, tensor_type=GGMLQuantizationType.Q4_1)
 
 
 def test_nor_of_a_gguf_file_in_its_bits(tmp_path):

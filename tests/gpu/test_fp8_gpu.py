@@ -394,4 +394,4 @@ def test_own_projections_leave_memory_when_they_become_fp8():
     weight = weight.quantize_fp8()
     assert torch.cuda.memory_allocated() - before < weight.nbytes + (4 << 20)
     # Which matrices are in use is known by weak references.
-    assert kernels.prove((1, 64)) == ()
+    assert kernels.prove((1, 64), torch.bfloat16) == ()

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors.torch import save_file
 
+from helpers.gguf_files import gguf_llama
+from helpers.updates import NGRAM, engine, said
+from sametoken.models.load.gguf_blocks import _UNPACKED
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.nvfp4_linear import Nvfp4Linear
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Routing
+from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
-from sametoken.ops.model.gemm.int4 import Int4Weight, elements, packed_int4
+from sametoken.ops.model.gemm.int4 import Int4Weight, elements, expanded, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import (
     Int4Config,
@@ -20,7 +29,8 @@ from sametoken.ops.model.gemm.tuning import CANONICAL
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
-from sametoken.ops.weight import Int4Matrix, Rounding
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix, Rounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,7 +97,7 @@ def four_bits(features: int, depth: int, width: int, scales=torch.bfloat16, **wh
 
 @pytest.mark.parametrize("codes", ["e2m1", "symmetric", "zeros"])
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
 def test_four_bit_elements_are_rounded_once(width, scales, codes):
     """What the reference takes products of, whose elements are exact in fp32 before."""
     matrix = four_bits(1000, 2880 if width < 128 else 2944, width, scales, codes=codes)
@@ -114,12 +124,19 @@ INT4_CONFIGS = [
         (1536, 12288, 128, "zeros"),
         (1000, 2880, 32, "e2m1"),
         (1536, 2880, 64, "zeros"),
+        (1536, 2864, 16, "e2m1"),
     ],
 )
 def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
     features, depth, width, codes, dtype
 ):
-    weight = Int4DeviceWeight.of(four_bits(features, depth, width, codes=codes))
+    scales = torch.float32 if width == 16 else torch.bfloat16
+    weight = Int4DeviceWeight.of(four_bits(features, depth, width, scales, codes=codes))
+    require_bits_of_the_elements(weight, dtype)
+
+
+def require_bits_of_the_elements(weight: Int4DeviceWeight, dtype: torch.dtype) -> None:
+    features, depth = weight.out_features, weight.in_features
     x, plain = normal(300, depth, dtype=dtype), weight.panels.expanded(dtype)
     bias = normal(features, seed=5, dtype=dtype)
     for epilogue in ("logits", "silu_mul", "bias", "none"):
@@ -132,6 +149,97 @@ def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
         for config in INT4_CONFIGS:
             found = product(x[:70], weight.panels, epilogue, own, config)
             assert torch.equal(found, expected[:70]), (epilogue, config)
+
+
+#: Bits of a code, features of a group, dtype of scales, and whether there are minima.
+BLOCKS = {
+    "Q4_0": (4, 32, torch.float16, False),
+    "Q4_1": (4, 32, torch.float16, True),
+    "Q8_0": (8, 32, torch.float16, False),
+    "Q4_K": (4, 32, torch.float32, True),
+    "Q5_K": (5, 32, torch.float32, True),
+    "Q6_K": (6, 16, torch.float32, False),
+}
+
+
+def blocks(features: int, depth: int, name: str) -> IntegerMatrix:
+    """As ``gguf_blocks`` reads them: a scale in fp32 is the product of two short numbers."""
+    bits, width, dtype, has_minima = BLOCKS[name]
+    generator = torch.Generator("cuda").manual_seed(7)
+    shape = (features, depth // width)
+
+    def short(most: int) -> torch.Tensor:
+        half = (torch.rand(shape, device=CUDA, generator=generator) / 999).half()
+        if dtype == torch.float16:
+            return half
+        return half.float() * torch.randint(1, most, shape, device=CUDA, generator=generator)
+
+    codes = torch.randint(0, 2**bits, (features, depth), device=CUDA, generator=generator)
+    scale, minimum = short(64), -short(64)
+    codes, zero = codes.to(torch.uint8), 1 << bits - 1
+    return IntegerMatrix(codes, bits, scale, zero, minimum if has_minima else None)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_unpacked_as_on_a_cpu(name):
+    kind = GGMLQuantizationType[name]
+    raw = torch.randint(0, 256, (64, 4, GGML_QUANT_SIZES[kind][1]), dtype=torch.uint8)
+    host, chip = (_UNPACKED[kind](each) for each in (raw, raw.to(CUDA)))
+    for part in ("codes", "scale", "minimum"):
+        wanted, found = getattr(host, part), getattr(chip, part)
+        if wanted is not None:
+            assert torch.equal(found.cpu().nan_to_num(), wanted.nan_to_num()), part
+
+
+def test_nvfp4_is_read_as_on_a_cpu(tmp_path):
+    """Quotients of scales too: a GPU may divide by a number less exactly than by a tensor."""
+    stored = {
+        "fc.weight_packed": torch.randint(0, 256, (512, 128), dtype=torch.uint8),
+        "fc.weight_scale": (torch.rand(512, 16) * 448).to(torch.float8_e4m3fn),
+        "fc.weight_global_scale": torch.tensor([1234.567]),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    readers = (
+        WeightReader(open_weights(tmp_path), ReferenceKernels(), torch.bfloat16, device)
+        for device in (torch.device("cpu"), CUDA)
+    )
+    wanted, found = (Nvfp4Linear().expanded(one, 256, Part("fc", 512)) for one in readers)
+    assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_elements_of_blocks_are_rounded_once_and_are_looked_up(name):
+    matrix, ids = blocks(1000, 2816, name), torch.tensor([999, 0, 7, 7, 64], device=CUDA)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = Int4DeviceWeight.of(matrix, dtype=dtype)
+        assert torch.equal(weight.panels.expanded(dtype), expanded(matrix).to(dtype)), dtype
+        assert torch.equal(weight.rows(ids), expanded(matrix)[ids].to(dtype)), dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_products_of_blocks_have_the_bits_of_the_product_of_the_elements(name, dtype):
+    for shape in ((1536, 4096), (1000, 2816)):
+        require_bits_of_the_elements(Int4DeviceWeight.of(blocks(*shape, name)), dtype)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_check_passes_for_blocks_on_this_chip(name):
+    kernels = select_kernels(CUDA)
+    shapes = ((12_288, 4096), (4096, 6144), (151_936, 4096))
+    kept = [kernels.pack_integers(blocks(*shape, name), torch.bfloat16) for shape in shapes]
+    counts = (1, 2, 8, 16, 24, 48, 64, 128, 192, 256, 448, 512, 2048)
+    assert kernels.prove_quantized(counts, torch.bfloat16, CUDA) == len(kept)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_speculation_changes_no_bit_of_a_gguf_file(tmp_path, name):
+    """Nor does keeping its bits change a token of the expanded model."""
+    path = str(gguf_llama(tmp_path / "model.gguf", name))
+    options = {"device": "cuda", "dtype": "bfloat16"}
+    wanted = said(engine(path, load_format="gguf", **options))
+    for spec in (None, NGRAM):
+        assert said(engine(path, spec, load_format="gguf-packed", **options)) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -184,9 +292,9 @@ def test_float8_experts_have_the_row_law(by_group, rounding):
         assert torch.equal(stacked(*parts), whole[:rows])
 
 
-@pytest.mark.parametrize("e2m1", [False, True])
-def test_experts_in_four_bits_have_the_row_law(e2m1):
-    count, hidden, inner, width = 16, 2880, 1440, 32
+@pytest.mark.parametrize(("e2m1", "width"), [(False, 32), (True, 32), (True, 16)])
+def test_experts_in_four_bits_have_the_row_law(e2m1, width):
+    count, hidden, inner = 16, 2880, 1440
     generator = torch.Generator("cuda").manual_seed(3)
 
     def matrices(features: int, depth: int) -> list[Int4Matrix]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gguf
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from transformers import LlamaConfig, LlamaForCausalLM
 
 F32 = GGMLQuantizationType.F32
 
@@ -54,3 +56,23 @@ def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_te
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_llama(path, name="Q4_1"):
+    """A small random model with matrices of a type."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )
+    model = LlamaForCausalLM(config).eval()
+    return convert(model, path, tensor_type=GGMLQuantizationType[name])

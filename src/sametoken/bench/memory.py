@@ -30,7 +30,7 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
-from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.step_memory import StepMemory, most_expanded
 from sametoken.engine.swap_plan import plan_swap_of
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -161,7 +161,8 @@ def measure_memory(
     drafter = load_drafter(spec, target, placement)
     aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
     own, drafts = (stored_in(one.caches, kv_dtype(config, dtype)) for one in (target, drafter))
-    steps = StepMemory.of(config, architecture, own, dtype, len(aux_layers))
+    num_expanded = most_expanded((target, drafter.model), device)
+    steps = StepMemory.of(config, architecture, own, dtype, len(aux_layers), num_expanded)
     caches = (*own, *drafts)
     num_kept_states, _ = count_kept_states(
         config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))

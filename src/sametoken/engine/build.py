@@ -38,7 +38,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.engine.sleep import memory_of
-from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.step_memory import StepMemory, most_expanded
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.engine.weights import weights_of
 from sametoken.errors import ConfigError
@@ -317,7 +317,9 @@ def _load(
         caches, config.num_speculative_tokens
     )
     architecture, (dtype, why) = requested.architecture, requested.dtype
-    steps = StepMemory.of(config, architecture, own, dtype, len(requested.aux_layers))
+    num_expanded = most_expanded((target, drafter.model), requested.device)
+    num_aux = len(requested.aux_layers)
+    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded)
     budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)

@@ -52,7 +52,7 @@ def gpu_launcher(
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
-    reports = kernels.prove(counts)
+    reports = kernels.prove(counts, resolved.dtype)
     num_shapes = len(reports)
     num_shapes += kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
     refused = sum(len(one.row_counts) for report in reports for one in report.refused)

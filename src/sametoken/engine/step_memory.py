@@ -10,7 +10,10 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.base import ModelConfig
+from sametoken.models.in_place import children_of
 from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent, Stateless
+from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.weight import ExpandedWeight
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
 _FP32 = 4
@@ -33,6 +36,7 @@ class StepMemory:
         per_sliced_row: of the rows of one slice (``layers.slices``).
         per_sampled_row: of every row with logits.
         max_num_seqs, max_window: requests and the rows of a window, which bound the sampled rows.
+        expanded: of 4-bit matrices while they are multiplied, on a GPU.
     """
 
     per_row: int
@@ -40,6 +44,7 @@ class StepMemory:
     per_sampled_row: int
     max_num_seqs: int
     max_window: int
+    expanded: int = 0
 
     @classmethod
     def of(
@@ -49,6 +54,7 @@ class StepMemory:
         caches: tuple[LayerCache, ...],
         dtype: torch.dtype,
         num_aux_layers: int,
+        num_expanded: int,
     ) -> StepMemory:
         """The sizes of an engine's steps.
 
@@ -58,6 +64,7 @@ class StepMemory:
             caches: the caches of its layers, on this rank.
             dtype: of the activations.
             num_aux_layers: layers whose inputs a drafter reads.
+            num_expanded: as ``most_expanded`` counts them.
         """
         width = dtype.itemsize
         hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
@@ -74,6 +81,8 @@ class StepMemory:
             per_sampled_row=_LOGITS * model.vocab_size * _FP32,
             max_num_seqs=config.max_num_seqs,
             max_window=config.num_speculative_tokens + 1,
+            # Captured graphs have memory of their own.
+            expanded=(1 if config.enforce_eager else 2) * num_expanded * width,
         )
 
     def bytes_of(self, num_rows: int) -> int:
@@ -82,7 +91,8 @@ class StepMemory:
         sampled = min(
             max_sampled_rows(num_rows, self.max_num_seqs), self.max_num_seqs * self.max_window
         )
-        return num_rows * self.per_row + sliced + sampled * self.per_sampled_row
+        rows = num_rows * self.per_row + sliced + sampled * self.per_sampled_row
+        return rows + self.expanded
 
     def rows_within(self, num_bytes: int) -> int:
         """The most rows, a power of two, whose step fits in ``num_bytes``; 0 if none does."""
@@ -90,6 +100,23 @@ class StepMemory:
         while self.bytes_of(2 * rows or 1) <= num_bytes and rows < 2**20:
             rows = 2 * rows or 1
         return rows
+
+
+def most_expanded(node: object, device: torch.device) -> int:
+    """Elements of the largest matrix that products of many rows expand, one at a time.
+
+    Args:
+        node: models and heads, nested in any way.
+        device: where they run; a CPU widens elements in registers.
+    """
+    if device.type == "cpu":
+        return 0
+    if isinstance(node, ExpandedWeight):
+        return node.num_expanded
+    if isinstance(node, SeparateExperts):
+        # A GPU stacks experts, and makes their elements in registers.
+        return 0
+    return max((most_expanded(child, device) for _, child in children_of(node)), default=0)
 
 
 def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:

@@ -70,11 +70,12 @@ def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:
         if node.numel():
             yield place, node
         return
-    for name, child in _children(node):
+    for name, child in children_of(node):
         yield from _tensors(child, f"{place}.{name}" if place else name)
 
 
-def _children(node: object) -> Iterator[tuple[str, object]]:
+def children_of(node: object) -> Iterator[tuple[str, object]]:
+    """What a model, head, layer or weight is made of, by name."""
     if isinstance(node, tuple | list):
         yield from ((str(index), child) for index, child in enumerate(node))
     elif isinstance(node, Decoder):

@@ -130,7 +130,7 @@ def load_model(
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
         load_format: as in ``open_checkpoint``; "dummy" makes random weights, "gguf-packed" keeps
-            quantized matrices in their bits, on a CPU and one rank.
+            quantized matrices in their bits, on one rank.
         parallel: the ranks that divide the weights.
 
     Raises:

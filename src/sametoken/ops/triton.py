@@ -22,6 +22,7 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.model import activation_triton as activation
+from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import embedding_triton, moe_gate_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
@@ -31,7 +32,7 @@ from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
-from sametoken.ops.model.gemm.quantized_selfcheck import Fp8Check, prove_products
+from sametoken.ops.model.gemm.quantized_selfcheck import QuantizedCheck
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -113,34 +114,29 @@ class TritonKernels:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
-        # Likewise of those that are expanded before products of many rows, into a dtype.
-        self._packed: WeakValueDictionary[tuple[torch.dtype, int, int], Int4DeviceWeight] = (
-            WeakValueDictionary()
-        )
-        self._float8 = Fp8Check()
+        self._quantized = QuantizedCheck()
         # Made by the first pass, which no graph captures.
         self._arrived: Tensor | None = None
 
     def prove_quantized(
         self, row_counts: Iterable[int], dtype: torch.dtype, device: torch.device
     ) -> int:
-        """See ``prove_products``; the number of shapes. After ``prove``, which chooses kernels."""
-        counts, packed = tuple(row_counts), list(self._packed.values())
-        prove_products("4-bit", packed, counts, dtype, device)
-        return len(packed) + self._float8.prove(counts, dtype, device)
+        """See ``QuantizedCheck``; the number of forms. After ``prove``, which chooses kernels."""
+        return self._quantized.prove(tuple(row_counts), dtype, device)
 
-    def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
+    def prove(self, row_counts: Iterable[int], dtype: torch.dtype) -> tuple[GemmReport, ...]:
         """Compare the chosen GEMMs of the packed weights with the canonical one on this chip.
 
         cuBLAS serves a row count only after it passes here.
 
         Args:
             row_counts: the row counts of captured steps.
+            dtype: of activations, which 4-bit weights are expanded to before many rows.
         """
         expanded = (
-            weight.panels.expanded(dtype)
-            for (dtype, *shape), weight in list(self._packed.items())
-            if tuple(shape) not in self._matrices
+            panels.expanded(dtype)
+            for panels in self._quantized.four_bit_matrices()
+            if (panels.out_features, panels.in_features) not in self._matrices
         )
         return self.table.prove(chain(self._matrices.values(), expanded), tuple(row_counts))
 
@@ -183,7 +179,10 @@ class TritonKernels:
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
-        matrix = _device_weight(embedding).matrix
+        if not isinstance(embedding, DeviceWeight):
+            norms = embedding_norm, hidden, hidden_norm
+            return embedding_reference.embed_beside(self, token_ids, embedding, *norms)
+        matrix = embedding.matrix
         return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,18 +206,13 @@ class TritonKernels:
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)
-        return self._float8.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
+        return self._quantized.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
 
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
-        weight = Int4DeviceWeight.of(matrix, self.table)
-        self._packed.setdefault((dtype, weight.out_features, weight.in_features), weight)
-        return weight
+        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
 
-    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> DeviceWeight:
-        """Refuse: there is no kernel."""
-        raise UnsupportedError(
-            "the bits of a GGUF file are kept on a CPU only", "use load_format 'gguf'"
-        )
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
+        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)
@@ -229,7 +223,7 @@ class TritonKernels:
         down: Sequence[Weight],
         form: ExpertForm | None = None,
     ) -> StackedExperts:
-        return StackedExperts(_stacked(gate_up), _stacked(down), form)
+        return self._quantized.watch(StackedExperts(_stacked(gate_up), _stacked(down), form))
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None

@@ -48,7 +48,7 @@ class Int4Matrix:
     """A checkpoint's [N, K] matrix in 4 bits, by groups of ``width`` features.
 
     An element is ``(value - zero) * scale``, with the zero and scale of its row and group; without
-    zeros, values are codes of e2m1, and an element is ``number * scale`` (MXFP4).
+    zeros, values are codes of e2m1, and an element is ``number * scale`` (MXFP4, NVFP4).
 
     Attributes:
         values: [N, K / 2] uint8, contiguous. Byte i of a group has the group's feature i in its
@@ -66,7 +66,7 @@ class Int4Matrix:
 
     @property
     def width(self) -> int:
-        """Features of a group: 32, 64 or 128."""
+        """Features of a group: 16, 32, 64 or 128."""
         return 2 * self.values.shape[1] // self.scale.shape[1]
 
 
@@ -79,9 +79,9 @@ class IntegerMatrix:
 
     Attributes:
         codes: [N, K] uint8.
-        bits: of a code in memory, 4 or 8.
+        bits: of a code, 4 to 8.
         scale: [N, groups] fp32, fp16 or bf16.
-        zero: the code that stands for 0, where there are no minima.
+        zero: the code that stands for 0, where there are no minima: half of 2^bits.
         minimum: [N, groups], of the dtype of ``scale``, or None.
     """
 
@@ -141,11 +141,30 @@ class UnquantizedWeight(Weight, Protocol):
     def quantize_fp8(self) -> Weight:
         """An fp8 copy whose products round activations too; never for the target's logits.
 
-        Draft heads only.
+        Draft heads only. A matrix of integers is itself: a copy would have hardly fewer bits.
 
         Raises:
             UnsupportedError: this backend has no fp8 products.
         """
+        ...
+
+
+@runtime_checkable
+class CutWeight(Weight, Protocol):
+    """A quantized weight whose rows can be copied in their bits."""
+
+    def cut(self, token_ids: Tensor) -> Weight:
+        """The rows of these tokens in the same bits; ``token_ids`` is [V'] int64."""
+        ...
+
+
+@runtime_checkable
+class ExpandedWeight(Weight, Protocol):
+    """A weight whose matrix a GPU expands in memory before products of many rows."""
+
+    @property
+    def num_expanded(self) -> int:
+        """Elements of that matrix, in the dtype of the activations."""
         ...
 
 

@@ -207,6 +207,27 @@ def test_of_a_head_with_a_token_map_its_rows_are_counted(tmp_path, method, quant
     assert found.weights == whole.weights
 
 
+def test_a_gpu_s_step_expands_a_matrix_in_four_bits(tmp_path, monkeypatch):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    packed |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32}
+    asked = config(
+        write_config(tmp_path, LLAMA, **sizes, quantization_config=packed),
+        dtype="bfloat16",
+        max_num_seqs=2,
+        max_num_batched_tokens=512,
+        swap_space=0,
+    )
+    on_cpu = measure_memory(asked).step
+    monkeypatch.setattr(memory, "resolve_device", lambda config: torch.device("cuda"))
+    # In graphs, and in steps without.
+    assert measure_memory(asked).step == on_cpu + 2 * 2 * (2 * 160 * 64)
+    eager = dataclasses.replace(asked, enforce_eager=True)
+    assert measure_memory(eager).step == on_cpu + 2 * (2 * 160 * 64)
+
+
 def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):
     path, spec = cases(tmp_path)["mtp"]
     plain, found = measure_memory(config(path)).request, measure_memory(config(path, spec)).request

@@ -12,13 +12,23 @@ from helpers.harness import request
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_latent
 from helpers.peak_memory import PeakMemory
+from helpers.quantized import write_with_lm_head
 from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
 from sametoken.engine.build import build_engine
 from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
-from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.step_memory import StepMemory, most_expanded
 from sametoken.errors import ConfigError
 from sametoken.layers import slices
+from sametoken.models.loader import load_model
+from sametoken.models.quantize import W4A16
+from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.int4_triton import FEW_ROWS
+from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
+from sametoken.ops.weight import Int4Matrix
 
 GIB = 2**30
 ROWS = 1000
@@ -101,3 +111,40 @@ def test_a_step_that_does_not_fit_is_refused_with_one_that_does(monkeypatch):
     rows = int(caught.value.remedy.split("max_num_batched_tokens to ")[1].split(",")[0])
     assert rows >= 1024
     assert kv_bytes(monkeypatch, 24 * GIB, rows) > 0
+
+
+def test_the_largest_matrix_in_four_bits_that_products_expand_is_counted(tmp_path, monkeypatch):
+    sizes = SIZES | {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
+    _, copy = write_with_lm_head(tmp_path, 0, W4A16, **sizes)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    kernels = TritonKernels(TuningTable())
+    model = load_model(copy, kernels=kernels, dtype=torch.bfloat16, device=cpu, max_positions=1)
+    seen, expanded = [], Int4Panels.expanded
+
+    def counted(panels, dtype):
+        seen.append(panels.out_features * panels.in_features)
+        return expanded(panels, dtype)
+
+    monkeypatch.setattr(Int4Panels, "expanded", counted)
+    x = torch.zeros(FEW_ROWS + 1, 128, dtype=torch.bfloat16)
+    model.layers[0].mlp(x)
+    model.compute_logits(x)
+    assert max(seen) == most_expanded((model, None), cuda) == 2 * 128 * 128
+    assert most_expanded(model, cpu) == 0
+
+
+def test_experts_in_four_bits_are_not_expanded():
+    values, scale = packed_int4(torch.ones(8, 32, dtype=torch.uint8), 32), torch.ones(8, 1)
+    weight = Int4Weight(Int4Matrix(values, scale, None))
+    experts = ReferenceKernels().pack_experts([weight], [weight])
+    cuda = torch.device("cuda")
+    assert most_expanded((weight, experts), cuda) == 8 * 32
+    assert most_expanded(experts, cuda) == 0
+
+
+def test_an_expanded_matrix_leaves_less_kv_memory(monkeypatch):
+    largest = replace(QWEN, expanded=GIB)
+    assert largest.bytes_of(4096) == QWEN.bytes_of(4096) + GIB
+    assert kv_bytes(monkeypatch, 100 * GIB, 131_072, largest) == (
+        kv_bytes(monkeypatch, 100 * GIB, 131_072) - GIB
+    )

@@ -27,7 +27,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import CutWeight, UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 # Tensors of the target that some heads contain and none uses.
@@ -349,38 +349,36 @@ def load_own_lm_head(
     shared: SharedWeights,
     token_ids: Tensor | None,
     permutation: Tensor | None = None,
+    name: str = "lm_head",
 ) -> Weight:
-    """As ``load_lm_head``, of the head's own lm_head if it has one, else of the target's.
+    """As ``load_lm_head``, of the head's own lm_head ``name`` if it has one, else of the target's.
 
     Raises:
-        UnsupportedError: ``token_ids`` of an lm_head that is stored quantized.
+        UnsupportedError: as there.
     """
-    linear = reader.quantization.format_of("lm_head", reader.source)
+    linear = reader.quantization.format_of(name, reader.source)
     if linear is None:
-        whole = own_or_shared(reader, "lm_head", rows, hidden_size, shared.whole_head, permutation)
+        whole = own_or_shared(reader, name, rows, hidden_size, shared.whole_head, permutation)
         return load_lm_head(reader, whole, token_ids)
-    if token_ids is not None:
-        raise UnsupportedError(
-            f"{reader.source.location}: the quantized lm_head of a head cannot be cut to a "
-            "token_map",
-            "leave token_map out",
-        )
-    return linear.read(reader, hidden_size, (Part("lm_head", rows, permutation),))
+    own = linear.read(reader, hidden_size, (Part(name, rows, permutation),))
+    return own if token_ids is None else load_lm_head(reader, own, token_ids)
 
 
 def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) -> Weight:
     """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged.
 
     Raises:
-        UnsupportedError: ``token_ids`` of a quantized weight, whose rows this device cannot read.
+        UnsupportedError: ``token_ids`` of a quantized weight whose rows this device cannot take.
     """
+    if token_ids is not None and isinstance(whole, CutWeight):
+        return whole.cut(token_ids)
     if isinstance(whole, UnquantizedWeight):
         if token_ids is not None:
             whole = reader.kernels.pack(whole.rows(token_ids))
         return reader.projection(whole)
     if token_ids is not None:
         raise UnsupportedError(
-            "the target's quantized lm_head cannot be cut to a token_map on this device",
+            "a quantized lm_head cannot be cut to a token_map in this format on this device",
             "leave token_map out",
         )
     return whole

@@ -13,7 +13,8 @@ p + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2). From vLLM
 The target's own checkpoint contains the module as one layer past the last,
 ``model.layers.{num_hidden_layers}``: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm`` and an
 ordinary layer. Its ``embed_tokens`` and ``shared_head.head`` are copies of the target's, which are
-used in their place; other ones are the module's own. transformers ignores all of it.
+used in their place; other ones are the module's own, quantized or not. transformers ignores all of
+it.
 
 Config key: ``num_nextn_predict_layers``; without it there is one layer.
 """
@@ -33,6 +34,7 @@ from sametoken.models.heads.base import (
     SharedWeights,
     load_lm_head,
     load_norm,
+    load_own_lm_head,
 )
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.load.settings import Settings
@@ -40,9 +42,9 @@ from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows
-from sametoken.ops.weight import UnquantizedWeight
+from sametoken.ops.weight import UnquantizedWeight, Weight
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
+_EMBEDDING = "model.embed_tokens"
 
 
 class NextNHead(ModuleHead):
@@ -67,7 +69,7 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         UnsupportedError: an architecture without a NextN module, or one of several layers.
     """
 
-    unused_tensors = (*DERIVED_TENSORS, _EMBEDDING, _HEAD)
+    unused_tensors = DERIVED_TENSORS
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -86,11 +88,10 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
     ) -> NextNHead:
         config, prefix = self.config, self.prefix
         hidden = config.hidden_size
-        whole = self._own(reader, _HEAD) or shared.whole_head()
         caches = self._family.caches_of(config, reader.dtype, reader.source.location)
         return NextNHead(
             kernels=reader.kernels,
-            embedding=self._own(reader, _EMBEDDING) or shared.embedding,
+            embedding=self._load_embedding(reader, shared),
             module=Module(
                 embedding_norm=load_norm(reader, f"{prefix}enorm", config),
                 hidden_norm=load_norm(reader, f"{prefix}hnorm", config),
@@ -98,7 +99,7 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
                 layer=self._load_layer(reader, max_positions),
                 norm=load_norm(reader, f"{prefix}shared_head.norm", config),
             ),
-            lm_head=load_lm_head(reader, whole, token_ids),
+            lm_head=self._load_head(reader, shared, token_ids),
             caches=caches[-1:],
             token_ids=token_ids,
         )
@@ -113,17 +114,30 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
             self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
         )
 
-    def _own(self, reader: WeightReader, name: str) -> UnquantizedWeight | None:
-        """A weight [V, hidden] of the module; None if it has none, or a copy of the target's."""
-        own, config = f"{self.prefix}{name}", self.config
-        if own not in reader:
-            return None
-        shared = "model.embed_tokens.weight"
-        if name == _HEAD and not config.tie_word_embeddings:
-            shared = HEAD
-        if _are_equal(self._open(), own, shared):
-            return None
-        return reader.packed(config.hidden_size, Part(own, config.vocab_size))
+    def _load_embedding(self, reader: WeightReader, shared: SharedWeights) -> UnquantizedWeight:
+        own, config = f"{self.prefix}embed_tokens", self.config
+        if not self._has_own(reader, own, _EMBEDDING):
+            return shared.embedding
+        return reader.packed(config.hidden_size, Part(f"{own}.weight", config.vocab_size))
+
+    def _load_head(
+        self, reader: WeightReader, shared: SharedWeights, token_ids: Tensor | None
+    ) -> Weight:
+        own, config = f"{self.prefix}shared_head.head", self.config
+        tied = config.tie_word_embeddings
+        if not self._has_own(reader, own, _EMBEDDING if tied else HEAD.removesuffix(".weight")):
+            return load_lm_head(reader, shared.whole_head(), token_ids)
+        rows, hidden = config.vocab_size, config.hidden_size
+        return load_own_lm_head(reader, rows, hidden, shared, token_ids, name=own)
+
+    def _has_own(self, reader: WeightReader, own: str, target: str) -> bool:
+        """Whether the module's checkpoint holds a weight that is no copy of the target's."""
+        if not _kinds(reader.source, own):
+            return False
+        if not _are_equal(self._open(), own, target):
+            return True
+        reader.pass_over(own)
+        return False
 
 
 def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:
@@ -136,9 +150,23 @@ def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:
     return family
 
 
-def _are_equal(source: TensorSource, name: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint exist and are the same to the bit."""
-    if other not in source.names() or source.shape(name) != source.shape(other):
+def _are_equal(source: TensorSource, one: str, other: str) -> bool:
+    """Whether two modules of a checkpoint hold the same tensors to the bit."""
+    kinds = _kinds(source, one)
+    return kinds == _kinds(source, other) and all(
+        _are_same(source, f"{one}.{kind}", f"{other}.{kind}") for kind in kinds
+    )
+
+
+def _kinds(source: TensorSource, module: str) -> set[str]:
+    """Names of a module's tensors, without its own."""
+    prefix = f"{module}."
+    return {name.removeprefix(prefix) for name in source.names() if name.startswith(prefix)}
+
+
+def _are_same(source: TensorSource, one: str, other: str) -> bool:
+    forms = [(source.shape(name), source.stored_dtype(name)) for name in (one, other)]
+    if forms[0] != forms[1]:
         return False
-    pairs = zip(source.chunks(name), source.chunks(other), strict=True)
+    pairs = zip(source.stored_chunks(one), source.stored_chunks(other), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)

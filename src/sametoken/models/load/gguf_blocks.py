@@ -2,8 +2,9 @@
 
 Blocks of Q4_0, Q4_1 and Q8_0 have 32 features with scale and minimum in fp16, which are kept. Those
 of Q4_K, Q5_K and Q6_K have 256, whose groups of 32, or 16 in Q6_K, scale a scale of the block: the
-products of the two are kept, in fp32. Codes take 4 bits in Q4_0, Q4_1 and Q4_K, else 8. So a weight
-takes 4.5, 5, 8.5, 6, 10 and 10 bits, where the file has 4.5, 5, 8.5, 4.5, 5.5 and 6.6.
+products of the two are kept, in fp32. On a CPU codes take 4 bits in Q4_0, Q4_1 and Q4_K, else 8. So
+a weight takes 4.5, 5, 8.5, 6, 10 and 10 bits, where the file has 4.5, 5, 8.5, 4.5, 5.5 and 6.6. On
+a GPU all scales are fp32, and codes of Q5_K and Q6_K take 6 bits: 5, 6, 9, 6, 8 and 8.
 """
 
 from __future__ import annotations
@@ -123,19 +124,19 @@ def _q4_k(blocks: Tensor) -> IntegerMatrix:
 def _q5_k(blocks: Tensor) -> IntegerMatrix:
     halves, packed, top, low = blocks.split((4, 12, 32, 128), dim=2)
     scale, minimum = _scales_and_minima(halves, packed)
-    places = torch.arange(_GROUPS, dtype=torch.uint8)[:, None]
+    places = torch.arange(_GROUPS, dtype=torch.uint8, device=top.device)[:, None]
     low = _halves(low.unflatten(2, (4, _WIDTH))).unflatten(3, (2, _WIDTH)).flatten(2, 3)
     codes = low | (top[:, :, None] >> places & 1) << 4
-    return IntegerMatrix(codes.flatten(1), 8, scale, minimum=minimum)
+    return IntegerMatrix(codes.flatten(1), 5, scale, minimum=minimum)
 
 
 def _q6_k(blocks: Tensor) -> IntegerMatrix:
     low, top, factor, scale = blocks.split((128, 64, 16, 2), dim=2)
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=top.device)[:, None]
     low = _halves(low.unflatten(2, (2, 64))).unflatten(3, (4, _WIDTH))
     codes = low | (top.unflatten(2, (2, 1, _WIDTH)) >> places & 3) << 4
     scales = _half_precision(scale).float() * factor.contiguous().view(torch.int8)
-    return IntegerMatrix(codes.flatten(1), 8, scales.flatten(1), 32)
+    return IntegerMatrix(codes.flatten(1), 6, scales.flatten(1), 32)
 
 
 _UNPACKED: dict[GGMLQuantizationType, Callable[[Tensor], IntegerMatrix]] = {

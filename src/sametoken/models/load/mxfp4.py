@@ -67,10 +67,11 @@ class Mxfp4Stack:
 
 
 def _kept(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
-    """A matrix in 4 bits; its scales in bf16, which holds every one."""
-    whole = packed_int4(_halves(blocks).flatten(1), GROUP), _powers(scales).bfloat16()
-    values, powers = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
-    return reader.kernels.pack_int4(Int4Matrix(values, powers, None), reader.dtype)
+    """A matrix in 4 bits, and its scales in their bytes."""
+    whole = packed_int4(halves(blocks).flatten(1), GROUP), scales
+    values, own = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
+    matrix = Int4Matrix(values, own.view(torch.float8_e8m0fnu), None)
+    return reader.kernels.pack_int4(matrix, reader.dtype)
 
 
 def _expanded(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
@@ -92,10 +93,10 @@ def expanded(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def e2m1(packed: Tensor) -> Tensor:
     """Numbers of e2m1 in fp32, two of each byte, the low half first: [..., n] to [..., 2n]."""
-    return torch.tensor(E2M1, device=packed.device)[_halves(packed).int()]
+    return torch.tensor(E2M1, device=packed.device)[halves(packed).int()]
 
 
-def _halves(packed: Tensor) -> Tensor:
+def halves(packed: Tensor) -> Tensor:
     """The 4-bit codes of bytes, the low half first: [..., n] to [..., 2n]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 

@@ -1,16 +1,14 @@
-"""Linears in NVFP4, expanded as they are read: compressed-tensors' ``nvfp4-pack-quantized``.
+"""Linears in NVFP4: compressed-tensors' ``nvfp4-pack-quantized``.
 
 ``X.weight_packed`` is uint8 [N, K / 2]: numbers of e2m1, two in a byte, the first in its low half.
 ``X.weight_scale`` is float8 e4m3 [N, K / 16], by row and 16 features, and ``X.weight_global_scale``
 [1] fp32. An element is ``number * (scale / global scale)``.
 
-The quotient has fp32's digits, so bf16 does not hold it: an element is computed in fp32, and
-rounded once to the dtype of the model's weights.
+The quotient is kept in fp32, whose digits it has: 6 bits a weight in all, where the file has 4.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.load.fp8_linear import positive
-from sametoken.models.load.mxfp4 import e2m1
-from sametoken.models.load.weights import Part, Split, TensorSource, WeightReader, rows_per_chunk
-from sametoken.ops.weight import Weight
+from sametoken.models.load.mxfp4 import halves
+from sametoken.models.load.weights import Part, Split, TensorSource, WeightReader
+from sametoken.ops.model.gemm.int4 import elements, packed_int4
+from sametoken.ops.weight import Int4Matrix, Weight
 
 #: Features that share a scale.
 GROUP = 16
@@ -28,7 +27,7 @@ GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Linear:
-    """``LinearFormat`` of NVFP4 weights, whose products are those of unquantized ones."""
+    """``LinearFormat`` of NVFP4 weights."""
 
     def covers(self, source: TensorSource, module: str) -> bool:
         """See ``LinearFormat``."""
@@ -37,19 +36,19 @@ class Nvfp4Linear:
 
     def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
         """See ``LinearFormat``."""
-        chunks = [
-            chunk.to(reader.dtype)
-            for part in parts
-            for chunk in self._chunks(reader, in_features, part)
-        ]
-        return reader.kernels.pack(torch.cat(chunks))
+        own = [self._matrix(reader, in_features, part) for part in parts]
+        values, scales = (
+            torch.cat([one.values for one in own]),
+            torch.cat([one.scale for one in own]),
+        )
+        return reader.kernels.pack_int4(Int4Matrix(values, scales, None), reader.dtype)
 
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
-        return torch.cat(list(self._chunks(reader, in_features, part)))
+        return elements(self._matrix(reader, in_features, part), torch.float32)
 
-    def _chunks(self, reader: WeightReader, in_features: int, part: Part) -> Iterator[Tensor]:
-        """This rank's share of a part in fp32, some rows at a time."""
+    def _matrix(self, reader: WeightReader, in_features: int, part: Part) -> Int4Matrix:
+        """This rank's share of a part."""
         self._require_whole_groups(reader, in_features, part)
         packed = reader.filled(
             (replace(part, name=f"{part.name}.weight_packed"),), (in_features // 2,), torch.uint8
@@ -59,11 +58,10 @@ class Nvfp4Linear:
             (in_features // GROUP,),
             torch.float8_e4m3fn,
         )
-        whole = float(positive(reader, f"{part.name}.weight_global_scale", ((1,), ())))
-        step = rows_per_chunk(2 * packed.shape[1])
-        for numbers, scale in zip(packed.split(step), scales.split(step), strict=True):
-            by_group = e2m1(numbers).unflatten(1, (-1, GROUP))
-            yield (by_group * (scale.float() / whole).unsqueeze(-1)).flatten(1)
+        # A tensor on the device: by a number of the host, a GPU divides less exactly.
+        whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ())).to(scales.device)
+        values = packed_int4(halves(packed), GROUP)
+        return Int4Matrix(values, scales.float() / whole.reshape(1, 1), None)
 
     def _require_whole_groups(self, reader: WeightReader, in_features: int, part: Part) -> None:
         size = reader.parallel.size

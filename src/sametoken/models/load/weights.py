@@ -250,6 +250,10 @@ class WeightReader:
             if quantized and name in self and not any(map(torch.any, self.source.chunks(name))):
                 self._read.add(name)
 
+    def pass_over(self, module: str) -> None:
+        """Count a module's tensors as read: they are copies."""
+        self._read.update(name for name in self.source.names() if name.startswith(f"{module}."))
+
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``."""
         found = self.source.shape(name) if name in self else None
@@ -334,7 +338,8 @@ class WeightReader:
         self._require_shape(part.name, (part.rows, in_features))
         self._read.add(part.name)
         rows = torch.cat(list(self.source.stored_chunks(part.name)))
-        return rows if part.permutation is None else rows[part.permutation.argsort()]
+        rows = rows if part.permutation is None else rows[part.permutation.argsort()]
+        return rows.to(self.device)
 
     def _empty(
         self,

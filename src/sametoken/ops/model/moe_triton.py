@@ -55,7 +55,7 @@ class ExpertStack:
         return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class StackedExperts:
     """The experts of a layer on the GPU.
 
@@ -68,6 +68,11 @@ class StackedExperts:
     gate_up: ExpertStack | Int4Panels
     down: ExpertStack | Int4Panels
     form: ExpertForm | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return _matrix(self.down).shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +188,7 @@ def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.co
 def _expert_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
     weight,  # [E, N, K]; [E, 2 * N, K] before a gate; in 4 bits ``Int4Panels.words``
-    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits [E, W_GROUPS, N or 2 * N]
+    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.scales``
     w_zeros,  # of 4 bits, likewise, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
@@ -196,9 +201,10 @@ def _expert_kernel(
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared", "none"
-    W_GROUPS: tl.constexpr,
+    W_GROUPS: tl.constexpr,  # in 4 bits, rows of the scales of an expert
     X_GROUPS: tl.constexpr,
     WORDS: tl.constexpr,  # of a row in 4 bits, else 0
+    WIDTH: tl.constexpr,  # features of a group in 4 bits
     E2M1: tl.constexpr,  # as in ``Int4Panels``, as is FUSED
     FUSED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -228,9 +234,9 @@ def _expert_kernel(
         x_row = pair // PAIRS_PER_ROW
         if WORDS:
             acc = int4_sums(
-                x + x_row[:, None] * K, is_pair, weight, w_scales, w_zeros,
+                x + x_row[:, None] * K, is_pair, weight, None, w_scales, w_zeros,
                 tl.program_id(1) * BLOCK_FEATURES, N, K, WORDS, one,
-                GATED, 8 * WORDS // W_GROUPS, E2M1, FUSED, 1, K % 128 == 0,
+                GATED, WIDTH, E2M1, FUSED, 1, K % 128 == 0,
                 BLOCK_FEATURES * 2 if GATED else BLOCK_FEATURES,
             )  # fmt: skip
             up = acc
@@ -269,18 +275,14 @@ def moe_forward(
         dtype: of the result; default x's.
     """
     num_rows, top_k = chosen.shape
-    matrices = _matrices(experts.gate_up), _matrices(experts.down)
-    num_experts, hidden, inner = (
-        len(matrices[1]),
-        experts.down.out_features,
-        experts.down.in_features,
-    )
+    matrices = _matrix(experts.gate_up), _matrix(experts.down)
+    hidden, inner = experts.down.out_features, experts.down.in_features
     assert all(tensor.is_contiguous() for tensor in (x, *matrices, chosen, weights))
     assert x.shape == (num_rows, hidden)
     out = torch.empty_like(x, dtype=dtype)
     if not num_rows:
         return out
-    groups = RowGroups.of(chosen, num_experts)
+    groups = RowGroups.of(chosen, experts.num_experts)
     features = x.new_empty(num_rows * top_k, inner)
     first, second = _biases(experts)
     _product(x, experts.gate_up, first, groups, features, top_k, _activation_of(experts))
@@ -335,7 +337,7 @@ def _product(
         x,
         matrix,
         stack.scales,
-        None if panels is None else panels.zeros,
+        None if panels is None else panels.offsets,
         x_scales,
         biases,
         groups.counts,
@@ -352,6 +354,7 @@ def _product(
         W_GROUPS=num_groups,
         X_GROUPS=groups_of(x_scales),
         WORDS=0 if panels is None else matrix.shape[2],
+        WIDTH=0 if panels is None else panels.width,
         E2M1=panels is not None and panels.e2m1,
         FUSED=panels is not None and panels.fused,
         BLOCK_ROWS=groups.block_rows,
@@ -363,5 +366,5 @@ def _product(
     )
 
 
-def _matrices(stack: ExpertStack | Int4Panels) -> Tensor:
+def _matrix(stack: ExpertStack | Int4Panels) -> Tensor:
     return stack.words if isinstance(stack, Int4Panels) else stack.weight

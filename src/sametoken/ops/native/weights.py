@@ -188,7 +188,8 @@ def pack_int4(
     n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
     scale, zero, first = matrix.scale, matrix.zero, 0
     if scale.dtype not in _SCALES:
-        scale = scale.float()
+        # E8M0 has bf16's exponents.
+        scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale.float()
     if zero is not None:
         first = int(zero[0, 0])
         zero = None if bool((zero == first).all()) else zero

@@ -28,7 +28,9 @@ from sametoken.models.base import HiddenStates
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import load_model, read_config
+from sametoken.models.quantize import quantized
 from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.weight import UnquantizedWeight
 
 HIDDEN = 32
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": 64}
@@ -177,6 +179,54 @@ def test_copies_of_the_target_s_embedding_and_head_are_not_kept(tmp_path):
     for own, shared in ((head.embedding, target.embedding), (head.lm_head, target.head)):
         found = own.rows(torch.arange(VOCAB)) - shared.rows(torch.arange(VOCAB))
         assert found.abs().sum(1).nonzero().flatten().tolist() == [5]
+
+
+def write_quantized(folder, group_size, *modules) -> None:
+    """Some of a checkpoint's modules in compressed-tensors' form, fp8 without a group size."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    if group_size is not None:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
+    kind = "float-quantized" if group_size is None else "pack-quantized"
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights, "format": kind}},
+        "ignore": ["re:.*(proj|mqa|gate)$"],
+    }
+    for module in modules:
+        tensors |= quantized(module, tensors.pop(f"{module}.weight"), group_size)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_quantized_copy_of_the_target_s_head_is_not_kept(tmp_path, group_size):
+    own = f"{nextn_prefix(fixed_latent('deepseek_v3'))}shared_head.head"
+    write_quantized(write_nextn(tmp_path), group_size, "lm_head", own)
+    target, head = opened(tmp_path)
+    assert head.lm_head is target.head
+    assert not isinstance(head.lm_head, UnquantizedWeight)
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_module_s_own_quantized_head_makes_its_logits(tmp_path, group_size):
+    """Another one than the target's, which is quantized too or not."""
+    own = f"{nextn_prefix(fixed_latent('deepseek_v3'))}shared_head.head"
+    for name, modules in (("both", ["lm_head", own]), ("own", [own])):
+        file = write_nextn(tmp_path / name) / "model.safetensors"
+        tensors = load_file(file)
+        meant = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(4))
+        save_file(tensors | {f"{own}.weight": meant}, file)
+        write_quantized(file.parent, group_size, *modules)
+        target, head = opened(file.parent)
+        assert isinstance(target.head, UnquantizedWeight) == (name == "own")
+        x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(5))
+        error = head.compute_logits(x) - x @ meant.T
+        assert error.norm() < (0.05 if group_size is None else 0.2) * (x @ meant.T).norm()
+        some = torch.tensor([2, 3, 7])
+        few = NextNCheckpoint(file.parent).load(target, **OPTIONS, token_ids=some)
+        torch.testing.assert_close(few.compute_logits(x), head.compute_logits(x)[:, some])
 
 
 def test_the_module_of_an_architecture_is_chosen(tmp_path):

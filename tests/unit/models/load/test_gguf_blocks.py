@@ -11,18 +11,24 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, OneRun
 from helpers.gguf_files import convert
 from sametoken.errors import CheckpointError, ConfigError
+from sametoken.layers.norm import RMSNorm
 from sametoken.models.load.gguf_blocks import _UNPACKED
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.loader import load_model
 from sametoken.ops.model.gemm.int4 import expanded
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.weights import QuantizedWeight
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
 
 TYPES = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
+#: On a GPU.
+DEVICE_TYPES = {"Q4_0": 5, "Q4_1": 6, "Q8_0": 9, "Q4_K": 6, "Q5_K": 8, "Q6_K": 8}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 native = NativeKernels()
 
@@ -65,6 +71,22 @@ def test_the_c_kernels_multiply_what_the_blocks_say(name, rows):
 def test_a_weight_takes_the_bits_that_the_module_promises(name):
     matrix, _ = random_blocks(name)
     assert native.pack_integers(matrix, torch.bfloat16).nbytes == 64 * 512 * TYPES[name] / 8
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_gpu_s_threads_make_the_elements_that_the_gguf_package_reads(name):
+    """numpy has no bf16: fp16 stands in."""
+    matrix, values = random_blocks(name, 40, 256)
+    weight = Int4DeviceWeight.of(matrix, dtype=torch.float16)
+    assert weight.nbytes == 40 * 256 * DEVICE_TYPES[name] / 8
+    halves = values.half()
+    assert torch.equal(weight.panels.expanded(torch.float32), values)
+    assert torch.equal(weight.panels.expanded(torch.float16), halves)
+    # One-hot rows: the sum of one element.
+    x = torch.eye(256, dtype=torch.float16)[-60:].contiguous()
+    assert torch.equal(weight.matmul(x, out_dtype=torch.float32), halves.T[-60:].float())
+    ids = torch.tensor([5, 39, 0, 5])
+    assert torch.equal(weight.rows(ids), halves[ids])
 
 
 def write(path, name: str, family: str = "llama", tied: bool = True):
@@ -119,6 +141,24 @@ def test_a_model_in_its_bits_has_the_logits_of_the_expanded_one(tmp_path, name, 
     assert torch.equal(
         expanded_again, Bench(load(path, "gguf", ReferenceKernels())).logits(PROMPT, [3])
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_kernels_of_a_gpu_give_the_bits_of_the_expanded_model(tmp_path, name):
+    path = write(tmp_path / "model.gguf", name)
+    kernels = TritonKernels(load_table("another device"))
+    kept, plain = (load(path, each, kernels) for each in ("gguf-packed", "gguf"))
+    assert isinstance(kept.embedding, Int4DeviceWeight)
+    found, wanted = (OneRun(model).logits(PROMPT, []) for model in (kept, plain))
+    assert torch.equal(found, wanted)
+    norms = [RMSNorm(kernels, torch.rand(64), eps) for eps in (1e-5, 0.1)]
+    ids, hidden = torch.tensor(PROMPT), torch.randn(len(PROMPT), 64)
+    beside, expected = (
+        kernels.embed_beside(ids, model.embedding, norms[0], hidden, norms[1])
+        for model in (kept, plain)
+    )
+    assert torch.equal(beside, expected)
 
 
 def test_types_without_such_products_are_expanded(tmp_path):

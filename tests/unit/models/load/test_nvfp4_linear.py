@@ -29,6 +29,7 @@ WEIGHTS = {
     "scale_dtype": "torch.float8_e4m3fn",
 }
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 GATE = "model.layers.0.mlp.gate_proj"
 
 
@@ -127,8 +128,13 @@ def test_features_that_no_groups_or_ranks_divide_are_refused(checkpoint):
         run_ranks(2, read)
 
 
-def test_memory_is_that_of_the_expanded_weights(checkpoint):
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), NativeKernels()])
+def test_a_weight_takes_six_bits(checkpoint, kernels):
     folder, _ = checkpoint
-    shapes = load_shapes(read_config(folder), folder, torch.bfloat16)
-    assert shapes.weights_bytes == load(folder, dtype=torch.bfloat16).weights_bytes
-    assert load(folder, load_format="dummy").weights_bytes == 2 * shapes.weights_bytes
+    stored = load_file(folder / "model.safetensors").items()
+    packed = sum(one.numel() for name, one in stored if name.endswith("weight_packed"))
+    tables = sum(one.numel() for name, one in stored if name in TABLES)
+    bf16 = load(folder, kernels, dtype=torch.bfloat16).weights_bytes
+    assert bf16 == 2 * packed * 6 // 8 + 2 * tables
+    assert bf16 == load_shapes(read_config(folder), folder, torch.bfloat16).weights_bytes
+    assert load(folder, kernels, load_format="dummy").weights_bytes == bf16 + 2 * tables

@@ -330,7 +330,9 @@ def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("e2m1", "width", "form"), [(True, 32, True), (False, 64, False)])
+@pytest.mark.parametrize(
+    ("e2m1", "width", "form"), [(True, 32, True), (False, 64, False), (True, 16, False)]
+)
 def test_experts_in_four_bits(e2m1, width, form):
     """One group in a row of the second product, many in the first."""
     count, hidden, inner, rows = 3, 128, 64, 19
@@ -368,7 +370,10 @@ def stack(features, depth, width, zeros):
     blocks = -(-depth // 128)
     words = torch.zeros(3, features, 16 * blocks, dtype=torch.int32)
     scales = torch.zeros(3, 128 // width * blocks, features)
-    return Int4Panels(words, scales, scales.int() if zeros else None, depth, not zeros, True)
+    powers = torch.zeros(3, blocks, features, dtype=torch.int32)
+    if zeros:
+        return Int4Panels(words, scales, scales.int(), depth, False, True)
+    return Int4Panels(words, powers, None, depth, True, False)
 
 x = torch.zeros(4, 128, dtype=torch.bfloat16)
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)

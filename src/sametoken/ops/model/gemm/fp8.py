@@ -8,7 +8,8 @@ are (docs/decisions/0029-products-of-quantized-weights.md).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -102,6 +103,11 @@ class Fp8Weight(MatrixWeight):
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         return silu_mul(self.matmul(x))
+
+    def cut(self, token_ids: Tensor) -> Self:
+        """See ``CutWeight``."""
+        bits = self.matrix.view(torch.uint8)[token_ids]
+        return replace(self, matrix=bits.view(self.matrix.dtype), scale=self.scale[token_ids])
 
 
 def group_width(in_features: int, scale: Tensor, rounding: Rounding | None) -> int:

@@ -6,7 +6,7 @@ An element is rounded once, to the dtype of the activations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,17 +34,25 @@ def unpacked_int4(packed: Tensor, width: int) -> Tensor:
     return torch.cat((bytes_by_group & 15, bytes_by_group >> 4), dim=2).flatten(1)
 
 
-def packed_words(matrix: Int4Matrix) -> Tensor:
-    """Values in the order in which a GPU's threads multiply them: [N, 16 * blocks] int32.
+def packed_words(codes: Tensor, bits: int = 4) -> Tensor:
+    """Codes of 4 or 2 bits in the order in which a GPU's threads multiply them.
 
     Word 4 t + e of a block of 128 features holds its features 32 e + 16 c + 8 h + 2 t + l, in bits
-    16 c + 8 h + 4 l and up. The last block is filled with zeros.
+    (4 c + 2 h + l) * ``bits`` and up. The last block is filled with zeros.
+
+    Args:
+        codes: [N, K] uint8.
+        bits: of a code.
+
+    Returns:
+        [N, 16 * blocks], int32 of 4 bits, int16 of 2.
     """
-    values = unpacked_int4(matrix.values, matrix.width)
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % 128))
-    low, high = values.unflatten(1, (-1, 4, 2, 2, 4, 2)).unbind(6)
-    octets = (low | high << 4).permute(0, 1, 5, 2, 3, 4).contiguous()
-    words: Tensor = octets.flatten(1).view(torch.int32)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128))
+    low, high = codes.unflatten(1, (-1, 4, 2, 2, 4, 2)).unbind(6)
+    packed = (low | high << bits).permute(0, 1, 5, 2, 3, 4)
+    if bits == 2:
+        packed = packed[..., 0] | packed[..., 1] << 4
+    words: Tensor = packed.contiguous().flatten(1).view(torch.int32 if bits == 4 else torch.int16)
     return words
 
 
@@ -96,6 +104,11 @@ class Int4Weight:
         parts = (self.matrix.values, self.matrix.scale, self.matrix.zero)
         return sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def num_expanded(self) -> int:
+        """See ``ExpandedWeight``."""
+        return self.out_features * self.in_features
+
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -104,6 +117,13 @@ class Int4Weight:
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         return silu_mul(self.matmul(x))
+
+    def cut(self, token_ids: Tensor) -> Int4Weight:
+        """See ``CutWeight``."""
+        whole = self.matrix
+        zero = None if whole.zero is None else whole.zero[token_ids]
+        values, scale = whole.values[token_ids], whole.scale[token_ids]
+        return Int4Weight(replace(whole, values=values, scale=scale, zero=zero))
 
     def ordered(self, x: Tensor) -> Tensor:
         """Activations in the order of the columns."""

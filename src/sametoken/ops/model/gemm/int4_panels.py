@@ -1,4 +1,4 @@
-"""4-bit matrices as a GPU's products read them: words whose elements are made in registers.
+"""Matrices of codes as a GPU's products read them: words whose elements are made in registers.
 
 A thread makes the elements that it multiplies, of words in the order of tensor cores' operands.
 """
@@ -14,15 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gemm.int4 import packed_words
+from sametoken.ops.model.gemm.int4 import packed_words, unpacked_int4
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.weight import Int4Matrix
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Features of a block: 16 words of eight 4-bit values in each row.
 BLOCK = 128
-
-#: The zero of weights that store none.
-SYMMETRIC = 8
 
 #: The bits of 1.0. An argument, since an instruction has only one constant among its operands.
 ONE = 0x3F80_0000
@@ -30,73 +27,107 @@ ONE = 0x3F80_0000
 
 @dataclass(frozen=True, slots=True)
 class Int4Panels:
-    """A 4-bit matrix as the kernels read it, or E of them with a first dimension more.
+    """A matrix of codes as the kernels read it, or E of 4 bits with a first dimension more.
+
+    Codes are planes of bits: 4, and on top of them 2, 4 or none.
 
     Attributes:
         words: [N, 16 * blocks] int32, ``int4.packed_words``; zeros past ``in_features``.
-        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``.
-        zeros: [groups, N] int32; None: all are ``SYMMETRIC``, or values are codes of e2m1.
+        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. Those of E8M0
+            are int32 [blocks, N], the bytes of a block's four groups, the first lowest.
+        offsets: [groups, N]: int32 zeros, or fp32 minima; None: half of all codes are negative, or
+            they are of e2m1.
         in_features: K.
-        e2m1: whether values are codes of e2m1.
+        e2m1: whether codes are of e2m1.
         fused: whether an element is exact in one multiply-add, as scales have 16 bits.
+        tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
     """
 
     words: Tensor
     scales: Tensor
-    zeros: Tensor | None
+    offsets: Tensor | None
     in_features: int
     e2m1: bool
     fused: bool
+    tops: Tensor | None = None
 
     @classmethod
-    def of(cls, matrix: Int4Matrix) -> Int4Panels:
+    def of(cls, matrix: Int4Matrix | IntegerMatrix) -> Int4Panels:
         """Take over a matrix, not its order."""
-        words = packed_words(matrix)
+        if isinstance(matrix, Int4Matrix):
+            codes, bits, offset = unpacked_int4(matrix.values, matrix.width), 4, matrix.zero
+            if offset is not None and bool((offset == 8).all()):
+                offset = None
+        else:
+            codes, bits, offset = matrix.codes, matrix.bits, matrix.minimum
+            assert offset is not None or matrix.zero == 1 << bits - 1
+        words = packed_words(codes & 15)
         num_groups = words.shape[1] * 8 // matrix.width
-        zeros = matrix.zero
-        if zeros is not None and bool((zeros == SYMMETRIC).all()):
-            zeros = None
+        if offset is not None:
+            kept = offset.float() if offset.is_floating_point() else offset.int()
+            offset = _by_group(kept, num_groups)
         return cls(
             words,
-            _by_group(matrix.scale.float(), num_groups),
-            None if zeros is None else _by_group(zeros.int(), num_groups),
-            2 * matrix.values.shape[1],
-            e2m1=matrix.zero is None,
+            _e8m0_by_block(matrix.scale)
+            if matrix.scale.dtype == torch.float8_e8m0fnu
+            else _by_group(matrix.scale.float(), num_groups),
+            offset,
+            codes.shape[1],
+            e2m1=isinstance(matrix, Int4Matrix) and matrix.zero is None,
             fused=matrix.scale.dtype.itemsize == 2,
+            tops=None if bits == 4 else packed_words(codes >> 4, 2 if bits <= 6 else 4),
         )
 
+    @property
+    def form(self) -> tuple[int, torch.dtype, int, bool, bool, bool]:
+        """What kernels depend on: groups and their scales, bits on top, e2m1, fused, minima."""
+        # An int16 has eight times 2 bits, an int32 eight times 4.
+        top_bits = 0 if self.tops is None else self.tops.itemsize
+        has_minima = self.offsets is not None and self.offsets.is_floating_point()
+        return self.width, self.scales.dtype, top_bits, self.e2m1, self.fused, has_minima
+
     def is_like(self, other: Int4Panels) -> bool:
-        """Whether both have one form, and may be stacked."""
-        mine, others = (
-            (each.words.shape, each.scales.shape, each.in_features, each.e2m1, each.fused)
-            for each in (self, other)
-        )
+        """Whether both have one form and shape, and may be stacked."""
+        mine, others = ((each.out_features, each.in_features, each.form) for each in (self, other))
         return mine == others
 
     @classmethod
     def stacked(cls, alike: Sequence[Int4Panels]) -> Int4Panels:
-        """Matrices of one form as one tensor for each of their parts."""
-        zeros = None
-        if any(one.zeros is not None for one in alike):
-            plain = torch.full_like(alike[0].scales, SYMMETRIC, dtype=torch.int32)
-            zeros = torch.stack([plain if one.zeros is None else one.zeros for one in alike])
+        """4-bit matrices of one form as one tensor for each of their parts."""
+        assert alike[0].tops is None
+        offsets = None
+        if any(one.offsets is not None for one in alike):
+            plain = torch.full_like(alike[0].scales, 8, dtype=torch.int32)
+            offsets = torch.stack([plain if one.offsets is None else one.offsets for one in alike])
         return replace(
             alike[0],
             words=torch.stack([one.words for one in alike]),
             scales=torch.stack([one.scales for one in alike]),
-            zeros=zeros,
+            offsets=offsets,
         )
 
-    def expanded(self, dtype: torch.dtype) -> Tensor:
-        """The matrix of elements: [N, K]."""
-        n, k = self.out_features, self.in_features
+    def cut(self, rows: Tensor) -> Int4Panels:
+        """Some rows of one matrix: [N'] int64."""
+        tops = None if self.tops is None else self.tops[rows]
+        offsets = None if self.offsets is None else self.offsets[:, rows].contiguous()
+        scales = self.scales[:, rows].contiguous()
+        return replace(self, words=self.words[rows], scales=scales, offsets=offsets, tops=tops)
+
+    def expanded(self, dtype: torch.dtype, row_ids: Tensor | None = None) -> Tensor:
+        """The matrix of elements, or its rows of given numbers [T] int64: [N or T, K]."""
+        n, k = self.out_features if row_ids is None else row_ids.shape[0], self.in_features
         out = torch.empty(n, k, dtype=dtype, device=self.words.device)
+        if not n:
+            return out
         _expand_kernel[(triton.cdiv(n, 64), triton.cdiv(k, BLOCK))](
             self.words,
+            self.tops,
             self.scales,
-            self.zeros,
+            self.offsets,
+            row_ids,
             out,
             n,
+            self.out_features,
             k,
             self.words.shape[1],
             ONE,
@@ -117,12 +148,19 @@ class Int4Panels:
     @property
     def width(self) -> int:
         """Features of a group."""
+        if self.scales.dtype == torch.int32:
+            return BLOCK // 4
         return 8 * self.words.shape[-1] // self.scales.shape[-2]
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a row's block."""
+        return self.nbytes // (self.words[..., 0].numel() * (self.words.shape[-1] // 16))
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and zeros."""
-        parts = (self.words, self.scales, self.zeros)
+        """Bytes of codes, scales, and zeros or minima."""
+        parts = (self.words, self.tops, self.scales, self.offsets)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -132,12 +170,21 @@ def _by_group(of_rows: Tensor, num_groups: int) -> Tensor:
     return padded.t().contiguous()
 
 
+def _e8m0_by_block(of_rows: Tensor) -> Tensor:
+    """[N, groups] of E8M0 to the int32 of ``Int4Panels.scales``, bytes of 0 in new groups."""
+    padded = torch.nn.functional.pad(of_rows.view(torch.uint8), (0, -of_rows.shape[1] % 4))
+    return padded.contiguous().view(torch.int32).t().contiguous()
+
+
 @triton.jit
 def _expand_kernel(
     words,
+    tops,
     scales,
-    zeros,
-    out,  # [out_features, in_features], written
+    offsets,
+    row_ids,  # [num_out], or None
+    out,  # [num_out, in_features], written
+    num_out,
     out_features,
     in_features,
     num_words,
@@ -150,15 +197,17 @@ def _expand_kernel(
 ):
     gdc_launch_and_wait(PDL)
     first, block = tl.program_id(0) * BLOCK_FEATURES, tl.program_id(1)
-    w_row, present = _rows_of_tile(first, out_features, False, BLOCK_FEATURES)
+    w_row, present = _rows_of_tile(first, num_out, False, BLOCK_FEATURES)
+    if row_ids is not None:
+        w_row = tl.load(row_ids + w_row, present, other=0)
     tile = _elements(
-        words, scales, zeros, block, w_row, present, out_features, num_words, one,
+        words, tops, scales, offsets, block, w_row, present, out_features, num_words, one,
         128 // WIDTH, E2M1, FUSED, out.dtype.element_ty,
     )  # fmt: skip
-    feature = first + tl.arange(0, BLOCK_FEATURES)
+    row = first + tl.arange(0, BLOCK_FEATURES)
     k = block * 128 + tl.arange(0, 128)
-    at = out + feature.to(tl.int64)[:, None] * in_features + k[None, :]
-    tl.store(at, tile, (feature < out_features)[:, None] & (k < in_features)[None, :])
+    at = out + row.to(tl.int64)[:, None] * in_features + k[None, :]
+    tl.store(at, tile, (row < num_out)[:, None] & (k < in_features)[None, :])
 
 
 @triton.jit
@@ -173,8 +222,9 @@ def int4_sums(
     x_at,  # [rows, 1], where each row of activations begins
     is_row,
     words,  # as for ``_int4_kernel``
+    tops,
     scales,
-    zeros,
+    offsets,
     first,  # feature of the tile
     out_features,  # rows of the weight, with GATED before those of up
     in_features,
@@ -208,7 +258,7 @@ def int4_sums(
                 inside = inside & (k < in_features)[None, :]
             x_tile = tl.load(x_at + k[None, :], inside, other=0.0)
             w_tile = _elements(
-                words, scales, zeros, block, w_row, present, num_rows, num_words, one,
+                words, tops, scales, offsets, block, w_row, present, num_rows, num_words, one,
                 GROUPS, E2M1, FUSED, x_tile.dtype,
             )  # fmt: skip
             acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
@@ -234,8 +284,9 @@ def _rows_of_tile(first, out_features, GATED: tl.constexpr, FEATURES: tl.constex
 @triton.jit
 def _elements(
     words,
+    tops,
     scales,
-    zeros,
+    offsets,
     block,
     w_row,
     present,
@@ -249,22 +300,55 @@ def _elements(
 ):
     """Elements [features, 128] of a block, in registers in the order of a product's operand."""
     FEATURES: tl.constexpr = w_row.shape[0]
-    at = words + w_row.to(tl.int64)[:, None] * num_words + block * 16 + tl.arange(0, 16)[None, :]
-    packed = tl.load(at, present[:, None], other=0)
-    group = block * GROUPS + tl.arange(0, GROUPS)
+    TOP_BITS: tl.constexpr = 0 if tops is None else tops.dtype.element_ty.primitive_bitwidth // 8
+    MINIMA: tl.constexpr = False if offsets is None else offsets.dtype.element_ty == tl.float32
+    # Of four words; two halves of a word have a group each where groups have 16 features.
+    BY_WORD: tl.constexpr = GROUPS if GROUPS < 4 else 4
+    at = w_row.to(tl.int64)[:, None] * num_words + block * 16 + tl.arange(0, 16)[None, :]
+    low = tl.load(words + at, present[:, None], other=0)
+    low = low.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
+    top = None
+    if tops is not None:
+        # In fours, like the words: a thread then has both.
+        at = tl.max_contiguous(at, [1, 4])
+        top = tl.load(tops + at, present[:, None], other=0).to(tl.int32)
+        top = top.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
+    group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
-    scale = tl.load(scales + of_group, present[:, None], other=0.0)
-    zero = tl.full([FEATURES, GROUPS], 8, tl.int32)
-    if zeros is not None:
-        zero = tl.load(zeros + of_group, present[:, None], other=0)
-    packed = packed.reshape(FEATURES, 4, GROUPS, 4 // GROUPS)
-    scale = scale.reshape(FEATURES, 1, GROUPS, 1)
-    zero = zero.reshape(FEATURES, 1, GROUPS, 1).to(tl.float32)
-    first = _pair(packed << 12, scale, zero, one, E2M1, FUSED, dtype)
-    second = _pair(packed << 4, scale, zero, one, E2M1, FUSED, dtype)
-    third = _pair(packed >> 4, scale, zero, one, E2M1, FUSED, dtype)
-    fourth = _pair(packed >> 12, scale, zero, one, E2M1, FUSED, dtype)
+    if scales.dtype.element_ty == tl.int32:
+        scale = _powers(scales, block, w_row, present, num_rows)
+    else:
+        scale = _of_groups(scales, of_group, present)
+    offset = tl.full([FEATURES, 1, BY_WORD, 1], 8 << TOP_BITS, tl.int32)
+    if offsets is not None:
+        offset = _of_groups(offsets, of_group, present)
+    first = _pair(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    second = _pair(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    if GROUPS == 8:
+        scale = _of_groups(scales, of_group + num_rows, present)
+        if offsets is not None:
+            offset = _of_groups(offsets, of_group + num_rows, present)
+    third = _pair(low, top, scale, offset, one, 2, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    fourth = _pair(low, top, scale, offset, one, 3, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     return _in_order(tl.join(tl.join(first, second), tl.join(third, fourth)), FEATURES)
+
+
+@triton.jit
+def _powers(scales, block, w_row, present, num_rows):
+    """The powers of two of a block's four groups, from bytes of E8M0, for their words."""
+    packed = tl.load(scales + block.to(tl.int64) * num_rows + w_row, present, other=0)
+    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    # The smallest, 2^-127, is subnormal.
+    powers = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+    return powers.reshape(w_row.shape[0], 1, 4, 1)
+
+
+@triton.jit
+def _of_groups(values, of_group, present):
+    """Values of groups [features, groups], for the words of a row by fours."""
+    FEATURES: tl.constexpr = of_group.shape[0]
+    GROUPS: tl.constexpr = of_group.shape[1]
+    return tl.load(values + of_group, present[:, None], other=0).reshape(FEATURES, 1, GROUPS, 1)
 
 
 @triton.jit
@@ -280,37 +364,73 @@ def _in_order(parts, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def _pair(bits, scale, zero, one, E2M1: tl.constexpr, FUSED: tl.constexpr, dtype: tl.constexpr):
-    """The elements of the values in bits 12 to 15 and 16 to 19, next to each other."""
+def _pair(
+    low,
+    top,
+    scale,
+    offset,
+    one,
+    PAIR: tl.constexpr,
+    E2M1: tl.constexpr,
+    FUSED: tl.constexpr,
+    TOP_BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The elements of a pair of values, next to each other."""
+    # Their lowest bits are to be 12 and up.
+    low = _shifted(low, 12 - 8 * PAIR)
+    if TOP_BITS:
+        top = _shifted(top, 12 - 2 * TOP_BITS * PAIR)
     return tl.join(
-        _element(bits, 12, scale, zero, one, E2M1, FUSED, dtype),
-        _element(bits, 16, scale, zero, one, E2M1, FUSED, dtype),
+        _element(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
+        _element(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
     )
 
 
 @triton.jit
+def _shifted(bits, LEFT: tl.constexpr):
+    """Bits moved up, or down by a negative number of places."""
+    return bits << LEFT if LEFT >= 0 else bits >> -LEFT
+
+
+@triton.jit
 def _element(
-    bits,
-    BIT: tl.constexpr,
+    low,
+    top,
     scale,
-    zero,
+    offset,
     one,
+    SECOND: tl.constexpr,
     E2M1: tl.constexpr,
     FUSED: tl.constexpr,
+    TOP_BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """``(value - zero) * scale`` of a value whose lowest bit is ``BIT``, rounded once."""
+    """``(code - zero) * scale`` or ``code * scale + minimum`` of a pair's value, rounded once."""
+    BIT: tl.constexpr = 12 + 4 * SECOND
     if E2M1:
         # The exponent's bias is 1, here 127.
-        size = (bits & (7 << BIT)) << (22 - BIT)
-        sign = (bits & (8 << BIT)) << (28 - BIT)
+        size = (low & (7 << BIT)) << (22 - BIT)
+        sign = (low & (8 << BIT)) << (28 - BIT)
         return ((size | sign).to(tl.float32, bitcast=True) * 2.0**126 * scale).to(dtype)
-    else:
-        # As a fraction: 1 + value / UNIT.
-        UNIT: tl.constexpr = 2.0 ** (23 - BIT)
-        number = ((bits & (15 << BIT)) | one).to(tl.float32, bitcast=True)
-        if FUSED:
-            # Every term has at most 24 bits.
-            return tl.fma(number, scale * UNIT, -(UNIT + zero) * scale).to(dtype)
-        else:
-            return ((number - (1.0 + zero / UNIT)) * (scale * UNIT)).to(dtype)
+    UNIT: tl.constexpr = 2.0 ** (23 - BIT)
+    number = _fraction(low, BIT, 4, one)
+    if TOP_BITS:
+        # 1 + code / UNIT: all of these are exact.
+        TOP: tl.constexpr = 2.0 ** (4 + (4 - TOP_BITS) * SECOND)
+        number = _fraction(top, 12 + TOP_BITS * SECOND, TOP_BITS, one) * TOP + (number - TOP)
+    if MINIMA:
+        return tl.fma(number - 1.0, scale * UNIT, offset).to(dtype)
+    zero = offset.to(tl.float32)
+    if FUSED:
+        # Every term has at most 24 bits.
+        return tl.fma(number, scale * UNIT, -(UNIT + zero) * scale).to(dtype)
+    return ((number - (1.0 + zero / UNIT)) * (scale * UNIT)).to(dtype)
+
+
+@triton.jit
+def _fraction(bits, BIT: tl.constexpr, NUM_BITS: tl.constexpr, one):
+    """1 + value / 2^(23 - BIT) of a value whose lowest bit is ``BIT``."""
+    return ((bits & (((1 << NUM_BITS) - 1) << BIT)) | one).to(tl.float32, bitcast=True)

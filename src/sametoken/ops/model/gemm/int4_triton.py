@@ -1,4 +1,4 @@
-"""Products with 4-bit weights on a GPU: those of the matrix of elements, rounded to x's dtype.
+"""Products with integer weights on a GPU: those of the matrix of elements, rounded to x's dtype.
 
 Up to ``FEW_ROWS`` rows of 16 bits the elements are made in registers, else in memory; either way
 the products of a row are added in order, so the bits are those of ``gemm.triton``.
@@ -27,7 +27,7 @@ from sametoken.ops.model.gemm.tuning import (
     TuningTable,
 )
 from sametoken.ops.pdl import gdc_wait, pdl_options
-from sametoken.ops.weight import Int4Matrix
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
 FEW_ROWS = 128
@@ -38,22 +38,30 @@ _ALONE = 132
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Int4DeviceWeight:
-    """``Weight`` of an ``Int4Matrix`` on a GPU.
+    """``UnquantizedWeight`` of an ``Int4Matrix`` or ``IntegerMatrix`` on a GPU.
 
     Attributes:
         panels: the matrix.
         order: as in ``Int4Matrix``.
         table: the kernel of each row count above ``FEW_ROWS``.
+        dtype: of rows.
     """
 
     panels: Int4Panels
     order: Tensor | None
     table: GemmChooser
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def of(cls, matrix: Int4Matrix, table: GemmChooser | None = None) -> Int4DeviceWeight:
+    def of(
+        cls,
+        matrix: Int4Matrix | IntegerMatrix,
+        table: GemmChooser | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Int4DeviceWeight:
         """Take over a matrix."""
-        return cls(Int4Panels.of(matrix), matrix.order, table or TuningTable())
+        order = matrix.order if isinstance(matrix, Int4Matrix) else None
+        return cls(Int4Panels.of(matrix), order, table or TuningTable(), dtype)
 
     @property
     def out_features(self) -> int:
@@ -67,8 +75,13 @@ class Int4DeviceWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and zeros."""
+        """Bytes of codes, scales, and zeros or minima."""
         return self.panels.nbytes
+
+    @property
+    def num_expanded(self) -> int:
+        """See ``ExpandedWeight``."""
+        return self.out_features * self.in_features
 
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -77,6 +90,17 @@ class Int4DeviceWeight:
 
     def gated_matmul(self, x: Tensor) -> Tensor:
         return self._product(x, "silu_mul")
+
+    def cut(self, token_ids: Tensor) -> Int4DeviceWeight:
+        """See ``CutWeight``."""
+        return replace(self, panels=self.panels.cut(token_ids))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        rows = self.panels.expanded(self.dtype, token_ids)
+        return rows if self.order is None else rows[:, self.order.argsort()]
+
+    def quantize_fp8(self) -> Int4DeviceWeight:
+        return self
 
     def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
         if self.order is not None:
@@ -113,20 +137,19 @@ class Int4Config:
     prefetch_bytes: int = 0
 
 
-def default_config(out_features: int, rows: int, memory: int, itemsize: int = 2) -> Int4Config:
-    """The kernel for a shape.
+def default_config(panels: Int4Panels, rows: int, memory: int, itemsize: int = 2) -> Int4Config:
+    """The kernel for a matrix.
 
     Args:
-        out_features: rows of the weight.
+        panels: the matrix.
         rows: number of activation rows.
         memory: bytes of shared memory per program.
         itemsize: bytes of an element of the activations.
     """
     block_rows = next((size for size in (16, 32) if rows <= size), 64)
-    alone = out_features // 64 <= _ALONE
+    alone = panels.out_features // 64 <= _ALONE
     unroll = 2 if block_rows < 64 else 1
-    # Values, activations, and at most four scales and zeros of a row.
-    stage_bytes = unroll * (64 * (BLOCK // 2 + 32) + BLOCK * itemsize * block_rows)
+    stage_bytes = unroll * (64 * panels.block_bytes + BLOCK * itemsize * block_rows)
     most = 8 if alone else 4
     stages = max(2, min(most, (memory if alone else memory // 2) // stage_bytes))
     return Int4Config(
@@ -158,7 +181,7 @@ def product(
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
-    config = config or default_config(panels.out_features, rows, shared_memory(x), x.dtype.itemsize)
+    config = config or default_config(panels, rows, shared_memory(x), x.dtype.itemsize)
     num_words = panels.words.shape[1]
     unroll = config.unroll if num_words % (16 * config.unroll) == 0 else 1
     # Hopper's smaller instructions add in another order: tiles of 32 had other bits.
@@ -168,8 +191,9 @@ def product(
     _int4_kernel[(programs,)](
         x,
         panels.words,
+        panels.tops,
         panels.scales,
-        panels.zeros,
+        panels.offsets,
         bias,
         out,
         rows,
@@ -198,8 +222,9 @@ def product(
 def _int4_kernel(
     x,  # [rows, in_features]
     words,  # [out_features or twice as many, num_words]: ``Int4Panels``
+    tops,  # likewise, or None
     scales,  # [groups, likewise]
-    zeros,  # likewise, or None
+    offsets,  # likewise, or None
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
     rows,
@@ -232,7 +257,7 @@ def _int4_kernel(
         gdc_wait(True)
     is_row = row < rows
     acc = int4_sums(
-        x + row.to(tl.int64)[:, None] * in_features, is_row, words, scales, zeros,
+        x + row.to(tl.int64)[:, None] * in_features, is_row, words, tops, scales, offsets,
         first, out_features, in_features, num_words, one,
         GATED, WIDTH, E2M1, FUSED, UNROLL, EVEN, BLOCK_FEATURES,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Start-up self-check of quantized products: their kernels give a row the same bits on this chip.
+"""Start-up self-check of quantized products and of experts: a row has the same bits on this chip.
 
 Tiles differ with the number of rows, and many rows by 4 bits have kernels of another kind. They
 give the same bits where tensor cores add an instruction's products in one way for all shapes of
@@ -7,19 +7,23 @@ instructions: seen on Hopper, and promised by no chip.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.selfcheck import require_row_law
+from sametoken.ops.model.moe_selfcheck import prove_experts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 
-#: Shape [N, K], number of dimensions of the scales, and how activations are rounded.
-_Form = tuple[int, int, int, tuple[bool, bool] | None]
+_Checked = Fp8DeviceWeight | Int4DeviceWeight | StackedExperts
+_Kind = TypeVar("_Kind", Fp8DeviceWeight, Int4DeviceWeight, StackedExperts)
 
 
 class _Products(Protocol):
@@ -38,22 +42,37 @@ class _Products(Protocol):
     def gated_matmul(self, x: Tensor) -> Tensor: ...
 
 
-class Fp8Check:
-    """The float8 weights in use, one per form."""
+class QuantizedCheck:
+    """Knows the quantized weights and all experts that are in use, and proves one of each form."""
 
     def __init__(self) -> None:
-        self._weights: WeakValueDictionary[_Form, Fp8DeviceWeight] = WeakValueDictionary()
+        # By identity, as weights of one form may be dropped one by one.
+        self._in_use: WeakValueDictionary[int, _Checked] = WeakValueDictionary()
 
-    def watch(self, weight: Fp8DeviceWeight) -> Fp8DeviceWeight:
-        """Let ``prove`` check weights of this form while one is in use; the weight."""
-        self._weights.setdefault(_form(weight), weight)
+    def watch(self, weight: _Kind) -> _Kind:
+        """Count a weight, or a layer's experts, while they are in use; these."""
+        self._in_use[id(weight)] = weight
         return weight
 
+    def four_bit_matrices(self) -> list[Int4Panels]:
+        """One matrix of each shape [N, K] in 4 bits."""
+        found = [one.panels for one in self._of(Int4DeviceWeight)]
+        return list({(one.out_features, one.in_features): one for one in found}.values())
+
     def prove(self, row_counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """See ``prove_products``; the number of forms."""
-        weights = list(self._weights.values())
-        prove_products("float8", weights, row_counts, dtype, device)
-        return len(weights)
+        """See ``prove_products`` and ``prove_experts``; the number of forms."""
+        packed, float8 = self._of(Int4DeviceWeight), self._of(Fp8DeviceWeight)
+        experts = self._of(StackedExperts)
+        prove_products("4-bit", packed, row_counts, dtype, device)
+        prove_products("float8", float8, row_counts, dtype, device)
+        for one in experts:
+            prove_experts(one, row_counts, dtype, device)
+        return len(packed) + len(float8) + len(experts)
+
+    def _of(self, kind: type[_Kind]) -> list[_Kind]:
+        """One of each form."""
+        found = [one for one in self._in_use.values() if isinstance(one, kind)]
+        return list({_form(one): one for one in found}.values())
 
 
 def prove_products(
@@ -88,10 +107,22 @@ def prove_products(
             require_row_law(f"gated {what}", partial(_gated, weight, x), row_counts)
 
 
-def _form(weight: Fp8DeviceWeight) -> _Form:
-    how = weight.rounding
-    rounding = None if how is None else (how.grouped, how.scale is None)
-    return weight.out_features, weight.in_features, weight.scale.dim(), rounding
+def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
+    """What the kernels of a weight, or of experts, depend on."""
+    if isinstance(one, StackedExperts):
+        return *_form(one.gate_up), *_form(one.down), type(one.form).__name__
+    if isinstance(one, Int4DeviceWeight):
+        return _form(one.panels)
+    if isinstance(one, Int4Panels):
+        return one.words.shape, one.in_features, one.form, one.offsets is None
+    rounding = one.rounding and (one.rounding.grouped, one.rounding.scale is None)
+    if isinstance(one, ExpertStack):
+        return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding
+    return one.matrix.shape, _dim(one.scale), rounding
+
+
+def _dim(scales: Tensor | None) -> int:
+    return 0 if scales is None else scales.dim()
 
 
 def _sums(weight: _Products, x: Tensor, rows: slice) -> Tensor:

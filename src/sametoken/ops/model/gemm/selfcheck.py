@@ -134,8 +134,8 @@ def check_gemm(
 def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Iterable[int]) -> None:
     """Refuse products that give a row other bits among other numbers of rows on this chip.
 
-    For weights that own their kernels, which a table does not choose. The largest row count of
-    each bucket is compared: kernels are chosen by size, and none by the exact count.
+    For weights and experts that own their kernels, which a table does not choose. The largest row
+    count of each bucket is compared: kernels are chosen by size, and none by the exact count.
 
     Args:
         what: the products, for the message.
@@ -153,7 +153,7 @@ def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Itera
     if differing:
         raise UnsupportedError(
             f"{what} give a row other bits among {differing} rows than among {step} on this GPU",
-            "use an unquantized checkpoint, and report the GPU",
+            "use device 'cpu' or another checkpoint, and report the GPU",
         )
 
 

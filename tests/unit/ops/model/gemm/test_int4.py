@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.gemm.int4 import Int4Weight, elements, numbers, packed_int4
+from sametoken.ops.model.gemm.int4 import (
+    Int4Weight,
+    elements,
+    expanded,
+    numbers,
+    packed_int4,
+)
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, product
+from sametoken.ops.model.gemm.tuning import TuningTable
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.weight import Int4Matrix
+from sametoken.ops.triton import TritonKernels
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
-SHAPES = [(1, 16, 64, 32), (5, 74, 128, 64), (33, 50, 256, 128), (19, 70, 96, 32)]
+SHAPES = [(1, 16, 64, 32), (5, 74, 128, 64), (33, 50, 256, 128), (19, 70, 96, 32), (3, 22, 144, 16)]
 
 
 def poisoned(x: torch.Tensor, poison) -> torch.Tensor:
@@ -124,6 +133,54 @@ def test_elements_made_in_registers_give_the_exact_product(rows, features, depth
     assert torch.allclose(product(x, panels, "silu_mul"), expected, rtol=1e-5, atol=1e-5)
 
 
+def in_poison(weight: Int4DeviceWeight) -> Int4DeviceWeight:
+    """The same weight, with poison around what the kernels read."""
+    panels, parts = weight.panels, {}
+    for name in ("words", "tops", "scales", "offsets"):
+        part = getattr(panels, name)
+        if part is not None:
+            parts[name] = poisoned(part, torch.nan if part.is_floating_point() else -1)
+    return replace(weight, panels=replace(panels, **parts))
+
+
+@pytest.mark.parametrize(
+    ("bits", "width", "minima"),
+    [(4, 32, False), (4, 32, True), (5, 32, True), (6, 16, False), (8, 32, False)],
+)
+def test_integers_in_planes_give_the_exact_product(bits, width, minima):
+    generator, shape = torch.Generator().manual_seed(3), (38, 160 // width)
+    codes = torch.randint(0, 2**bits, (38, 160), generator=generator, dtype=torch.uint8)
+    scale, minimum = (2.0 ** torch.randint(-9, -5, shape, generator=generator) for _ in range(2))
+    matrix = IntegerMatrix(codes, bits, scale, 1 << bits - 1, -minimum if minima else None)
+    weight, meant = in_poison(Int4DeviceWeight.of(matrix, dtype=torch.float32)), expanded(matrix)
+    assert torch.equal(weight.panels.expanded(torch.float32), meant)
+    ids = torch.tensor([37, 0, 5, 5])
+    assert torch.equal(weight.rows(ids), meant[ids])
+    assert torch.equal(weight.cut(ids).panels.expanded(torch.float32), meant[ids])
+    assert weight.quantize_fp8() is weight
+    x, bias = whole_numbers(35, 160), torch.arange(38).float()
+    exact = x.double() @ meant.double().T
+    for rows in (1, 5, 35):
+        some = x[:rows].contiguous()
+        assert torch.equal(product(some, weight.panels, "logits"), exact[:rows].float())
+        assert torch.equal(weight.matmul(some, bias), (exact[:rows] + bias).float())
+    gate, up = exact.chunk(2, dim=1)
+    gated = (torch.nn.functional.silu(gate) * up).float()
+    assert torch.allclose(product(x, weight.panels, "silu_mul"), gated, rtol=1e-5, atol=1e-5)
+
+
+def test_the_start_up_check_proves_each_form_of_one_shape():
+    """As q and v have in files of mixed types; a form that is there twice is proven once."""
+    kernels = TritonKernels(TuningTable())
+    codes, scale = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 4)
+    forms = [(codes, 4, scale, 8), (codes, 4, scale, 8), (codes, 4, scale, 0, -scale)]
+    forms += [(codes, 5, scale, 0, -scale), (codes, 6, torch.ones(64, 8), 32)]
+    forms += [(codes, 8, scale, 128), (codes, 8, scale.half(), 128)]
+    kept = [kernels.pack_integers(IntegerMatrix(*one), torch.float16) for one in forms]
+    cpu = torch.device("cpu")
+    assert kernels.prove_quantized((1,), torch.float16, cpu) == len(kept) - 1
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("scales", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -133,7 +190,7 @@ def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scal
     zero = matrix.zero if zeros else torch.full_like(matrix.zero, 8)
     matrix = replace(matrix, scale=matrix.scale.to(scales), zero=zero)
     weight, plain = Int4DeviceWeight.of(matrix), elements(matrix, dtype)
-    assert (weight.panels.zeros is None) == (not zeros)
+    assert (weight.panels.offsets is None) == (not zeros)
     assert torch.equal(weight.panels.expanded(dtype), plain)
     # One-hot rows: the sum of one element.
     x = torch.eye(384, dtype=dtype)
@@ -147,8 +204,24 @@ def test_numbers_of_e2m1_are_exact_at_every_scale(power):
     values = torch.arange(32, dtype=torch.uint8)[None] % 16
     scale = torch.full((1, 1), 2.0**power)
     meant = (NUMBERS.repeat(2) * 2.0**power)[:, None]
-    for weight in forms(Int4Matrix(packed_int4(values, 32), scale, None)):
-        assert torch.equal(weight.matmul(torch.eye(32)), meant)
+    for scales in (scale, scale.to(torch.float8_e8m0fnu)):
+        for weight in forms(Int4Matrix(packed_int4(values, 32), scales, None)):
+            assert torch.equal(weight.matmul(torch.eye(32)), meant)
+
+
+def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
+    """Every byte that has a power, in rows of nine groups, a block's and more."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(0, 16, (64, 288), generator=generator, dtype=torch.uint8)
+    scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
+    matrix = Int4Matrix(packed_int4(values, 32), scale, None)
+    panels = Int4Panels.of(matrix)
+    assert panels.width == 32
+    assert panels.nbytes * 8 == 64 * 384 * 4.25
+    meant = elements(matrix, torch.float32)
+    assert torch.equal(panels.expanded(torch.float32), meant)
+    some = torch.tensor([3, 60, 7])
+    assert torch.equal(panels.cut(some).expanded(torch.float32), meant[some])
 
 
 def test_memory_is_half_a_byte_a_weight_and_its_scales():
@@ -159,23 +232,32 @@ def test_memory_is_half_a_byte_a_weight_and_its_scales():
 
 def test_the_kernel_compiles_to_tensor_core_products(tmp_path):
     code = """
+from dataclasses import replace
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import product
-def panels(n, k, width, zeros=False, e2m1=False):
+def panels(n, k, width, zeros=False, e2m1=False, minima=False, tops=None):
     blocks = -(-k // 128)
     scales = torch.empty(128 // width * blocks, n)
     words = torch.empty(n, 16 * blocks, dtype=torch.int32)
-    return Int4Panels(words, scales, scales.int() if zeros else None, k, e2m1, True)
+    offsets = scales if minima else scales.int() if zeros else None
+    tops = None if tops is None else words.to(tops)
+    return Int4Panels(words, scales, offsets, k, e2m1, tops is None, tops)
 for rows in (1, 64):
     x = torch.empty(rows, 4096, dtype=torch.bfloat16)
     product(x, panels(6144, 4096, 128))
     product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
-product(x[:, :2880].contiguous(), panels(6144, 2880, 32, e2m1=True))
+one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
+product(few, one)
+product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
+product(x, panels(6144, 4096, 32, minima=True))
+product(x, panels(6144, 4096, 16, tops=torch.int16))
 panels(6144, 4096, 64, zeros=True).expanded(torch.bfloat16)
+panels(6144, 4096, 16, e2m1=True).expanded(torch.bfloat16)
+panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1).long())
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 5
+    assert len(kernels) == 8
     assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]

@@ -10,9 +10,10 @@ import torch
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.gemm import fp8_triton
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
-from sametoken.ops.model.gemm.quantized_selfcheck import Fp8Check, prove_products
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.quantized_selfcheck import QuantizedCheck, prove_products
 from sametoken.ops.model.gemm.selfcheck import require_row_law
-from sametoken.ops.weight import BY_ROW, Rounding
+from sametoken.ops.weight import BY_ROW, Int4Matrix, Rounding
 
 CPU = torch.device("cpu")
 COUNTS = (1, 3, 40, 64, 65, 200)
@@ -43,7 +44,7 @@ def ran(monkeypatch):
 
 def test_each_form_is_compared_at_the_largest_row_count_of_each_bucket(ran):
     calls, _ = ran
-    check = Fp8Check()
+    check = QuantizedCheck()
     kept = [check.watch(weight_of(64, 128)) for _ in range(2)]
     kept += [check.watch(weight_of(64, 128, how)) for how in (None, Rounding(grouped=True))]
     assert check.prove(COUNTS, torch.bfloat16, CPU) == 3
@@ -55,7 +56,7 @@ def test_each_form_is_compared_at_the_largest_row_count_of_each_bucket(ran):
 
 def test_products_before_a_gate_are_compared_too(ran):
     calls, _ = ran
-    check = Fp8Check()
+    check = QuantizedCheck()
     kept = [check.watch(weight_of(*shape)) for shape in ((256, 64), (64, 128))]
     assert check.prove(COUNTS, torch.bfloat16, CPU) == len(kept)
     gated = {shape for shape, _ in calls if shape[2] == "silu_mul"}
@@ -65,7 +66,7 @@ def test_products_before_a_gate_are_compared_too(ran):
 @pytest.mark.parametrize("epilogue", ["logits", "silu_mul"])
 def test_another_bit_among_many_rows_is_refused(ran, epilogue):
     _, spoilt = ran
-    check = Fp8Check()
+    check = QuantizedCheck()
     kept = [check.watch(weight_of(*shape)) for shape in ((256, 64), (64, 128))]
     spoilt[(256, 64, epilogue)] = 65
     with pytest.raises(UnsupportedError, match=r"\[256, 64\] give .* among \[65, 200\] rows"):
@@ -74,11 +75,32 @@ def test_another_bit_among_many_rows_is_refused(ran, epilogue):
 
 
 def test_weights_that_are_gone_are_not_compared(ran):
-    check = Fp8Check()
+    check = QuantizedCheck()
     weight = check.watch(weight_of(64, 128))
     del weight
     gc.collect()
     assert check.prove(COUNTS, torch.bfloat16, CPU) == 0
+
+
+def test_a_form_is_compared_while_one_weight_of_it_is_in_use(ran):
+    check = QuantizedCheck()
+    first, second = (check.watch(weight_of(64, 128)) for _ in range(2))
+    del first
+    gc.collect()
+    assert check.prove(COUNTS, torch.bfloat16, CPU) == 1
+    assert second.out_features == 64
+
+
+def test_four_bit_weights_are_compared_by_form_and_expanded_by_shape():
+    check = QuantizedCheck()
+    values = torch.zeros(3, 64, dtype=torch.uint8)
+    scale, zero = torch.ones(3, 4), torch.full((3, 4), 7, dtype=torch.uint8)
+    matrices = (Int4Matrix(values, scale, zero), Int4Matrix(values, scale, None))
+    kept = [check.watch(Int4DeviceWeight.of(one)) for one in (*matrices, *matrices)]
+    assert check.prove((1, 2), torch.bfloat16, CPU) == 2
+    (panels,) = check.four_bit_matrices()
+    assert (panels.out_features, panels.in_features) == (3, 128)
+    assert len(kept) == 4
 
 
 def test_rows_are_those_of_small_calls():

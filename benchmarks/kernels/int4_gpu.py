@@ -52,6 +52,7 @@ FORMS = {
     "q5_k": (32, 6, True, True, False),
     "q6_k": (16, 6, False, True, False),
     "q8_0": (32, 8, False, False, False),
+    "mxfp4": (32, 4, False, False, True),
     "nvfp4": (16, 4, False, True, True),
 }
 ROWS = (1, 8, 64, 128, 512, 2048)

@@ -116,7 +116,9 @@ def most_expanded(node: object, device: torch.device) -> int:
     if isinstance(node, SeparateExperts):
         # A GPU stacks experts, and makes their elements in registers.
         return 0
-    return max((most_expanded(child, device) for _, child in children_of(node)), default=0)
+    # Rows of an embedding are looked up.
+    parts = (child for name, child in children_of(node) if name != "embedding")
+    return max((most_expanded(part, device) for part in parts), default=0)
 
 
 def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:

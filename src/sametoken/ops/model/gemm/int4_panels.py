@@ -66,11 +66,13 @@ class Int4Panels:
         if offset is not None:
             kept = offset.float() if offset.is_floating_point() else offset.int()
             offset = _by_group(kept, num_groups)
+        if matrix.scale.dtype == torch.float8_e8m0fnu:
+            scales = _e8m0_by_block(matrix.scale)
+        else:
+            scales = _by_group(matrix.scale.float(), num_groups)
         return cls(
             words,
-            _e8m0_by_block(matrix.scale)
-            if matrix.scale.dtype == torch.float8_e8m0fnu
-            else _by_group(matrix.scale.float(), num_groups),
+            scales,
             offset,
             codes.shape[1],
             e2m1=isinstance(matrix, Int4Matrix) and matrix.zero is None,

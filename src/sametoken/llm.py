@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -95,6 +96,8 @@ class LLM:
         model = engine.resolved.model
         self._engine = engine
         self._exclusive = Exclusive()
+        # From loading to writing: one set of new weights is held at most.
+        self._updating = threading.Lock()
         self._tokenizer = tokenizer
         require_own_end(tokenizer, model.vocab_size)
         self._inputs = InputProcessor(
@@ -238,9 +241,11 @@ class LLM:
             UnsupportedError: this engine's weights cannot change.
             EngineDeadError: the engine failed.
         """
-        new = self._engine.weights.load(source_of(weights), target)
-        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            return self._engine.use_weights(new, version)
+        source = source_of(weights)
+        with self._updating:
+            new = self._engine.weights.load(source, target)
+            with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+                return self._engine.use_weights(new, version)
 
     @property
     def is_sleeping(self) -> bool:

@@ -19,6 +19,7 @@ ALLOWED = {
     ("models/load/dummy.py", "dummy_reader"): "shapes alone, on the device that has no memory",
     ("runner/graphs.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
     ("distributed/trainer_group.py", "_require_backend"): "NCCL is refused where there is no GPU",
+    ("distributed/shared_memory.py", "_is_gpu"): "memory of each device is opened in its own way",
     ("distributed/process_group.py", "join"): "each device has its own library",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_files import OPTIONS, SIZES, requests, write_hybrid_target, write_nextn_target
 from recorded_gpu import drive
+from safetensors.torch import load_file
 from test_mamba2_gpu import NANO
 from test_mamba2_gpu import write_target as write_nemotron
 
@@ -21,9 +22,10 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.hybrids import FULL, LINEAR, hybrid_config
+from sametoken import LLM
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.errors import EngineDeadError
+from sametoken.errors import EngineDeadError, WeightUpdateError
 from sametoken.models.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -191,6 +193,34 @@ def test_the_same_tokens_of_other_models(tmp_path, name):
         found = drive(engine(files, "mtp", max_num_seqs=16), items)
         assert found.tokens == plain
     assert found.offered > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_new_weights_reach_every_rank(tmp_path, device):
+    """Under captured graphs, while requests run, and not at all if rank 1 refuses its share."""
+    paths = [write_llama(tmp_path / str(seed), seed, **SHAPE) for seed in (0, 1)]
+    items = list(requests(16, MAX_TOKENS))
+    old, new = (drive(engine({"target": path}, "plain"), items).tokens for path in paths)
+    live = LLM.from_engine(engine({"target": paths[0]}, "ngram"), None)
+    core = live._engine
+    tensors = load_file(paths[1] / "model.safetensors", device=device)
+    spoilt = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoilt["model.layers.0.mlp.up_proj.weight"][-1] = torch.nan
+    with pytest.raises(WeightUpdateError, match="up_proj"):
+        live.update_weights(spoilt.items())
+    assert drive(core, items).tokens == old
+    for item in items:
+        core.add_request(item)
+    for _ in range(3):
+        core.step()
+    assert live.update_weights(tensors.items()) == 1
+    for item in items:
+        core.release(item.request_id, aborted=True)
+    while core.has_unfinished:
+        core.step()
+    assert drive(core, items).tokens == new != old
+    live.update_weights(paths[0])
+    assert drive(core, items).tokens == old
 
 
 def test_a_dead_rank_is_seen_while_the_device_waits_for_it(files):

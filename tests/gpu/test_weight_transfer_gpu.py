@@ -1,8 +1,14 @@
-"""Weights from a trainer on one GPU to an engine on another, by NCCL."""
+"""Weights from a trainer to an engine on another GPU, by NCCL, or on the same, by CUDA IPC."""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -12,9 +18,10 @@ from safetensors.torch import load_file
 
 from helpers.http_server import running_server
 from sametoken import LLM, SamplingParams
+from sametoken.distributed.shared_memory import share
 from sametoken.serving.weight_sender import WeightSender
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PROMPTS = [[i + 1, i + 2, i + 3] * 5 for i in range(8)]
 SAMPLING = {"max_tokens": 48, "temperature": 0.8, "seed": 3, "ignore_eos": True}
@@ -31,30 +38,142 @@ def offline(path) -> list[tuple[int, ...]]:
     return [one.outputs[0].token_ids for one in outputs]
 
 
-def test_a_server_takes_a_trainer_s_weights(tmp_path):
-    models = [write_target(tmp_path / str(i), "LlamaForCausalLM", i) for i in range(2)]
-    said = [offline(path) for path in models]
-    config = json.dumps({"backend": "nccl", "timeout": 60.0})
-    with (
-        running_server(models[0], engine=ENGINE | SERVED, weight_transfer_config=config) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-        torch.cuda.device(1),
-    ):
-        sender = WeightSender([server.url], backend="nccl", timeout_s=60)
+class Trainer:
+    """Requests of a trainer, and what the server says."""
 
-        def answers() -> list[tuple[int, ...]]:
-            found = []
-            for prompt in PROMPTS:
-                body = {"prompt": prompt, "return_token_ids": True, **SAMPLING}
-                answer = client.post("/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                found.append(tuple(answer.json()["choices"][0]["token_ids"]))
-            return found
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=120)
 
-        assert answers() == said[0]
+    def post(self, path: str, body: dict | None = None, status: int = 200) -> dict:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def answers(self) -> list[tuple[int, ...]]:
+        found = []
+        for prompt in PROMPTS:
+            body = {"prompt": prompt, "return_token_ids": True, **SAMPLING}
+            choice = self.post("/v1/completions", body)["choices"][0]
+            found.append(tuple(choice["token_ids"]))
+        return found
+
+    @property
+    def version(self) -> str:
+        return self._http.get("/weight_info").json()["weight_version"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [write_target(folder / str(i), "LlamaForCausalLM", i) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def said(models):
+    return [offline(path) for path in models]
+
+
+@contextmanager
+def served(path, backend: str):
+    config = json.dumps({"backend": backend, "timeout": 60.0})
+    with running_server(path, engine=ENGINE | SERVED, weight_transfer_config=config) as server:
+        yield Trainer(server.url)
+
+
+def tensors_of(path, device: str) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors", device=device)
+
+
+@two_gpus
+def test_a_server_takes_a_trainer_s_weights(models, said):
+    with served(models[0], "nccl") as trainer, torch.cuda.device(1):
+        sender = WeightSender([trainer.url], backend="nccl", timeout_s=60)
+        assert trainer.answers() == said[0]
         for version, which in ((5, 1), (6, 0), (7, 1)):
-            weights = load_file(models[which] / "model.safetensors", device="cuda:1")
-            sender.send(weights.items(), version)
-            assert answers() == said[which]
-            info = client.get("/weight_info").json()
-            assert info == {"weight_version": str(version)}
+            sender.send(tensors_of(models[which], "cuda:1").items(), version)
+            assert trainer.answers() == said[which]
+            assert trainer.version == str(version)
+
+
+@pytest.fixture(scope="module")
+def colocated(models):
+    with served(models[0], "ipc") as trainer:
+        yield trainer
+
+
+def test_a_server_reads_a_trainer_s_memory(colocated, models, said):
+    sender = WeightSender([colocated.url], backend="ipc")
+    assert colocated.answers() == said[0]
+    tensors = [tensors_of(path, "cuda") for path in models]
+    for version in range(5, 25):
+        which = version % 2
+        sender.send(tensors[which].items(), version)
+        assert colocated.version == str(version)
+    assert colocated.answers() == said[0]
+    sender.send(((k, v.t().contiguous().t()) for k, v in tensors[1].items()), 25)
+    assert colocated.answers() == said[1]
+    free = torch.cuda.mem_get_info()[0]
+    del tensors
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    # The engine keeps nothing of the trainer's open: its memory goes back.
+    assert torch.cuda.mem_get_info()[0] > free
+
+
+def test_a_buffer_on_the_gpu_that_is_filled_again(colocated, models, said):
+    """What vLLM's trainers do with ``packed``, in this engine's own words."""
+    tensors = tensors_of(models[0], "cuda")
+    names = [*tensors]
+    parts = names[: len(names) // 2], names[len(names) // 2 :]
+    flat = {name: one.reshape(-1).view(torch.uint8) for name, one in tensors.items()}
+    sizes = [[len(flat[name]) for name in part] for part in parts]
+    buffer = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device="cuda")
+    _kept, [handle] = share([buffer])
+    encoded = base64.b64encode(pickle.dumps(handle)).decode()
+    colocated.post("/start_weight_update")
+    for part, own in zip(parts, sizes, strict=True):
+        buffer[: sum(own)] = torch.cat([flat[name] for name in part])
+        torch.cuda.synchronize()
+        info = {
+            "names": part,
+            "dtype_names": [str(tensors[name].dtype)[6:] for name in part],
+            "shapes": [list(tensors[name].shape) for name in part],
+            "tensor_sizes": own,
+            "ipc_handles_pickled": encoded,
+        }
+        colocated.post("/update_weights", {"update_info": info})
+    buffer.zero_()
+    torch.cuda.synchronize()
+    colocated.post("/finish_weight_update", {})
+    assert colocated.answers() == said[0]
+
+
+def test_a_trainer_that_is_gone_or_elsewhere(colocated, said):
+    before = colocated.answers(), colocated.version
+    name = "model.norm.weight"
+    code = (
+        "import base64, pickle, torch; from sametoken.distributed.shared_memory import share\n"
+        "kept, handles = share([torch.zeros(8, device='cuda')])\n"
+        "print(base64.b64encode(pickle.dumps(handles)).decode(), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    ) as process:
+        encoded = process.stdout.readline()[:-1]
+        process.kill()
+    info = {"names": [name], "dtype_names": ["float32"], "shapes": [[8]]}
+    [handle] = pickle.loads(base64.b64decode(encoded))
+    moved = {"another-GPU": next(iter(handle.values()))}
+    elsewhere = base64.b64encode(pickle.dumps([moved])).decode()
+    for sent, told in ((encoded, "cannot be opened"), (elsewhere, "another-GPU")):
+        colocated.post("/start_weight_update")
+        body = {"update_info": info | {"ipc_handles_pickled": sent}}
+        answer = colocated.post("/update_weights", body, 400)
+        assert told in answer["error"]["message"]
+        colocated.post("/finish_weight_update", {}, 400)
+    assert (colocated.answers(), colocated.version) == before

@@ -176,7 +176,7 @@ class _Leading:
 def _follow(config: EngineConfig, rank: _Following, meeting: Meeting) -> None:
     # What goes wrong here is raised where rank 0 waits.
     with suppress(Exception), meeting.running():
-        runner = in_steps(build.build_follower(config, rank))
+        runner = in_steps(build.build_follower(config, rank)[0])
         while (plan := rank.take()) is not None:
             runner.submit(plan).discard()
 

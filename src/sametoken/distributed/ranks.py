@@ -47,7 +47,7 @@ _GRACE_S = 5.0
 
 T = TypeVar("T")
 
-# To a follower: Enlist, then the values of ``broadcast_object``, then plans.
+# To a follower: Enlist, then the values of ``broadcast_object``, then plans and what is told.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Enlist:
     directory: str
 
 
-# From a follower: Present, Number, Built, or at any time Failure.
+# From a follower: Present, Number, Built, then what is collected, or at any time Failure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,18 @@ class Ranks(Peers, Protocol):
         """Rank 0's value, on every rank."""
         ...
 
+    def tell(self, message: Any) -> None:
+        """Send a message to the ranks that follow this one, in the order of the plans."""
+        ...
+
+    def collect(self, kind: type[T]) -> list[T]:
+        """Wait for the answer of each rank that follows this one.
+
+        Raises:
+            SametokenError: one has ended; names the cause.
+        """
+        ...
+
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
         """The stream on which this rank enqueues work."""
         ...
@@ -125,6 +137,13 @@ class SoleRank(NoPeers):
     def broadcast_object(self, value: T) -> T:
         """The value."""
         return value
+
+    def tell(self, message: Any) -> None:
+        """A no-op: nobody follows."""
+
+    def collect(self, kind: type[T]) -> list[T]:
+        """Nothing: nobody follows."""
+        return []
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
         """The device's stream; on a CPU a lagging one if several steps are in flight."""
@@ -251,13 +270,14 @@ class LeadingRank:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         size = config.tensor_parallel_size
+        self._telling = threading.Lock()
         directory = TemporaryDirectory(prefix="sametoken-")
         self.followers = tuple(Follower(rank) for rank in range(1, size))
         self._end = weakref.finalize(self, _stop, os.getpid(), self.followers, directory)
         try:
             for follower in self.followers:
                 follower.send(encode(Enlist(config, follower.rank, directory.name)))
-            self._expect(Present)
+            self.collect(Present)
             group = join(0, size, device, Path(directory.name))
         except BaseException:
             self.stop()
@@ -267,11 +287,11 @@ class LeadingRank:
 
     def reduce_min(self, number: int) -> int:
         """The minimum of all ranks' numbers."""
-        return min(number, *(message.value for message in self._expect(Number)))
+        return min(number, *(message.value for message in self.collect(Number)))
 
     def broadcast_object(self, value: T) -> T:
         """Send the value to all followers and return it."""
-        self.send(value)
+        self.tell(value)
         return value
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
@@ -282,14 +302,19 @@ class LeadingRank:
 
     def lead(self, runner: Runner) -> Runner:
         """A runner that forwards every plan; waits until all followers are ready."""
-        self._expect(Built)
+        self.collect(Built)
         return LeadingRunner(runner, self)
 
-    def send(self, message: Any) -> None:
-        """Send a message to all followers."""
+    def tell(self, message: Any) -> None:
+        """Send a message to all followers; any thread may do so."""
         frame = encode(message)
-        for follower in self.followers:
-            follower.send(frame)
+        with self._telling:
+            for follower in self.followers:
+                follower.send(frame)
+
+    def collect(self, kind: type[T]) -> list[T]:
+        """The next message of each follower, of type ``kind``."""
+        return [follower.expect(kind) for follower in self.followers]
 
     def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
         """Call ``notice`` with the cause, on the follower's thread, once one has ended."""
@@ -328,9 +353,6 @@ class LeadingRank:
         """Stop the followers."""
         self._end()
 
-    def _expect(self, kind: type[T]) -> list[T]:
-        return [follower.expect(kind) for follower in self.followers]
-
 
 def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirectory[str]) -> None:
     # A fork shares the sockets: when it exits, it must not close its parent's connections.
@@ -353,7 +375,7 @@ class LeadingRunner:
     def submit(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a step on every rank."""
         with self.ranks.stopped_by_errors():
-            self.ranks.send(plan)
+            self.ranks.tell(plan)
             pending = self.inner.submit(plan)
         return replace(pending, landed=_Watched(pending.landed, self.ranks))
 

@@ -37,10 +37,11 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.step_memory import StepMemory, most_expanded
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
-from sametoken.engine.weights import weights_of
+from sametoken.engine.weights import Weights, weights_of
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -148,17 +149,17 @@ def build_engine(
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
-            shared, resolved = ranks.parallel.size > 1, loaded.resolved
-            weights = weights_of(loaded.target, loaded.drafter, resolved, shared=shared)
-            memory = memory_of(runner.step, shared=shared)
+            shared, own = ranks.parallel.size > 1, _weights(loaded, ranks)
+            weights = LeadingWeights(own, ranks) if shared else own
+            memory, resolved = memory_of(runner.step, shared=shared), loaded.resolved
             return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
     except BaseException:
         extraction.close()
         raise
 
 
-def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
-    """Build the runner of a follower rank.
+def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]:
+    """Build the runner of a follower rank, and its weights.
 
     Raises:
         SametokenError: as in ``build_engine``.
@@ -166,7 +167,11 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
     requested = _validate(config, _silent)
     with _memory_errors_explained():
         loaded = _load(requested, ranks, NoExtraction(), _silent)
-        return _assemble(loaded, ranks, _silent)
+        return _assemble(loaded, ranks, _silent), _weights(loaded, ranks)
+
+
+def _weights(loaded: _Loaded, ranks: Ranks) -> Weights:
+    return weights_of(loaded.target, loaded.drafter, loaded.resolved, ranks.parallel)
 
 
 @contextmanager

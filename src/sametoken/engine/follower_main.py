@@ -1,16 +1,21 @@
 """A follower rank: builds its shard of the model, then runs every plan that rank 0 sends.
 
+Between plans it takes new weights.
+
 Run as ``python -m sametoken.engine.follower_main FD``, where FD is an inherited socket whose
 first message is ``Enlist``. The process exits when the socket closes, even if its device waits.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -18,11 +23,15 @@ from sametoken.distributed.process_group import NoPeers, join
 from sametoken.distributed.ranks import Built, Enlist, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
+from sametoken.engine.shared_weights import FollowingWeights
+from sametoken.engine.weights import Weights
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import Failure, Inbox, encode, take_socket
 from sametoken.layers.parallel import TensorParallel
+from sametoken.models.in_place import Replacement
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
+from sametoken.types.plan import StepPlan
 
 T = TypeVar("T")
 
@@ -34,7 +43,7 @@ class FollowingRank(NoPeers):
         size = enlist.config.tensor_parallel_size
         self._sock = sock
         self._messages = _one_by_one(inbox)
-        device = resolve_device(enlist.config)
+        self._device = device = resolve_device(enlist.config)
         if device.type == "cuda":
             torch.cuda.set_device(enlist.rank)
         self.send(Present())
@@ -66,11 +75,38 @@ class FollowingRank(NoPeers):
         """Send a message to rank 0."""
         self._sock.sendall(encode(message))
 
-    def follow(self, runner: Runner) -> None:
+    def tell(self, message: Any) -> None:
+        """Nothing: rank 0 leads."""
+
+    def collect(self, kind: type[T]) -> list[T]:
+        """Nothing: rank 0 leads."""
+        return []
+
+    def follow(self, runner: Runner, weights: Weights) -> NoReturn:
         """Run plans until the process exits."""
+        following = FollowingWeights(weights, self._device, self.send)
+        work: queue.SimpleQueue[StepPlan | Replacement] = queue.SimpleQueue()
+        args = (self._messages, following, work)
+        threading.Thread(target=_sort, args=args, name="messages", daemon=True).start()
         self.send(Built())
-        for plan in self._messages:
-            runner.submit(plan).discard()
+        while True:
+            item = work.get()
+            if isinstance(item, StepPlan):
+                runner.submit(item).discard()
+            else:
+                item.write()
+
+
+def _sort(
+    messages: Iterator[Any],
+    following: FollowingWeights,
+    work: queue.SimpleQueue[StepPlan | Replacement],
+) -> None:
+    """Begin what need not wait for the plans before it, and queue the rest in order."""
+    for message in messages:
+        item = message if isinstance(message, StepPlan) else following.begin(message)
+        if item is not None:
+            work.put(item)
 
 
 def _one_by_one(inbox: Inbox) -> Any:
@@ -85,7 +121,7 @@ def main(fd: int) -> int:
     enlist: Enlist = inbox.read_first()
     try:
         rank = FollowingRank(enlist, sock, inbox)
-        rank.follow(build_follower(enlist.config, rank))
+        rank.follow(*build_follower(enlist.config, rank))
     except SametokenError as error:
         sock.sendall(encode(Failure(error)))
     except Exception as error:

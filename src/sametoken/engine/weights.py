@@ -6,6 +6,8 @@ the target or drafter, and its rotary tables (docs/rollouts.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from sametoken.errors import (
     shown,
 )
 from sametoken.extraction.routed_experts import plain_kernels
+from sametoken.layers.parallel import TensorParallel
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
@@ -62,7 +65,7 @@ class NewWeights:
 
         Raises:
             WeightUpdateError: it is no integer above ``current``, as a version means one set of
-                weights, or a drafter's weights are to have one.
+                weights, or a drafter's weights are to have one. The new weights are dropped.
         """
         if not self.of_target and wanted is None:
             return current
@@ -71,11 +74,26 @@ class NewWeights:
         if wanted is None:
             return current + 1
         if type(wanted) is not int or not current < wanted <= _MAX_VERSION:
+            self.replacement.drop()
             raise WeightUpdateError(
                 f"version={shown(wanted)} does not follow version {current}",
                 "give a larger integer, or none for the next",
             )
         return wanted
+
+
+@contextmanager
+def update_errors() -> Iterator[None]:
+    """Errors of loading, as those of an update."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedError, DrafterMismatchError) as error:
+        raise WeightUpdateError(error.cause, _ALL) from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise WeightUpdateError(
+            f"no memory for a second copy of the weights ({error})",
+            "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
+        ) from error
 
 
 class Weights(Protocol):
@@ -135,15 +153,17 @@ class LiveWeights:
     """Weights of one process; see ``Weights``.
 
     Attributes:
-        model: the target.
+        model: the target, or this rank's share.
         drafter: the drafter, with the model that it runs, if any.
         dtype, device: of the weights.
+        parallel: the ranks that share the target.
     """
 
     model: Decoder
     drafter: LoadedDrafter
     dtype: torch.dtype
     device: torch.device
+    parallel: TensorParallel
 
     def require_target(self, target: str) -> int:
         """See ``Weights``."""
@@ -163,15 +183,8 @@ class LiveWeights:
         If none of the module's tensors are there, it stays as it is.
         """
         self.require_target(target)
-        try:
+        with update_errors():
             return self._load(source, target)
-        except (CheckpointError, UnsupportedError, DrafterMismatchError) as error:
-            raise WeightUpdateError(error.cause, _ALL) from error
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise WeightUpdateError(
-                f"no memory for a second copy of the weights ({error})",
-                "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
-            ) from error
 
     def _load(self, source: TensorSource, target: str) -> NewWeights:
         # Its memory for packed weights ends with the copy.
@@ -181,7 +194,9 @@ class LiveWeights:
             formats = self._formats()
             source = requantized(source, formats, model.config)
             model = model.reloaded(
-                WeightReader(source, kernels, self.dtype, self.device, quantization=formats)
+                WeightReader(
+                    source, kernels, self.dtype, self.device, self.parallel, quantization=formats
+                )
             )
             if not self._brings_module(source):
                 return NewWeights(self._replacement(self.model, model), of_target=True)
@@ -213,20 +228,18 @@ class LiveWeights:
 
 
 def weights_of(
-    model: Decoder, drafter: LoadedDrafter, resolved: ResolvedConfig, *, shared: bool
+    model: Decoder, drafter: LoadedDrafter, resolved: ResolvedConfig, parallel: TensorParallel
 ) -> Weights:
-    """The weights of an engine that was built.
+    """The weights of an engine, or of a rank, that was built.
 
     Args:
         model, drafter: as loaded.
         resolved: the engine's settings.
-        shared: whether several ranks share the model.
+        parallel: the ranks that share the model.
     """
-    if shared:
-        return FixedWeights("tensor parallelism")
     speculative = resolved.config.speculative_config
     if speculative is not None and speculative.method == EXTRACT:
         return FixedWeights("extraction of hidden states")
     if resolved.config.load_format == GGUF_PACKED:
         return FixedWeights(f"load_format {GGUF_PACKED!r}")
-    return LiveWeights(model, drafter, resolved.dtype, resolved.device)
+    return LiveWeights(model, drafter, resolved.dtype, resolved.device, parallel)

@@ -58,6 +58,9 @@ class Replacement:
             for tensor, values in self.pairs:
                 tensor.copy_(values)
 
+    def drop(self) -> None:
+        """Forget the new values; they will not be written."""
+
 
 def tensors_of(node: object) -> tuple[Tensor, ...]:
     """The distinct tensors of a model or head."""

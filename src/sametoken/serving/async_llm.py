@@ -29,6 +29,7 @@ from sametoken.serving.messages import (
     FinishUpdate,
     JoinTrainer,
     NameWeights,
+    SharedTensors,
     StartUpdate,
     TakeWeights,
     TensorForm,
@@ -294,18 +295,21 @@ class AsyncLLM:
         """
         await self._client.update(lambda ticket: StartUpdate(ticket, target))
 
-    async def take_weights(self, weights: str | Path | Sequence[TensorForm]) -> None:
+    async def take_weights(
+        self, weights: str | Path | tuple[TensorForm, ...] | SharedTensors
+    ) -> None:
         """Take a part of an update: a directory with all tensors, or tensors of the trainer.
 
         Args:
             weights: a directory as the engine process finds it, or what the trainer's group sends
                 now, in this order. If they do not come, the update and the group are dropped.
+                Or what is in the trainer's memory, to be kept until the update is finished.
 
         Raises:
             WeightUpdateError: no update has begun, they do not come, or they are too many.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        taken = str(weights) if isinstance(weights, str | Path) else tuple(weights)
+        taken = str(weights) if isinstance(weights, Path) else weights
         await self._client.update(lambda ticket: TakeWeights(ticket, taken))
 
     async def finish_update(self, version: int | None = None) -> int:

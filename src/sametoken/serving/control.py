@@ -44,7 +44,7 @@ class Control:
         self, engine: EngineCore, post: Callable[[Any], None], answer: Callable[[Any], None]
     ) -> None:
         self._engine = engine
-        self._updates = WeightUpdates(engine.weights, post)
+        self._updates = WeightUpdates(engine.weights, engine.resolved.device, post)
         self._send = answer
         self._paused = False
         # Pauses that wait for running requests.

@@ -12,7 +12,7 @@ from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.stats import EngineLoad
 from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.request import EngineRequest, RequestUpdate
-from sametoken.types.weight_updates import Rendezvous
+from sametoken.types.weight_updates import MemoryHandle, Rendezvous
 
 if TYPE_CHECKING:
     from sametoken.engine.core import EngineCore
@@ -28,6 +28,21 @@ class TensorForm:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Tensors in the memory of a trainer on this machine.
+
+    Attributes:
+        forms: what they are.
+        handles: by device, of each tensor; or of one buffer, if ``sizes`` are given.
+        sizes: bytes of each tensor in the buffer, which holds one after the other; (): no buffer.
+    """
+
+    forms: tuple[TensorForm, ...]
+    handles: tuple[Mapping[str, MemoryHandle], ...]
+    sizes: tuple[int, ...] = ()
 
 
 # To the engine
@@ -122,10 +137,13 @@ class StartUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TakeWeights:
-    """Weights of the update: a directory with all of them, or tensors that the trainer sends."""
+    """Weights of the update: a directory with all of them, or tensors that the trainer sends.
+
+    Or tensors in its memory, which are read when the update is finished.
+    """
 
     ticket: int
-    weights: str | tuple[TensorForm, ...]
+    weights: str | tuple[TensorForm, ...] | SharedTensors
 
 
 @dataclass(frozen=True, slots=True)

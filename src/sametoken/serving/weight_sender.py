@@ -1,10 +1,11 @@
-"""A trainer's side of updates over a process group (docs/rollouts.md)."""
+"""A trainer's side of updates, over a process group or in its memory (docs/rollouts.md)."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import json
+import pickle
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from sametoken.distributed.nccl import new_unique_id
+from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError
-from sametoken.types.weight_updates import GLOO, NCCL, Rendezvous
+from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
 #: Tensors of one request, so that its body stays small.
 _AT_ONCE = 1000
@@ -25,10 +27,12 @@ _AT_ONCE = 1000
 class WeightSender:
     """Sends weights to servers: their order over HTTP, their values over a process group.
 
+    With "ipc" the servers read them in this process's memory, so all are on its GPU or host.
+
     Args:
-        urls: of servers that were started with this backend; each has one rank.
-        address, port: of this process, as the servers reach it; with "nccl" of no meaning.
-        backend: "gloo" or "nccl".
+        urls: of servers that were started with this backend.
+        address, port: of this process, as the servers reach it; of meaning with "gloo" alone.
+        backend: "gloo", "nccl" or "ipc".
         api_key: of the servers.
         timeout_s: seconds to wait for a server.
 
@@ -51,16 +55,24 @@ class WeightSender:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
+        self._group = None if backend == IPC else self._join(backend, address, port)
+        # Shared memory, until the servers have read it.
+        self._kept: list[object] = []
+        if backend == IPC:
+            self._post_all("init_weight_transfer_engine", [{"init_info": {}}] * len(self._urls))
+
+    def _join(self, backend: str, address: str, port: int) -> TrainerGroup:
         world_size = len(self._urls) + 1
         unique_id = new_unique_id() if backend == NCCL else None
-        at = Rendezvous(backend, address, port, 0, world_size, timeout_s, unique_id=unique_id)
+        at = Rendezvous(backend, address, port, 0, world_size, self._timeout_s, unique_id=unique_id)
         bodies = [
             {"init_info": _place(at) | {"rank_offset": 1 + i, "world_size": world_size}}
             for i in range(len(self._urls))
         ]
         with ThreadPoolExecutor(len(self._urls)) as pool:
             answers = self._begin(pool, "init_weight_transfer_engine", bodies)
-            self._group = _whole(lambda: TrainerGroup(at), answers)
+            group: TrainerGroup = _whole(lambda: TrainerGroup(at), answers)
+        return group
 
     def send(
         self,
@@ -81,11 +93,15 @@ class WeightSender:
                 make a new sender.
         """
         start = "start_weight_update" if target == "model" else "start_draft_weight_update"
-        self._post_all(start, {})
+        every = len(self._urls)
+        self._post_all(start, [{}] * every)
         tensors = iter(weights)
-        while part := list(itertools.islice(tensors, _AT_ONCE)):
-            self._send_part(part)
-        self._post_all("finish_weight_update", {"weight_version": version})
+        try:
+            while part := list(itertools.islice(tensors, _AT_ONCE)):
+                self._send_part(part)
+            self._post_all("finish_weight_update", [{"weight_version": version}] * every)
+        finally:
+            self._kept.clear()
 
     def _send_part(self, part: Sequence[tuple[str, Tensor]]) -> None:
         info = {
@@ -93,18 +109,29 @@ class WeightSender:
             "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in part],
             "shapes": [list(one.shape) for _, one in part],
         }
-
-        def broadcast() -> None:
-            for _, tensor in part:
-                self._group.broadcast(tensor.detach().to(self._group.device).contiguous())
-
+        if self._group is None:
+            # A handle may be opened once, so each server gets its own.
+            bodies = [{"update_info": info | self._handles(part)} for _ in self._urls]
+            self._post_all("update_weights", bodies)
+            return
+        bodies = [{"update_info": info}] * len(self._urls)
         with ThreadPoolExecutor(len(self._urls)) as pool:
-            bodies = [{"update_info": info}] * len(self._urls)
-            _whole(broadcast, self._begin(pool, "update_weights", bodies))
+            _whole(lambda: self._broadcast(part), self._begin(pool, "update_weights", bodies))
 
-    def _post_all(self, path: str, body: dict[str, Any]) -> None:
+    def _handles(self, part: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+        """The tensors' places in memory, as vLLM's trainers send them."""
+        kept, handles = share([tensor for _, tensor in part])
+        self._kept.append(kept)
+        return {"ipc_handles_pickled": base64.b64encode(pickle.dumps(handles, 4)).decode()}
+
+    def _broadcast(self, part: Sequence[tuple[str, Tensor]]) -> None:
+        assert self._group is not None
+        for _, tensor in part:
+            self._group.broadcast(tensor.detach().to(self._group.device).contiguous())
+
+    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
         with ThreadPoolExecutor(len(self._urls)) as pool:
-            for answer in self._begin(pool, path, [body] * len(self._urls)):
+            for answer in self._begin(pool, path, bodies):
                 answer.result()
 
     def _begin(

@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sametoken.distributed.shared_memory import open_shared
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.engine.weights import NewWeights, Weights
 from sametoken.errors import SametokenError, WeightUpdateError, shown
@@ -24,11 +25,13 @@ from sametoken.serving.messages import (
     FinishUpdate,
     JoinTrainer,
     NameWeights,
+    SharedTensors,
     StartUpdate,
     TensorForm,
     WeightCommand,
 )
 from sametoken.types.units import in_units
+from sametoken.types.weight_updates import MemoryHandle
 
 #: Dtypes that a trainer may send: those that weights are loaded from, and those of quantized ones.
 _DTYPES = (
@@ -52,11 +55,13 @@ class WeightUpdates:
 
     Args:
         weights: the engine's.
+        device: of the engine.
         post: takes a ``Done``, from any thread.
     """
 
-    def __init__(self, weights: Weights, post: Callable[[Any], None]) -> None:
+    def __init__(self, weights: Weights, device: torch.device, post: Callable[[Any], None]) -> None:
         self._weights = weights
+        self._device = device
         self._post = post
         self._waiting: queue.SimpleQueue[WeightCommand] = queue.SimpleQueue()
         self._used = threading.Semaphore(0)
@@ -85,7 +90,9 @@ class WeightUpdates:
         try:
             return self._carry_out(message)
         except SametokenError as error:
-            return error
+            # A copy, without the frames, which hold what was sent.
+            kind, given = error.__reduce__()
+            return kind(*given)
         except Exception as error:
             return WeightUpdateError(f"the new weights cannot be loaded: {error!r}", "see the log")
 
@@ -107,6 +114,10 @@ class WeightUpdates:
             self._update = _Update(message.target, most_bytes)
         elif isinstance(message.weights, str):
             self._begun().take_directory(Path(message.weights))
+        elif isinstance(message.weights, SharedTensors):
+            update, self._update = self._begun(), None
+            update.open(message.weights, self._device)
+            self._update = update
         else:
             self._receive(message.weights)
         return None
@@ -138,13 +149,15 @@ class _Update:
         target: "model" or "drafter".
         most_bytes: of all its tensors.
         directory: with all of them, if they come so.
-        tensors: that were received.
+        tensors: that were received, or opened.
+        buffer: of the trainer's, and its handles: opened once, as it is counted once.
     """
 
     target: str
     most_bytes: int
     directory: Path | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    buffer: tuple[Mapping[str, MemoryHandle], Tensor] | None = None
 
     def take_directory(self, path: Path) -> None:
         """Note a directory.
@@ -165,8 +178,45 @@ class _Update:
             WeightUpdateError: one of them comes twice, has an unknown dtype, or there is no memory
                 for them; or the trainer is gone.
         """
-        dtypes = [self._dtype(form) for form in forms]
-        sizes = [_num_bytes(form, dtype) for form, dtype in zip(forms, dtypes, strict=True)]
+        sizes = self._sizes(forms)
+        for piece in group.pieces(sizes):
+            own = slice(piece.start, piece.stop)
+            buffer = _room(sum(sizes[own]), forms[piece.start], group.device)
+            group.broadcast(buffer)
+            self._take(forms[own], torch.split(buffer, sizes[own]))
+
+    def open(self, shared: SharedTensors, device: torch.device) -> None:
+        """Open tensors of a trainer on this machine; those of a buffer are copied from it.
+
+        Raises:
+            WeightUpdateError: as for ``receive``, or a tensor is on another device, or of another
+                shape or dtype than it should be.
+        """
+        sizes = self._sizes(shared.forms)
+        if not shared.sizes:
+            for form, handles in zip(shared.forms, shared.handles, strict=True):
+                _require_form(form, handles)
+                self.tensors[form.name] = open_shared(handles, device)
+            return
+        whole = self._opened_buffer(shared.handles[0], device)
+        if list(shared.sizes) != sizes or whole.dim() != 1 or len(whole) < sum(sizes):
+            raise WeightUpdateError(
+                f"a buffer of {in_units(whole.nbytes)} does not hold the tensors one after another",
+                "send tensor_sizes in bytes, in the order of names",
+            )
+        # The trainer fills it again.
+        copy = _room(sum(sizes), shared.forms[0], device).copy_(whole[: sum(sizes)])
+        self._take(shared.forms, torch.split(copy, sizes))
+
+    def source(self) -> TensorSource:
+        """All tensors of the update."""
+        if self.directory is not None:
+            return source_of(self.directory)
+        return SentTensors(self.tensors.items())
+
+    def _sizes(self, forms: tuple[TensorForm, ...]) -> list[int]:
+        """Bytes of each tensor that comes, if all of them may come."""
+        sizes = [math.prod(form.shape) * _dtype(form).itemsize for form in forms]
         sent = sum(sizes) + sum(one.nbytes for one in self.tensors.values())
         if sent > self.most_bytes:
             raise WeightUpdateError(
@@ -179,30 +229,43 @@ class _Update:
                 raise WeightUpdateError(
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
                 )
-        for piece in group.pieces(sizes):
-            buffer = _room(sum(sizes[i] for i in piece), forms[piece[0]], group.device)
-            group.broadcast(buffer)
-            parts = torch.split(buffer, [sizes[i] for i in piece])
-            for i, part in zip(piece, parts, strict=True):
-                # Within a buffer, a tensor of large items may follow one of small ones.
-                aligned = part.storage_offset() % dtypes[i].itemsize == 0
-                whole = part if aligned else part.clone()
-                self.tensors[forms[i].name] = whole.view(dtypes[i]).view(forms[i].shape)
+        return sizes
 
-    def source(self) -> TensorSource:
-        """All tensors of the update."""
-        if self.directory is not None:
-            return source_of(self.directory)
-        return SentTensors(self.tensors.items())
+    def _take(self, forms: tuple[TensorForm, ...], parts: Sequence[Tensor]) -> None:
+        """Take tensors whose bytes are parts of a buffer of this process."""
+        for form, part in zip(forms, parts, strict=True):
+            dtype = _dtype(form)
+            # Within a buffer, a tensor of large items may follow one of small ones.
+            aligned = part.storage_offset() % dtype.itemsize == 0
+            whole = part if aligned else part.clone()
+            self.tensors[form.name] = whole.view(dtype).view(form.shape)
 
-    def _dtype(self, form: TensorForm) -> torch.dtype:
-        if form.dtype not in _DTYPES:
+    def _opened_buffer(self, handles: Mapping[str, MemoryHandle], device: torch.device) -> Tensor:
+        if self.buffer is None or self.buffer[0] != handles:
+            if any(one.dtype != "uint8" for one in handles.values()):
+                raise WeightUpdateError("a buffer holds no bytes", "share one of torch.uint8")
+            self.buffer = handles, open_shared(handles, device)
+        return self.buffer[1]
+
+
+def _dtype(form: TensorForm) -> torch.dtype:
+    if form.dtype not in _DTYPES:
+        raise WeightUpdateError(
+            f"the tensor {shown(form.name)} is of dtype {shown(form.dtype)}",
+            f"use one of {', '.join(_DTYPES)}",
+        )
+    dtype: torch.dtype = getattr(torch, form.dtype)
+    return dtype
+
+
+def _require_form(form: TensorForm, handles: Mapping[str, MemoryHandle]) -> None:
+    for one in handles.values():
+        if (one.dtype, one.shape) != (form.dtype, form.shape):
             raise WeightUpdateError(
-                f"the tensor {shown(form.name)} is of dtype {shown(form.dtype)}",
-                f"use one of {', '.join(_DTYPES)}",
+                f"the tensor {shown(form.name)} is {one.dtype} of shape {list(one.shape)} in the "
+                f"trainer's memory, and {form.dtype} of {list(form.shape)} as it was sent",
+                "send the dtype and shape that it has",
             )
-        dtype: torch.dtype = getattr(torch, form.dtype)
-        return dtype
 
 
 def _room(num_bytes: int, first: TensorForm, device: torch.device) -> Tensor:
@@ -213,7 +276,3 @@ def _room(num_bytes: int, first: TensorForm, device: torch.device) -> Tensor:
             f"no memory for {in_units(num_bytes)}, {shown(first.name)} and what comes with it",
             "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
         ) from error
-
-
-def _num_bytes(form: TensorForm, dtype: torch.dtype) -> int:
-    return math.prod(form.shape) * dtype.itemsize

@@ -178,6 +178,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, caplog):
         limits = ServingLimits(max_restarts=3, restart_backoff_s=0.0)
         llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
         assert await answered(llm, "first") == 6
+        assert await llm.update_weights(path) == 1
         engine, follower = engine_and_follower()
         stream = asked(llm, "second", max_tokens=100)
         await anext(stream)

@@ -164,7 +164,9 @@ class ScriptedWeights:
     """Weights that write down when they are written."""
 
     def __init__(self, log: list[str]) -> None:
-        self.replacement = SimpleNamespace(write=lambda: log.append("write"), pairs=((), ()))
+        self.replacement = SimpleNamespace(
+            write=lambda: log.append("write"), drop=lambda: log.append("drop"), pairs=((), ())
+        )
 
     def load(self, source, target: str) -> NewWeights:
         return NewWeights(self.replacement, target == "model")
@@ -212,7 +214,7 @@ def test_versions_grow_and_are_the_target_s():
         with pytest.raises(WeightUpdateError):
             core.use_weights(weights, version)
     assert core.use_weights(drafter) == 3
-    assert scripted.log == ["write", "weights 3", "write"]
+    assert scripted.log == ["write", "weights 3", *["drop"] * 4, "write"]
 
 
 def test_a_step_that_fails_before_new_weights_ends_the_engine():

@@ -20,6 +20,7 @@ from sametoken.serving.messages import (
 )
 from sametoken.serving.weight_updates import WeightUpdates
 
+CPU = torch.device("cpu")
 ONE, TWO = TensorForm("one", "float32", (2, 3)), TensorForm("two", "bfloat16", ())
 
 
@@ -58,7 +59,7 @@ class Weights:
 def scene(monkeypatch):
     monkeypatch.setattr("sametoken.serving.weight_updates.TrainerGroup", Group)
     weights, inbox = Weights(), queue.SimpleQueue()
-    updates = WeightUpdates(weights, inbox.put)
+    updates = WeightUpdates(weights, CPU, inbox.put)
 
     def carry_out(message):
         updates.begin(message)
@@ -156,13 +157,13 @@ def test_another_version_replaces_nothing(scene):
 
 def test_fixed_weights_refuse_at_the_start():
     inbox = queue.SimpleQueue()
-    WeightUpdates(FixedWeights("tensor parallelism"), inbox.put).begin(StartUpdate(0, "model"))
+    WeightUpdates(FixedWeights("extraction"), CPU, inbox.put).begin(StartUpdate(0, "model"))
     assert isinstance(inbox.get(timeout=10).result, UnsupportedError)
 
 
 def test_the_next_command_waits_until_weights_are_used():
     inbox = queue.SimpleQueue()
-    updates = WeightUpdates(Weights(), inbox.put)
+    updates = WeightUpdates(Weights(), CPU, inbox.put)
     for ticket in range(2):
         updates.begin(NameWeights(ticket, 7))
     assert inbox.get(timeout=10).message.ticket == 0

@@ -36,13 +36,21 @@ class SentTensors(TensorsByName):
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Views of the tensor's rows; see ``TensorSource.chunks``."""
-        tensor = self._tensors[name]
-        if tensor.dtype not in FLOATING or tensor.layout != torch.strided:
+        self._require(name, self._tensors[name].dtype in FLOATING)
+        yield from self.stored_chunks(name)
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype."""
+        self._require(name, self._tensors[name].layout == torch.strided)
+        yield from super().stored_chunks(name)
+
+    def _require(self, name: str, fits: bool) -> None:
+        if not fits:
+            tensor = self._tensors[name]
             raise UnsupportedError(
                 f"tensor {name} of {self.location} is {tensor.layout} of {tensor.dtype}",
                 f"send dense tensors of {', '.join(map(str, FLOATING))}",
             )
-        yield from self.stored_chunks(name)
 
 
 def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:

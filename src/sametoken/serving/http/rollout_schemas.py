@@ -44,7 +44,7 @@ class StartRequest(Strict):
 
 
 class InitInfo(Strict):
-    """Where the trainer's process group meets, and how it joins tensors; nothing for files.
+    """Where the trainer's process group meets, and how it joins tensors; for files nothing.
 
     ``packed_num_buffers`` is the trainer's own matter.
     """
@@ -66,7 +66,10 @@ class InitRequest(Strict):
 
 
 class UpdateInfo(Strict):
-    """What the trainer sends: the name of a directory, or tensors in order."""
+    """What the trainer sends: the name of a directory, or tensors in order.
+
+    Those in its memory with handles, each or of a buffer that has their bytes in order.
+    """
 
     path: Text | None = None
     names: Annotated[list[Text], _List] | None = None
@@ -74,7 +77,9 @@ class UpdateInfo(Strict):
     shapes: (
         Annotated[list[Annotated[list[Count], Field(max_length=_MAX_DIMENSIONS)]], _List] | None
     ) = None
-    packed: Literal[False] = False
+    ipc_handles_pickled: Text | None = None
+    tensor_sizes: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], _List] | None = None
+    packed: bool = False
 
 
 class UpdateRequest(Strict):
@@ -133,7 +138,7 @@ class NewVersion(BaseModel):
 
 
 class WorldSize(BaseModel):
-    """Ranks that share the model."""
+    """Ranks of the server in a trainer's group."""
 
     world_size: int
 

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from sametoken.errors import CheckpointError, shown
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.errors import ApiError, invalid
+from sametoken.serving.http.ipc_handles import read_handles
 from sametoken.serving.http.responses import ErrorResponse
 from sametoken.serving.http.rollout_schemas import (
     FinishRequest,
@@ -42,12 +43,13 @@ from sametoken.serving.http.rollout_schemas import (
     WorldSize,
 )
 from sametoken.serving.http.transfer_config import FILES, WeightTransferConfig
-from sametoken.serving.messages import TensorForm
-from sametoken.types.weight_updates import DRAFTER, MODEL, NCCL, NCCL_ID_BYTES, Rendezvous
+from sametoken.serving.messages import SharedTensors, TensorForm
+from sametoken.types.weight_updates import DRAFTER, IPC, MODEL, NCCL, NCCL_ID_BYTES, Rendezvous
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
 
+_COLUMNS = "names, dtype_names and shapes"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The weights or the request do not fit"},
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
@@ -123,7 +125,7 @@ def _add_sleep(router: APIRouter, engine: AsyncLLM) -> None:
 def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConfig) -> None:
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(body: InitRequest) -> Message:
-        """Join the trainer's process group, which must come meanwhile; nothing to do for files."""
+        """Join the trainer's process group, which must come meanwhile, if there is one."""
         at = _rendezvous(body.init_info, config)
         if at is not None:
             await engine.join_trainer(at)
@@ -175,8 +177,8 @@ def _add_versions(router: APIRouter, engine: AsyncLLM) -> None:
     async def get_world_size(
         include_dp: Annotated[bool, Query(description="one engine has no data parallelism")] = True,
     ) -> WorldSize:
-        """The ranks that share the model: those that a trainer's group gains."""
-        return WorldSize(world_size=engine.resolved.world_size)
+        """The ranks that a trainer's group gains: one, which passes weights on to the others."""
+        return WorldSize(world_size=1)
 
 
 def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransferConfig) -> None:
@@ -215,9 +217,10 @@ def _require_no_page(request: Request) -> None:
 
 
 def _rendezvous(info: InitInfo, config: WeightTransferConfig) -> Rendezvous | None:
-    """Where to join; None for files, which are joined nowhere."""
-    if config.backend == FILES:
-        if info.model_fields_set:
+    """Where to join; None for files and for memory, which are joined nowhere."""
+    if config.backend in (FILES, IPC):
+        # Whether tensors are joined is seen in each update.
+        if info.model_fields_set - ({"packed"} if config.backend == IPC else set()):
             raise _misfit("init_info", "no fields", config)
         return None
     unique_id = _unique_id(info, config)
@@ -256,16 +259,26 @@ def _unique_id(info: InitInfo, config: WeightTransferConfig) -> bytes | None:
     return found
 
 
-def _sent(info: UpdateInfo, config: WeightTransferConfig) -> Path | tuple[TensorForm, ...]:
-    """The directory, or the tensors that come."""
-    columns = (info.names, info.dtype_names, info.shapes)
+def _sent(
+    info: UpdateInfo, config: WeightTransferConfig
+) -> Path | tuple[TensorForm, ...] | SharedTensors:
+    """The directory, or the tensors that come or are there."""
     if config.directory is not None:
-        if info.path is None or any(column is not None for column in columns):
+        if info.path is None or info.model_dump(exclude_defaults=True).keys() != {"path"}:
             raise _misfit("update_info", "path alone", config)
         return _inside(Path(config.directory), info.path)
-    names, dtypes, shapes = (column or [] for column in columns)
+    forms = _forms(info, config)
+    if config.backend == IPC:
+        return _shared(info, forms, config)
+    if info.ipc_handles_pickled is not None or info.tensor_sizes or info.packed:
+        raise _misfit("update_info", _COLUMNS, config)
+    return forms
+
+
+def _forms(info: UpdateInfo, config: WeightTransferConfig) -> tuple[TensorForm, ...]:
+    names, dtypes, shapes = (column or [] for column in (info.names, info.dtype_names, info.shapes))
     if info.path is not None or not names:
-        raise _misfit("update_info", "names, dtype_names and shapes", config)
+        raise _misfit("update_info", _COLUMNS, config)
     if not len(names) == len(dtypes) == len(shapes):
         raise invalid(
             f"update_info has {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} "
@@ -276,6 +289,35 @@ def _sent(info: UpdateInfo, config: WeightTransferConfig) -> Path | tuple[Tensor
         TensorForm(name, dtype, tuple(shape))  # type: ignore[arg-type]
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     )
+
+
+def _shared(
+    info: UpdateInfo, forms: tuple[TensorForm, ...], config: WeightTransferConfig
+) -> SharedTensors:
+    """Tensors in the trainer's memory: each has handles, or a buffer of all of them has."""
+    if info.ipc_handles_pickled is None:
+        raise _misfit("update_info", f"{_COLUMNS}, and ipc_handles_pickled", config)
+    try:
+        handles = read_handles(info.ipc_handles_pickled)
+    except ValueError as error:
+        raise invalid(f"ipc_handles_pickled cannot be read: {error}", "update_info") from error
+    sizes = tuple(info.tensor_sizes or ())
+    # A tuple of handles for tensors, one for a buffer, which alone has sizes.
+    of_buffer = not isinstance(handles, tuple)
+    if len(sizes) != (len(forms) if of_buffer else 0):
+        raise invalid(
+            f"update_info has {len(sizes)} tensor_sizes. Send one for every tensor if they are in "
+            "one buffer, and none otherwise",
+            "update_info",
+        )
+    found = handles if isinstance(handles, tuple) else (handles,)
+    if not of_buffer and len(found) != len(forms):
+        raise invalid(
+            f"update_info has {len(forms)} names and handles of {len(found)} tensors. Send one of "
+            "each for every tensor",
+            "update_info",
+        )
+    return SharedTensors(forms, found, sizes)
 
 
 def _inside(directory: Path, name: str) -> Path:

@@ -14,6 +14,7 @@ from sametoken.types.option_values import (
     require_types,
     suggestion,
 )
+from sametoken.types.weight_updates import GLOO, IPC, NCCL
 
 FILES = "files"
 _NAME = "weight_transfer_config"
@@ -29,8 +30,8 @@ class WeightTransferConfig:
 
     backend: str = option(
         FILES,
-        "how weights come: files of a directory, or a trainer's process group",
-        choices=(FILES, "gloo", "nccl"),
+        "how weights come: files of a directory, a trainer's process group, or its memory",
+        choices=(FILES, GLOO, NCCL, IPC),
     )
     directory: str | None = option(None, "where updates by files are; no others are read")
     timeout: float = option(

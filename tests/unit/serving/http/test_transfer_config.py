@@ -14,7 +14,8 @@ from sametoken.serving.http.transfer_config import WeightTransferConfig
     [
         ("files", "is not JSON"),
         ("[]", "is not a JSON object"),
-        ('{"backend": "ipc"}', "backend"),
+        ('{"backend": "rdma"}', "backend"),
+        ('{"backend": "ipc", "directory": "/tmp"}', "directory"),
         ('{"backend": 3}', "backend"),
         ('{"backend": "files"}', "directory"),
         ('{"directory": "/nowhere at all"}', "no directory"),

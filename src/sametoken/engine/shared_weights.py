@@ -1,0 +1,205 @@
+"""New weights for a model that several ranks share: all of them take theirs, or none does.
+
+Rank 0 puts the tensors into host memory, once, and tells where. Every rank loads its share of them
+beside the weights in use, and says whether it fits. If all fit, rank 0 tells them to write, in the
+order of the plans: every rank changes between the same two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sametoken.distributed.host_memory import HostMemory, mapped, places
+from sametoken.distributed.ranks import Ranks
+from sametoken.engine.weights import NewWeights, Weights, update_errors
+from sametoken.errors import SametokenError, WeightUpdateError
+from sametoken.models.in_place import Replacement
+from sametoken.models.load.sent import SentTensors
+from sametoken.models.load.weights import TensorSource
+from sametoken.types.units import in_units
+from sametoken.types.weight_updates import DRAFTER, MODEL
+
+# To a follower, in the order of the plans.
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor begins in memory, and what it is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShare:
+    """Load this rank's share of tensors in rank 0's memory, and answer with ``ShareLoaded``."""
+
+    path: str
+    num_bytes: int
+    places: tuple[Place, ...]
+
+    def source(self) -> SentTensors:
+        """The tensors."""
+        memory = mapped(self.path, self.num_bytes)
+        return SentTensors(
+            (
+                one.name,
+                memory[one.first : one.first + one.num_bytes].view(one.dtype).view(one.shape),
+            )
+            for one in self.places
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UseShare:
+    """Write what was loaded over the weights in use, or drop it."""
+
+    write: bool
+
+
+# From a follower.
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLoaded:
+    """What loading came to; None if the share fits."""
+
+    error: SametokenError | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingWeights:
+    """``Weights`` of rank 0, which leads the others. One update at a time.
+
+    Attributes:
+        own: of this rank.
+        ranks: all of them.
+    """
+
+    own: Weights
+    ranks: Ranks
+
+    def require_target(self, target: str) -> int:
+        """See ``Weights``; each rank has as much as this one, at most."""
+        return self.ranks.parallel.size * self.own.require_target(target)
+
+    def load(self, source: TensorSource, target: str) -> NewWeights:
+        """See ``Weights``; no rank uses any of it yet."""
+        self.own.require_target(target)
+        if target == DRAFTER:
+            # Rank 0 alone drafts.
+            return self.own.load(source, target)
+        with update_errors():
+            _kept, message = _in_memory(source)
+        self.ranks.tell(message)
+        try:
+            try:
+                new = self.own.load(source, target)
+            finally:
+                answers = self.ranks.collect(ShareLoaded)
+            for answer in answers:
+                if answer.error is not None:
+                    raise answer.error
+        except BaseException:
+            self.ranks.tell(UseShare(write=False))
+            raise
+        return NewWeights(SharedReplacement(new.replacement.pairs, self.ranks), of_target=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReplacement(Replacement):
+    """That of rank 0, whose ``write`` and ``drop`` are those of all ranks."""
+
+    ranks: Ranks
+
+    def write(self) -> None:
+        """See ``Replacement``; between two plans."""
+        self.ranks.tell(UseShare(write=True))
+        Replacement.write(self)
+
+    def drop(self) -> None:
+        """See ``Replacement``."""
+        self.ranks.tell(UseShare(write=False))
+
+
+class FollowingWeights:
+    """A follower's weights. They are loaded by a thread, beside the plans.
+
+    Args:
+        own: of this rank.
+        device: the current one of this thread.
+        send: answers rank 0.
+    """
+
+    def __init__(self, own: Weights, device: torch.device, send: Callable[[Any], None]) -> None:
+        self._own = own
+        self._gpu = torch.cuda.current_device() if device.type == "cuda" else None
+        self._send = send
+        self._loaded: NewWeights | None = None
+
+    def begin(self, message: LoadShare | UseShare) -> Replacement | None:
+        """Begin what rank 0 says, as soon as it comes: plans before it may wait for rank 0.
+
+        Returns:
+            What is to be written once those plans have been run.
+        """
+        if isinstance(message, LoadShare):
+            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+            return None
+        loaded, self._loaded = self._loaded, None
+        return loaded.replacement if loaded is not None and message.write else None
+
+    def _answer(self, message: LoadShare) -> None:
+        # A thread begins on the first GPU.
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        error: SametokenError | None = None
+        try:
+            self._loaded = self._own.load(message.source(), MODEL)
+        except SametokenError as refusal:
+            error = refusal
+        except Exception as failure:
+            error = WeightUpdateError(
+                f"a rank cannot load the new weights: {failure!r}", "see its log"
+            )
+        self._send(ShareLoaded(error))
+
+
+def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:
+    """A copy that all ranks can read.
+
+    Raises:
+        WeightUpdateError: there is no memory for it.
+        CheckpointError, UnsupportedError: a tensor cannot be read.
+    """
+    names = list(source.names())
+    forms = [(name, source.stored_dtype(name), source.shape(name)) for name in names]
+    starts, end = places(math.prod(shape) * dtype.itemsize for _, dtype, shape in forms)
+    try:
+        memory = HostMemory(end)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"no host memory for {in_units(end)}, a copy that all ranks read ({error.strerror})",
+            "leave room for it",
+        ) from error
+    found = tuple(Place(*form, first) for form, first in zip(forms, starts, strict=True))
+    for place in found:
+        first = place.first
+        for chunk in source.stored_chunks(place.name):
+            rows = chunk.contiguous().view(-1).view(torch.uint8)
+            memory.bytes[first : first + len(rows)].copy_(rows)
+            first += len(rows)
+    return memory, LoadShare(memory.path, len(memory.bytes), found)

@@ -1,0 +1,121 @@
+"""New weights for a model that two processes share: both take theirs, or neither does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import head_tensors, write_llama, write_safeailab
+from helpers.two_ranks import VOCAB, answer, config_of, drive, requests
+from helpers.updates import tensors_of
+from sametoken import LLM
+from sametoken.engine.build import build_engine
+from sametoken.errors import WeightUpdateError
+from sametoken.models import in_place
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "max_position_embeddings": 256,
+}
+UP = "model.layers.2.mlp.up_proj.weight"
+ROWS = SIZES["intermediate_size"]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    """Two checkpoints of one form."""
+    folder = tmp_path_factory.mktemp("targets")
+    return [write_llama(folder / str(seed), seed, **SIZES) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def truths(targets):
+    """What engines of two ranks that were built with them say, plainly, to the bit."""
+    return [answer(path) for path in targets]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """Two heads; neither has an lm_head."""
+    folder, paths = tmp_path_factory.mktemp("heads"), []
+    for seed in (0, 1):
+        tensors = head_tensors(seed, full_vocab=True, **SIZES)
+        del tensors["lm_head.weight"]
+        path = write_safeailab(folder / str(seed), tensors, **SIZES | {"num_hidden_layers": 1})
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def live(targets, head):
+    spec = {"method": "eagle3", "model": str(head[0]), "num_speculative_tokens": 2}
+    core = build_engine(config_of(targets[0], spec, steps_in_flight=2))
+    return LLM.from_engine(core, None)
+
+
+def spoilt(path, row: int) -> dict:
+    tensors = tensors_of(path)
+    tensors[UP][row, 0] = torch.nan
+    return tensors
+
+
+def test_every_rank_takes_its_share(live, targets, truths, head):
+    assert drive(live._engine) == truths[0] != truths[1]
+    assert live.update_weights(tensors_of(targets[1]).items()) == 1
+    after = drive(live._engine)
+    assert after == truths[1]
+    assert after.offered > 0
+    # From files, and a version that does not follow: what the ranks have loaded is dropped.
+    with pytest.raises(WeightUpdateError, match="does not follow"):
+        live.update_weights(targets[0], version=1)
+    assert drive(live._engine) == truths[1]
+    assert live.update_weights(targets[0], version=7) == 7
+    assert drive(live._engine) == truths[0]
+    # Rank 0's own: no token depends on it.
+    own = live._engine.weights.own.drafter.model
+    before = [one.clone() for one in in_place.tensors_of(own)]
+    assert live.update_weights(tensors_of(head[1]).items(), target="drafter") == 7
+    assert not all(map(torch.equal, before, in_place.tensors_of(own)))
+    assert drive(live._engine) == truths[0]
+
+
+@pytest.mark.parametrize("row", [0, ROWS - 1], ids=["rank 0", "rank 1"])
+def test_what_one_rank_refuses_no_rank_takes(live, targets, truths, row):
+    version = live.weight_version
+    with pytest.raises(WeightUpdateError, match=r"up_proj\.weight of the update holds NaN"):
+        live.update_weights(spoilt(targets[1], row).items())
+    part = {name: one for name, one in tensors_of(targets[1]).items() if name != UP}
+    with pytest.raises(WeightUpdateError, match=UP.replace(".", r"\.")):
+        live.update_weights(part.items())
+    sparse = tensors_of(targets[1])
+    sparse[UP] = sparse[UP].to_sparse()
+    with pytest.raises(WeightUpdateError, match="sparse_coo"):
+        live.update_weights(sparse.items())
+    assert live.weight_version == version
+    assert drive(live._engine) == truths[0]
+
+
+def test_requests_in_flight_go_on(live, targets, truths):
+    core = live._engine
+    items = list(requests())
+    for item in items:
+        core.add_request(item)
+    before = [core.step() for _ in range(3)]
+    live.update_weights(tensors_of(targets[1]).items())
+    told = {item.request_id: 0 for item in items}
+    for updates in before:
+        for update in updates:
+            told[update.request_id] += len(update.token_ids)
+    while core.has_unfinished:
+        for update in core.step():
+            told[update.request_id] += len(update.token_ids)
+            if told[update.request_id] >= 14:
+                core.release(update.request_id)
+    assert min(told.values()) >= 14
+    assert drive(core) == truths[1]
+    live.update_weights(targets[0])
+    assert drive(core) == truths[0]

@@ -318,9 +318,8 @@ def _load(
     config = requested.config
     own = stored_in(target.caches, kv_dtype(config, requested.dtype[0]))
     caches = (*own, *drafter.caches)
-    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
-        caches, config.num_speculative_tokens
-    )
+    per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
+    recurrent_bytes = (config.max_num_seqs + 1) * per_slot
     architecture, (dtype, why) = requested.architecture, requested.dtype
     num_expanded = most_expanded((target, drafter.model), requested.device)
     num_aux = len(requested.aux_layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,11 +68,11 @@ class ModelCache:
         for kept, indices in alike.items():
             # Attention multiplies what it does not see by 0, so memory must hold finite values.
             paged = [
-                torch.zeros(len(indices), num_blocks + 1, *shape, dtype=dtype, device=device)
+                _zeros((len(indices), num_blocks + 1, *shape), dtype, device)
                 for shape, dtype in kept.block_shapes(block_size)
             ]
             by_slot = [
-                torch.zeros(len(indices), max_num_seqs + 1, *shape, dtype=dtype, device=device)
+                _zeros((len(indices), max_num_seqs + 1, *shape), dtype, device)
                 for shape, dtype in kept.slot_shapes(num_drafts)
             ]
             # A layer that reads another's KV has none to swap.
@@ -96,3 +98,12 @@ class ModelCache:
     def slots_nbytes(self) -> int:
         """Bytes of all slots, without their blocks."""
         return sum(tensor.nbytes for tensor in self.slots)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU, of pages that take no memory before they are written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import torch
 
 from helpers.decaying_sum import DecayingSum
@@ -35,6 +38,27 @@ def allocate(caches=CACHES) -> ModelCache:
     return ModelCache.allocate(
         caches, num_blocks=7, block_size=4, max_num_seqs=2, num_drafts=5, device=torch.device("cpu")
     )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_cpu_s_memory_is_taken_when_it_is_written():
+    before = resident_bytes()
+    keys, values = ModelCache.allocate(
+        [PagedKV(8, 64, 64, torch.float8_e4m3fn)],
+        num_blocks=2**14,
+        block_size=16,
+        max_num_seqs=1,
+        num_drafts=0,
+        device=torch.device("cpu"),
+    ).blocks
+    assert keys.nbytes + values.nbytes > 2**28
+    assert resident_bytes() - before < 2**24
+    assert not keys[0, -1].view(torch.uint8).any()
+    keys.view(torch.uint8)[:, : 2**12] = 1
+    assert resident_bytes() - before > 2**24
 
 
 def test_what_is_counted_is_what_is_allocated():

@@ -16,7 +16,7 @@ from functools import lru_cache
 #: Imports what every piece of code imports, and compiles something, once: what a compilation
 #: finds out about the compiler serves the forks, in each of which one piece of code runs.
 _SERVER = """
-import json, os, sys, tempfile, traceback
+import gc, json, os, sys, tempfile, traceback
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -49,6 +49,9 @@ with tempfile.TemporaryDirectory() as cache:
     os.environ["TRITON_CACHE_DIR"] = cache
     activation_triton.relu_squared(torch.zeros(1, 64, dtype=torch.bfloat16))
 
+# A search for garbage would write to every page that a fork shares with this process.
+gc.freeze()
+gc.disable()
 for line in sys.stdin:
     code, cache, errors = json.loads(line)
     if child := os.fork():

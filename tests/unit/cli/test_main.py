@@ -277,7 +277,7 @@ def test_a_reader_that_left_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
-        [sys.executable, "-m", "sametoken", "env"],
+        [sys.executable, "-m", "sametoken", "help"],
         stdout=writer,
         stderr=subprocess.PIPE,
         check=False,

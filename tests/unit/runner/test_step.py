@@ -219,7 +219,7 @@ def hybrid_tokens(params, k: int, steps: str, kernels: DeviceChoices):
     drafter = (lambda parts: NgramDrafter(k, 1, 2, lookup)) if k else None
     model = HybridToy(pull=9.0, kernels=kernels)
     core = build(model, shape, make_drafter=drafter, kernels=kernels, steps=steps)
-    items = [request(name, PROMPTS[name], 9, **params[name]) for name in PROMPTS]
+    items = [request(name, PROMPTS[name], 7, **params[name]) for name in PROMPTS]
     return run(core, items), core._runner.step
 
 

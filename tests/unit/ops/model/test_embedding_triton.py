@@ -120,9 +120,10 @@ from types import SimpleNamespace
 from sametoken.ops.model import embedding_triton as kernels
 
 ids = torch.zeros(3, dtype=torch.int64)
-for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+SIZES = ((4096, torch.bfloat16), (99, torch.bfloat16), (64, torch.float32))
+for sizes, options in ((SIZES[:1], {"PDL": False}), (SIZES, {"PDL": True, "launch_pdl": True})):
     kernels.pdl_options = lambda tensor: options
-    for width, dtype in ((4096, torch.bfloat16), (99, torch.bfloat16), (64, torch.float32)):
+    for width, dtype in sizes:
         x = torch.zeros(3, width, dtype=dtype)
         for weight in (x[0], x[0].float()):
             norm = SimpleNamespace(weight=weight, eps=1e-6)

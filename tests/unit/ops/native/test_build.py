@@ -146,7 +146,7 @@ def test_without_openmp_and_vector_extensions_the_kernels_still_work(
     compiler = os.environ.get("CC", "cc")
     refusal = 'case "$*" in *-fopenmp*|*-march=native*) echo refused >&2; exit 1;; esac\n'
     # Optimization takes most of a compiler's time and is not what is looked at.
-    (command,) = script(tmp_path / "plain", refusal + f'exec {compiler} "$@" -O1\n')
+    (command,) = script(tmp_path / "plain", refusal + f'exec {compiler} "$@" -O0\n')
     monkeypatch.setenv("CC", command)
     portable, reference = NativeKernels(load_library()), ReferenceKernels()
     assert load_library().team_size() == 1

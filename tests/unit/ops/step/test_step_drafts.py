@@ -163,14 +163,18 @@ def test_known_drafts_are_read_where_that_costs_nothing():
 
 def test_they_compile_for_a_gpu(tmp_path):
     code = """
+from unittest.mock import MagicMock
 from sametoken.types.layout import TABLE_ROWS, StepShape
 from sametoken.ops.step import triton_drafts, triton_inputs
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 
-for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
-    triton_drafts.pdl_options = triton_inputs.pdl_options = lambda tensor: options
-    for batch, k in ((1, 1), (64, 3), (300, 64)):
+# Compiled by test_step_inputs.py.
+triton_inputs._prepare_inputs_kernel = MagicMock()
+SIZES = ((1, 1), (64, 3), (300, 64))
+for options, sizes in (({"PDL": False}, SIZES[:1]), ({"PDL": True, "launch_pdl": True}, SIZES)):
+    triton_drafts.pdl_options = lambda tensor: options
+    for batch, k in sizes:
         sequences = Sequences.allocate(
             max_num_seqs=batch, max_len=80, num_drafts=k, block_size=16, reserved_block=9,
             device=torch.device("cpu"),

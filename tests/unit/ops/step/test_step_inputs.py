@@ -180,9 +180,10 @@ from sametoken.ops.step import triton_inputs
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 
-for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+SIZES = ((1, 0), (3, 3), (64, 64))
+for options, sizes in (({"PDL": False}, SIZES[:1]), ({"PDL": True, "launch_pdl": True}, SIZES)):
     triton_inputs.pdl_options = lambda tensor: options
-    for batch, k in ((1, 0), (3, 3), (64, 64)):
+    for batch, k in sizes:
         rows = batch * (k + 1)
         sequences = Sequences.allocate(
             max_num_seqs=batch, max_len=40, num_drafts=k, block_size=16, reserved_block=9,

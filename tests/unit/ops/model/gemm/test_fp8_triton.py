@@ -105,9 +105,14 @@ def test_every_epilogue_is_that_of_the_reference(rows, features, depth, epilogue
     assert same(got, expected, epilogue)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("depth", [128, 192, 80])
+@pytest.mark.parametrize(
+    ("config", "epilogue", "depth"),
+    [
+        (config, epilogue, (128, 192, 80)[(i + j) % 3])
+        for i, config in enumerate(CONFIGS)
+        for j, epilogue in enumerate(EPILOGUES)
+    ],
+)
 def test_tiles_and_load_forms_give_the_result_of_the_reference(config, depth, epilogue):
     x, weight = activations(21, depth), weight_of(48, depth)
     operand = operand_of(epilogue, 48, x.dtype)
@@ -265,12 +270,13 @@ def test_default_kernels_compile_to_products_of_fp8(tmp_path):
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import default_config, product
 from sametoken.ops.model.gemm.tuning import GemmShape
-SHAPES = [(248320, 4096, "logits"), (32000, 4096, "logits"), (6144, 8192, "none")]
-SHAPES += [(4096, 576, "bias"), (24576, 4096, "silu_mul")]
-for features, depth, epilogue in SHAPES:
+LAUNCHES = [(248320, 4096, "logits", (64, 512)), (32000, 4096, "logits", (1, 64))]
+LAUNCHES += [(6144, 8192, "none", (32, 64)), (4096, 576, "bias", (1, 512))]
+LAUNCHES += [(24576, 4096, "silu_mul", (32, 512))]
+for features, depth, epilogue, counts in LAUNCHES:
     matrix = torch.empty(features, depth, dtype=torch.float8_e4m3fn)
     bias = torch.empty(features, dtype=torch.bfloat16) if epilogue == "bias" else None
-    for rows in (1, 32, 64, 512):
+    for rows in counts:
         x = torch.empty(rows, depth, dtype=torch.bfloat16)
         shape = GemmShape(features, depth, epilogue)
         config = default_config(shape, rows, pdl=rows < 64)
@@ -279,7 +285,7 @@ for features, depth, epilogue in SHAPES:
 """
     compile_launches(code, tmp_path)
     products = [file.read_text() for file in tmp_path.rglob("_product_kernel.ptx")]
-    assert len(products) >= 12
+    assert len(products) == 10
     for kernel in products:
         assert re.search(r"wgmma\.mma_async\S+e4m3\.e4m3", kernel)
         assert "mma.sync" not in kernel
@@ -298,17 +304,16 @@ from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import product
 from sametoken.ops.weight import Rounding
 matrix = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
-for rows in (1, 512):
-    x = torch.empty(rows, 4096, dtype=torch.bfloat16)
-    for epilogue in ("none", "silu_mul"):
-        product(x, Fp8Weight(matrix, torch.empty(6144, 32), Rounding(grouped=True)), epilogue)
-    product(x, Fp8Weight(matrix, torch.empty(6144), Rounding(scale=torch.empty(()))))
-    product(x, Fp8Weight(matrix, torch.empty(6144), None))
+one, many = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (1, 512))
+for x, epilogue in ((one, "none"), (many, "silu_mul")):
+    product(x, Fp8Weight(matrix, torch.empty(6144, 32), Rounding(grouped=True)), epilogue)
+product(one, Fp8Weight(matrix, torch.empty(6144), Rounding(scale=torch.empty(()))))
+product(many, Fp8Weight(matrix, torch.empty(6144), None))
 """
     compile_launches(code, tmp_path)
     products = [file.read_text() for file in tmp_path.rglob("_product_kernel.ptx")]
-    assert sum("e4m3.e4m3" in kernel for kernel in products) >= 5
-    assert sum("bf16.bf16" in kernel for kernel in products) == 2
+    assert sum("e4m3.e4m3" in kernel for kernel in products) == 3
+    assert sum("bf16.bf16" in kernel for kernel in products) == 1
 
 
 SHAPES = [
@@ -375,13 +380,12 @@ def grouped_activations(rows: int, depth: int, dtype: torch.dtype) -> torch.Tens
     return (x * 2.0 ** (torch.arange(rows) % 3 - 1)[:, None]).to(dtype)
 
 
-@pytest.mark.parametrize("epilogue", ["bias", "silu_mul"])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(("at", "rounding"), enumerate(ROUNDINGS))
 @pytest.mark.parametrize("by_group", [False, True])
-@pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 128), (33, 50, 300)])
-def test_scales_of_groups_give_the_result_of_the_reference(
-    rows, features, depth, by_group, rounding, epilogue
-):
+def test_scales_of_groups_give_the_result_of_the_reference(by_group, at, rounding, is_large):
+    rows, features, depth = (33, 50, 300) if is_large else (1, 16, 128)
+    epilogue = ("bias", "silu_mul")[(at + by_group + is_large) % 2]
     x = poisoned_view(grouped_activations(rows, depth, torch.float32))
     weight = grouped_weight(features, depth, by_group, rounding)
     operand = operand_of(epilogue, features, x.dtype)

@@ -181,9 +181,15 @@ def test_the_start_up_check_proves_each_form_of_one_shape():
     assert kernels.prove_quantized((1,), torch.float16, cpu) == len(kept) - 1
 
 
-@pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize("scales", [torch.float32, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "scales", "zeros"),
+    [
+        (torch.float32, torch.float32, True),
+        (torch.float32, torch.float16, False),
+        (torch.float16, torch.float32, False),
+        (torch.float16, torch.float16, True),
+    ],
+)
 def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scales, zeros):
     """numpy has no bf16: fp16 stands in."""
     matrix, _ = made(74, 384, 64, exact=False)
@@ -242,10 +248,9 @@ def panels(n, k, width, zeros=False, e2m1=False, minima=False, tops=None):
     offsets = scales if minima else scales.int() if zeros else None
     tops = None if tops is None else words.to(tops)
     return Int4Panels(words, scales, offsets, k, e2m1, tops is None, tops)
-for rows in (1, 64):
-    x = torch.empty(rows, 4096, dtype=torch.bfloat16)
-    product(x, panels(6144, 4096, 128))
-    product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
+x = torch.empty(64, 4096, dtype=torch.bfloat16)
+product(x[:1], panels(6144, 4096, 128))
+product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
 one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
 product(few, one)
 product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
@@ -257,7 +262,7 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 8
+    assert len(kernels) == 6
     assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]

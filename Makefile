@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One more than the cores of a small machine: tests wait for servers and clusters.
+# As many as the cores of a small machine.
 TEST_WORKERS ?= 2
 # The tests start many processes, and each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from sides import SametokenModel, Side, others_seconds
+from sides import SametokenModel, Side, others_seconds, rss
 
 LLAMA = "llama.cpp"
 LLAMA_CONTEXT = 4096
@@ -116,7 +116,8 @@ def main() -> None:
         others, begun = others_seconds(), time.perf_counter()
         answer = model.answer(request["prompt"], request["max_tokens"])
         cores = (others_seconds() - others) / (time.perf_counter() - begun)
-        print(json.dumps(asdict(answer) | {"others_cores": cores}), flush=True)
+        more = {"others_cores": cores, "peak_rss": rss("VmHWM")}
+        print(json.dumps(asdict(answer) | more), flush=True)
 
 
 if __name__ == "__main__":

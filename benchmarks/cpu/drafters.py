@@ -4,7 +4,7 @@ Every side loads the same GGUF file in a separate process. The sides answer each
 one request at a time:
 
     python benchmarks/cpu/drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
-        [--llama-python PATH]
+        [--llama-python PATH] [--load-format gguf-packed]
 
 ``--llama-python`` is an interpreter with the package llama-cpp-python, which is compiled for this
 processor when it is installed; without it that side is left out. Exits with 1 if a drafter
@@ -85,7 +85,15 @@ def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSid
         "cascade_model_tokens": options.cascade_drafts,
     }
     found = [
-        DrafterSide("sametoken", model, "auto", options.threads, label=label, spec=spec)
+        DrafterSide(
+            "sametoken",
+            model,
+            "auto",
+            options.threads,
+            load_format=options.load_format,
+            label=label,
+            spec=spec,
+        )
         for label, spec in specs.items()
     ]
     if options.llama_python:
@@ -173,6 +181,7 @@ def as_json(one: Measured, plain: Measured, prompts: list[Prompt]) -> dict[str, 
             i for i, (a, b) in enumerate(pairs) if a["token_ids"] != b["token_ids"]
         ],
         "others_cores": [answer["others_cores"] for answer in one.answers],
+        "peak_rss": max(answer["peak_rss"] for answer in one.answers),
     }
 
 
@@ -224,6 +233,7 @@ def main() -> None:
         "--cascade-match", type=int, default=4, help="shortest match that goes first"
     )
     parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
+    parser.add_argument("--load-format", default="auto", help="ours: gguf-packed keeps 4 bits")
     parser.add_argument(
         "--trials",
         type=int,

@@ -30,7 +30,9 @@ def report(results: Results, console: Console) -> bool:
     console.print(acceptance_table(results))
     same, verdicts = compare_tokens(results)
     shares = [share for side in results["sides"] for share in side["others_cores"]]
-    lines = [*verdicts, *beside_llama(results), *disturbance(results, shares)]
+    peaks = ", ".join(f"{one['name']} {one['peak_rss'] / 1e6:.0f}" for one in results["sides"])
+    memory = f"Peak memory of the process, MB: {peaks}"
+    lines = [*verdicts, *beside_llama(results), memory, *disturbance(results, shares)]
     console.print("\n" + "\n".join(f"- {line}" for line in lines), soft_wrap=True)
     return same
 

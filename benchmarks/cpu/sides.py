@@ -38,6 +38,7 @@ class Side:
         engine: "sametoken", "transformers", or "machine", which measures the hardware.
         num_drafts: maximum drafts per step; 0 is plain decoding.
         spin: GOMP_SPINCOUNT of the process; None is libgomp's default.
+        load_format: ours.
     """
 
     engine: str
@@ -46,6 +47,7 @@ class Side:
     threads: int
     num_drafts: int = 0
     spin: str | None = None
+    load_format: str = "auto"
 
     @property
     def speculative(self) -> dict[str, Any] | None:
@@ -96,6 +98,7 @@ class SametokenModel:
         options = {
             "speculative_config": side.speculative,
             "dtype": side.dtype,
+            "load_format": side.load_format,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }

@@ -35,13 +35,19 @@ def answer(seconds: float, last_token: int = 4, speculation=None) -> dict:
         "seconds": seconds,
         "speculation": speculation or {},
         "others_cores": 0.0,
+        "peak_rss": 4e8,
     }
 
 
 def results_of(drafters, changed: int | None) -> dict:
     """Plain decoding, EAGLE-3 at twice its speed and llama.cpp at half of it."""
     options = SimpleNamespace(
-        threads=2, cascade_drafts=3, cascade_match=4, llama_python="python", max_tokens=4
+        threads=2,
+        cascade_drafts=3,
+        cascade_match=4,
+        llama_python="python",
+        max_tokens=4,
+        load_format="auto",
     )
     plain, _, head, *_, llama = drafters.sides("model.gguf", "head", options)
     prompts = [
@@ -103,6 +109,7 @@ def test_the_same_tokens_are_said_and_llama_is_beaten(drafters):
     assert "the same in all 6 prompts" in text
     assert "EAGLE-3 2, 2.00x plain" in text
     assert "over llama.cpp, after the first token: gsm8k 4.00x" in text
+    assert "Peak memory of the process, MB: plain 400" in text
 
 
 def test_one_changed_token_fails_and_is_named(drafters):

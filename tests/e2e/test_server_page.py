@@ -140,6 +140,30 @@ def test_markdown_is_rendered_and_accepted_drafts_are_green(visit, fake):
     assert page.evaluate(corrected, tokens) == [[0, 1]]
 
 
+def test_reasoning_is_dim_above_the_answer_and_never_green(visit):
+    engine = FakeEngine("<think>hm **so**</think>**xyz** uvw")
+    with running_app(create_app(engine, ServerConfig(reasoning_parser="qwen3"))) as url:
+        page = visit(url)
+        expect(page.locator("#engine")).to_contain_text("ngram, up to 4 drafts a step")
+        send(page, "hello")
+        expect(page.locator(".stats")).to_contain_text("drafts accepted")
+        assert page.locator(".assistant > *").evaluate_all("all => all.map(e => e.className)") == [
+            "reasoning",
+            "text",
+            "stats",
+        ]
+        assert page.locator(".reasoning").text_content() == "hm **so**"
+        assert page.locator(".text").inner_text() == "xyz uvw"
+        # Windows: "k>*", "*xy", "z**", " uv" and "w"; the first may hold marks.
+        assert page.locator(".accepted").all_text_contents() == ["x", "z", " u", "w"]
+        assert page.locator(".reasoning .accepted").count() == 0
+        dim, stats = (
+            page.locator(one).evaluate("e => getComputedStyle(e).color")
+            for one in (".reasoning", ".stats")
+        )
+        assert dim == stats
+
+
 def test_an_answer_cannot_run_or_load_anything(visit, fake):
     page = visit(fake)
     expect(page.locator("#status")).to_have_text("ready")

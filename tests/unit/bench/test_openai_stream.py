@@ -90,6 +90,14 @@ def test_chat_counts_thoughts_and_calls_but_not_the_role():
     assert ask(said(None, tool_calls=call) + DONE).texts == ["f{"]
 
 
+def test_the_first_token_of_a_stream_that_reasons_is_its_first_reasoning():
+    answer = said("") + said(None, reasoning="h") + said(None, reasoning="m") + said("yes") + DONE
+    record = ask(answer, endpoint=Endpoint("/chat", "m", is_chat=True))
+    # The clock ticks at the request, the role and every later event.
+    assert (record.sent, record.events, record.ttft) == (1.0, [3.0, 4.0, 5.0], 2.0)
+    assert record.texts == ["h", "m", "yes"]
+
+
 def test_bodies_are_those_of_completions_and_of_chat():
     body = ENDPOINT.body("hello", 5, 0.5, 9)
     assert (body["prompt"], body["max_tokens"], body["seed"], body["model"]) == ("hello", 5, 9, "m")

@@ -12,10 +12,9 @@ let drafts = false;
 
 /* ---- text and its accepted drafts ---- */
 
-/** Parts [start, end) of the text that accepted tokens wrote. A token may be a part of a character. */
-function acceptedParts(text, tokens) {
+/** Parts [start, end) of the text from `end` on that accepted tokens wrote. A token may be a part of a character. */
+function acceptedParts(text, tokens, end = 0) {
   const parts = [];
-  let end = 0;
   let isPartAccepted = false;
   for (const token of tokens) {
     const start = token.text.includes("\ufffd") ? -1 : text.indexOf(token.text, end);
@@ -67,10 +66,35 @@ function made(tag, className, text = "") {
   return node;
 }
 
-function showText(node, text, tokens) {
+function showText(node, text, parts) {
   node.innerHTML = markdown.render(text);
   for (const link of node.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
-  markAccepted(node, text, acceptedParts(text, tokens));
+  markAccepted(node, text, parts);
+}
+
+/** Show an answer in `node`, its reasoning above it. */
+function showAnswer(node, answer) {
+  const reasoning = answer.reasoning.trim();
+  if (reasoning && !node.previousSibling) node.before(made("div", "reasoning"));
+  if (reasoning) node.previousSibling.textContent = reasoning;
+  const { numTokens, place } = answer.marked;
+  showText(node, answer.text, acceptedParts(answer.text, answer.tokens.slice(numTokens), place));
+}
+
+/**
+ * Add an event's text and tokens.
+ *
+ * Tokens of reasoning are not looked up in the content, nor are those of its first event, which
+ * may hold marks and the end of the reasoning.
+ */
+function extend(answer, event) {
+  const added = (field) => event.choices.map((choice) => choice.delta[field] || "").join("");
+  const reasoning = added("reasoning");
+  const isBefore = reasoning || !answer.text;
+  answer.reasoning += reasoning;
+  answer.text += added("content");
+  answer.tokens.push(...tokensOf(event));
+  if (answer.reasoning && isBefore) answer.marked = { numTokens: answer.tokens.length, place: answer.text.length };
 }
 
 /** Change the conversation, and stay at its end unless the reader has scrolled up. */
@@ -155,16 +179,18 @@ function statsLine(answer) {
 
 /** Ask for the next answer and show it in `node` as it comes; returns it, also if it was stopped. */
 async function ask(node) {
-  const answer = { text: "", tokens: [], numTokens: 0, seconds: 0, speculation: null, isStopped: false };
-  const shown = oncePerFrame(() => following(() => showText(node, answer.text, answer.tokens)));
+  const answer = {
+    reasoning: "", text: "", tokens: [], marked: { numTokens: 0, place: 0 },
+    numTokens: 0, seconds: 0, speculation: null, isStopped: false,
+  };
+  const shown = oncePerFrame(() => following(() => showAnswer(node, answer)));
   const began = performance.now();
   try {
     const response = await send();
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of eventsOf(response)) {
       if (event.error) throw new Error(event.error.message);
-      answer.text += event.choices.map((choice) => choice.delta.content || "").join("");
-      answer.tokens.push(...tokensOf(event));
+      extend(answer, event);
       answer.numTokens = event.usage?.completion_tokens ?? answer.numTokens;
       answer.speculation = event.speculation ?? answer.speculation;
       shown.soon();

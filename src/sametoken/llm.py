@@ -257,11 +257,11 @@ class LLM:
 
         Args:
             level: 1 gives back KV and the prefix cache; 2 the target's weights too, which must
-                then be updated before all is awake. On a CPU weights are in host memory anyway.
+                then be updated before all is awake. Level 1 leaves weights where they are.
 
         Raises:
             RequestError: there is no such level, or requests are unfinished.
-            UnsupportedError: on a GPU, and with several ranks, memory cannot be given back.
+            UnsupportedError: with several ranks memory cannot be given back.
             EngineDeadError: the engine failed.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
@@ -276,7 +276,7 @@ class LLM:
             tags: of "weights" and "kv_cache"; None for both. Requests run once both are awake.
 
         Raises:
-            RequestError: there is no such part, or weights that were dropped have not come back.
+            RequestError: no such part, no room for it, or dropped weights have not come back.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
             self._engine.wake_up(tags)

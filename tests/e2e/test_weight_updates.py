@@ -20,8 +20,10 @@ from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_latent, write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.updates import NGRAM, PROMPTS, engine, params, said, same_weights, tensors_of
+from sametoken.engine.sleep import DeviceMemory, whole_storages
 from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.models.in_place import Replacement
+from sametoken.models.in_place import tensors_of as tensors_of_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 DECODERS = ("gemma3", "gemma4", "glm4_moe", "granite", "olmo2", "phi3", "qwen3_moe")
@@ -260,6 +262,33 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     live.wake_up()
     assert said(live) == said(built)
     live._engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["tied", "qwen3_5", "deepseek_v3"])
+def test_an_engine_whose_storages_were_gone_says_the_same(name, tmp_path, monkeypatch):
+    """A GPU's memory, tried on kernels that keep no address between steps."""
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    old, new = (WRITERS[name](tmp_path / str(seed), seed) for seed in (0, 1))
+    built, live = engine(new), engine(old, NGRAM)
+    core, step, before = live._engine, live._engine._runner.step, said(live)
+    caches = (step.kv, *step.drafter.kv_caches)
+    kv = whole_storages(one for cache in caches for one in (*cache.blocks, *cache.slots))
+    weights = whole_storages(tensors_of_model(step.model))
+    core._sleep.memory = DeviceMemory(kv, weights, None)
+    assert sum(size for _, size in weights) >= step.model.weights_bytes
+    live.sleep()
+    assert [one.nbytes() for one, _ in kv] == [0] * len(kv)
+    live.wake_up()
+    assert said(live) == before
+    for path, first in ((new, ["weights"]), (old, [])):
+        live.sleep(2)
+        assert sum(one.nbytes() for one, _ in (*kv, *weights)) == 0
+        live.wake_up(first)
+        live.update_weights(tensors_of(path).items())
+        live.wake_up()
+        assert said(live) == (said(built) if path == new else before)
+    core.scheduler.check_integrity()
 
 
 def test_running_requests_need_their_kv(llamas):

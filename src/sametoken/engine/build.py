@@ -151,7 +151,7 @@ def build_engine(
             leader = ranks.lead(runner)
             shared, own = ranks.parallel.size > 1, _weights(loaded, ranks)
             weights = LeadingWeights(own, ranks) if shared else own
-            memory, resolved = memory_of(runner.step, shared=shared), loaded.resolved
+            memory, resolved = memory_of(runner, shared=shared), loaded.resolved
             return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
     except BaseException:
         extraction.close()

@@ -65,7 +65,7 @@ class EngineCore:
             The version from now on: ``version``, or the next one. Running requests keep their KV.
 
         Raises:
-            WeightUpdateError: the version does not fit; nothing is changed.
+            WeightUpdateError: the version does not fit, or no room is left; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
         if self._sleep.lacks_weights and not new.of_target:
@@ -73,6 +73,7 @@ class EngineCore:
                 "a drafter may share weights that were dropped", "update the model first"
             )
         version = new.version_after(self.scheduler.weight_version, version)
+        self._sleep.begin_update()
         self._guarded(lambda: self._write(new, version))
         return version
 
@@ -104,7 +105,7 @@ class EngineCore:
         """End the sleep of "weights" and "kv_cache", or of one of them.
 
         Raises:
-            RequestError: there is no such part, or the weights were dropped and not updated.
+            RequestError: no such part, no room for it, or weights were dropped and not updated.
         """
         self._sleep.end(tags)
 
@@ -167,8 +168,7 @@ class EngineCore:
         new.replacement.write()
         if new.of_target:
             self.scheduler.begin_weights(version)
-            if new.replacement.pairs:
-                self._sleep.lacks_weights = False
+            self._sleep.lacks_weights &= not new.replacement.pairs
 
     def _land(self) -> None:
         while self._in_flight:

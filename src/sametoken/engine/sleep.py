@@ -1,21 +1,32 @@
 """Memory of an idle engine that is given back until it is needed again.
 
-Addresses stay, as captured graphs and packed weights hold them: only what is behind them goes.
+On a CPU addresses stay, as packed weights hold them: only what is behind them goes. On a GPU
+captured graphs alone hold addresses, so the graphs go too, and are captured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from sametoken.errors import InvariantError, RequestError, UnsupportedError, shown
+from sametoken.errors import (
+    InvariantError,
+    RequestError,
+    UnsupportedError,
+    WeightUpdateError,
+    shown,
+)
 from sametoken.io.pages import drop_pages
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import tensors_of
-from sametoken.runner.step import Step
+from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.runner import StepRunner
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
@@ -42,6 +53,22 @@ class Memory(Protocol):
         """
         ...
 
+    def restore(self, tags: Iterable[str]) -> None:
+        """Have memory for parts again: KV of zeros, weights of any values.
+
+        Raises:
+            RequestError: there is no room for it; some of it may be there.
+        """
+        ...
+
+    def make_ready(self) -> None:
+        """Prepare steps, once all memory is there and the weights have their values.
+
+        Raises:
+            RequestError: there is no room for the graphs.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
@@ -60,6 +87,12 @@ class FixedMemory:
     def drop(self, *, weights: bool) -> None:
         """Refuse; see ``Memory``."""
         self.require_droppable()
+
+    def restore(self, tags: Iterable[str]) -> None:
+        """Nothing is gone."""
+
+    def make_ready(self) -> None:
+        """Nothing is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +115,84 @@ class HostMemory:
         for tensor in (*self.kv, *(self.weights if weights else ())):
             if tensor.is_contiguous():
                 drop_pages(tensor.data_ptr(), tensor.nbytes)
+
+    def restore(self, tags: Iterable[str]) -> None:
+        """Nothing to do: pages come as they are used."""
+
+    def make_ready(self) -> None:
+        """Nothing to do: there are no graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU: storages shrink to nothing, and come back at other addresses.
+
+    Tensors follow their storages; captured graphs do not, and are dropped with the memory.
+
+    Attributes:
+        kv, weights: storages with their sizes in bytes, as ``whole_storages`` finds them.
+        graphs: the captured steps; None if steps are launched one kernel at a time.
+    """
+
+    kv: Sequence[tuple[torch.UntypedStorage, int]]
+    weights: Sequence[tuple[torch.UntypedStorage, int]]
+    graphs: StepGraphs | None
+
+    def require_droppable(self) -> None:
+        """See ``Memory``."""
+
+    def drop(self, *, weights: bool) -> None:
+        """See ``Memory``."""
+        # The last step's drafter may still run: its result came before.
+        torch.cuda.synchronize()
+        if self.graphs is not None:
+            self.graphs.release()
+        for storage, _ in (*self.kv, *(self.weights if weights else ())):
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def restore(self, tags: Iterable[str]) -> None:
+        """See ``Memory``; what is there stays as it is."""
+        for tag in tags:
+            for storage, num_bytes in self.kv if tag == KV_CACHE else self.weights:
+                if storage.nbytes() == num_bytes:
+                    continue
+                with _out_of_memory_explained():
+                    storage.resize_(num_bytes)
+                if tag == KV_CACHE:
+                    storage.fill_(0)  # type: ignore[attr-defined]
+
+    def make_ready(self) -> None:
+        """See ``Memory``."""
+        if self.graphs is not None:
+            with _out_of_memory_explained():
+                self.graphs.capture_all()
+
+
+@contextmanager
+def _out_of_memory_explained() -> Iterator[None]:
+    """Turn an out-of-memory error into a ``RequestError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RequestError(
+            f"the device has no room to wake up ({error})",
+            "free memory that other processes took meanwhile, and wake up again",
+        ) from error
+
+
+def whole_storages(tensors: Iterable[Tensor]) -> tuple[tuple[torch.UntypedStorage, int], ...]:
+    """The storages that hold these tensors and nothing else, with their sizes in bytes."""
+    storages, held = {}, Counter[int]()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        held[storage._cdata] += tensor.nbytes
+    return tuple(
+        (storage, storage.nbytes())
+        for at, storage in storages.items()
+        if held[at] >= storage.nbytes() and storage.resizable()
+    )
 
 
 @dataclass(slots=True)
@@ -117,7 +228,8 @@ class Sleep:
         """Wake parts up; None: all of them.
 
         Raises:
-            RequestError: there is no such part, or all would be awake without weights.
+            RequestError: there is no such part, no room for it, or all would be awake without
+                weights.
         """
         waking = set(TAGS if tags is None else tags)
         if unknown := waking - set(TAGS):
@@ -126,7 +238,25 @@ class Sleep:
             raise RequestError(
                 "the weights were dropped by a sleep of level 2", "update the weights first"
             )
+        if not self.asleep:
+            return
+        # Woken last: if there is no room, it goes on sleeping.
+        self.memory.restore(sorted(self.asleep & waking))
+        if not self.asleep - waking:
+            self.memory.make_ready()
         self.asleep -= waking
+
+    def begin_update(self) -> None:
+        """Have memory for weights that were dropped, as new ones are to be written.
+
+        Raises:
+            WeightUpdateError: there is no room for it.
+        """
+        if self.lacks_weights:
+            try:
+                self.memory.restore((WEIGHTS,))
+            except RequestError as error:
+                raise WeightUpdateError(error.cause, error.remedy) from error
 
     def require_awake(self) -> None:
         """Check that steps may run.
@@ -138,18 +268,21 @@ class Sleep:
             raise InvariantError(f"a step while {min(self.asleep)} sleeps")
 
 
-def memory_of(step: Step, *, shared: bool) -> Memory:
+def memory_of(runner: StepRunner, *, shared: bool) -> Memory:
     """The memory of an engine that was built.
 
     Args:
-        step: its functions, with model and caches.
+        runner: runs its steps; has model, caches and graphs.
         shared: whether several ranks share the model.
     """
     if shared:
         return FixedMemory("several ranks")
-    if step.sequences.device.type != "cpu":
-        return FixedMemory("a GPU")
+    step, launcher = runner.step, runner.launcher
     caches = (step.kv, *step.drafter.kv_caches)
     kv = tuple(tensor for cache in caches for tensor in (*cache.blocks, *cache.slots))
     assert isinstance(step.model, Decoder)
-    return HostMemory(kv, tensors_of(step.model))
+    weights = tensors_of(step.model)
+    if step.sequences.device.type == "cpu":
+        return HostMemory(kv, weights)
+    graphs = launcher if isinstance(launcher, StepGraphs) else None
+    return DeviceMemory(whole_storages(kv), whole_storages(weights), graphs)

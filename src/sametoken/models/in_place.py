@@ -38,18 +38,18 @@ class Replacement:
         old, new = dict(_tensors(live, "")), dict(_tensors(loaded, ""))
         if old.keys() != new.keys():
             raise InvariantError(f"new weights lack or add {min(old.keys() ^ new.keys())}")
-        ahead: dict[int, int] = {}
-        back: dict[int, int] = {}
+        ahead: dict[tuple[int, int], tuple[int, int]] = {}
+        back: dict[tuple[int, int], tuple[int, int]] = {}
         for place, tensor in old.items():
             _require_same_form(place, tensor, new[place])
-            mine, theirs = tensor.data_ptr(), new[place].data_ptr()
+            mine, theirs = _memory_of(tensor), _memory_of(new[place])
             if ahead.setdefault(mine, theirs) != theirs or back.setdefault(theirs, mine) != mine:
                 raise WeightUpdateError(
                     f"the weight at {place} is shared in the running model and not in the new one, "
                     "or the other way round",
                     "send equal copies of shared tensors, or leave the copies out",
                 )
-        distinct = {tensor.data_ptr(): (tensor, new[place]) for place, tensor in old.items()}
+        distinct = {_memory_of(tensor): (tensor, new[place]) for place, tensor in old.items()}
         return cls(tuple(pair for at, pair in distinct.items() if ahead[at] != at))
 
     def write(self) -> None:
@@ -64,7 +64,12 @@ class Replacement:
 
 def tensors_of(node: object) -> tuple[Tensor, ...]:
     """The distinct tensors of a model or head."""
-    return tuple({one.data_ptr(): one for _, one in _tensors(node, "")}.values())
+    return tuple({_memory_of(one): one for _, one in _tensors(node, "")}.values())
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Storage and offset in bytes, which name memory also while it is given back."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:

@@ -80,6 +80,10 @@ class StepGraphs:
         used = free - torch.cuda.mem_get_info()[0]
         return CaptureReport(2 * len(self.shapes), time.monotonic() - started, used)
 
+    def release(self) -> None:
+        """Drop the graphs and what they hold of their memory pool; no step may be in flight."""
+        self._captured.clear()
+
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
         shape = self._fitting(layout.shape)
@@ -120,12 +124,11 @@ class StepGraphs:
                 self._write(shape, NO_REQUESTS)
                 self.step.verify_and_propose(self._forward(layout))
         torch.cuda.current_stream().wait_stream(side_stream)
-        # With several ranks, NCCL's watchdog thread queries its events during capture.
-        mode = "global" if self.step.parallel.size == 1 else "thread_local"
         forward, verify_and_propose = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=pool, capture_error_mode=mode):
+        # Other threads may allocate for new weights, or be NCCL's watchdog, which queries events.
+        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
             output = self._forward(layout)
-        with torch.cuda.graph(verify_and_propose, pool=pool, capture_error_mode=mode):
+        with torch.cuda.graph(verify_and_propose, pool=pool, capture_error_mode="thread_local"):
             tokens = self.step.verify_and_propose(output).tokens
         # Owned outputs would keep the logits of every shape; pooled ones share one memory.
         return CapturedStep(

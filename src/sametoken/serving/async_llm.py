@@ -360,7 +360,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: there is no such level or mode.
-            UnsupportedError: on a GPU, and with several ranks, memory cannot be given back.
+            UnsupportedError: with several ranks memory cannot be given back.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
         if mode == "keep":

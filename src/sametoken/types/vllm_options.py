@@ -303,7 +303,7 @@ VLLM_OPTIONS = (
         instead="use --ray --replicas N, which sends equal beginnings to one engine",
     ),
     VllmOptions(
-        "an engine sleeps on a CPU alone, and needs no flag for it",
+        "an engine sleeps without a flag for it",
         switches="enable_sleep_mode",
         accepted=_OFF,
         instead="use --weight-transfer-config, with which the server answers /sleep",

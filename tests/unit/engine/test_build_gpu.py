@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -130,3 +131,33 @@ def test_a_step_runs_in_the_smallest_shape_that_holds_it(windows, chunks, expect
     graphs.run(layout, 5, None)
     assert replayed == ([] if expected is None else [expected])
     assert eager == ([(layout, 5, None)] if expected is None else [])
+
+
+class Captures(StepGraphs):
+    """Notes which capture a step replays."""
+
+    number: ClassVar[int] = 0
+
+    def _capture(self, shape, pool):
+        return self.number, pool
+
+    def _replay(self, shape, layout, first_place, processor):
+        self.layouts.append(self._captured[shape])
+
+
+def test_graphs_that_were_released_are_never_replayed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    pools = iter("ab")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    layout = StepLayout.of(StepPlan(0, requests=(ScheduledRequest(0, 1, 2, True),)))
+    graphs = Captures(None, captured_shapes(4, 3, 64), replayed := [], None)
+    graphs.capture_all()
+    graphs.run(layout, 0, None)
+    graphs.release()
+    with pytest.raises(KeyError):
+        graphs.run(layout, 0, None)
+    monkeypatch.setattr(Captures, "number", 1)
+    graphs.capture_all()
+    graphs.run(layout, 0, None)
+    assert replayed == [(0, "a"), (1, "b")]

@@ -5,15 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.engine.sleep import FixedMemory, HostMemory, Sleep
-from sametoken.errors import InvariantError, RequestError, UnsupportedError
+from sametoken.engine.sleep import (
+    DeviceMemory,
+    FixedMemory,
+    HostMemory,
+    Sleep,
+    whole_storages,
+)
+from sametoken.errors import InvariantError, RequestError, UnsupportedError, WeightUpdateError
 
 
 class Noted:
-    """Memory that notes what is given back."""
+    """Memory that notes what is given back, and what comes again."""
 
     def __init__(self) -> None:
         self.dropped: list[bool] = []
+        self.restored: list[str] = []
         self.refuses = False
 
     def require_droppable(self) -> None:
@@ -23,6 +30,14 @@ class Noted:
         self.dropped.append(weights)
         if self.refuses:
             raise UnsupportedError("the system keeps these pages")
+
+    def restore(self, tags) -> None:
+        if self.refuses:
+            raise RequestError("no room")
+        self.restored += tags
+
+    def make_ready(self) -> None:
+        self.restored.append("ready")
 
 
 def test_levels_and_tags():
@@ -48,6 +63,10 @@ def test_levels_and_tags():
     sleep.lacks_weights = False
     sleep.end(None)
     assert memory.dropped == [False, True, False]
+    first = ["weights", "kv_cache", "ready"]
+    assert memory.restored == [*first, "weights", "kv_cache", "weights", "ready"]
+    sleep.end(None)
+    assert memory.restored.count("ready") == 2, "what is awake is not made ready again"
 
 
 @pytest.mark.parametrize("level", [0, 3, "1", None])
@@ -69,8 +88,8 @@ def test_what_was_dropped_in_part_is_lost():
 
 
 def test_memory_that_stays_is_refused():
-    sleep = Sleep(FixedMemory("a GPU"))
-    with pytest.raises(UnsupportedError, match="a GPU"):
+    sleep = Sleep(FixedMemory("several ranks"))
+    with pytest.raises(UnsupportedError, match="several ranks"):
         sleep.begin(1)
     assert not sleep.asleep
 
@@ -89,3 +108,113 @@ def test_host_memory_is_given_back_at_its_address():
     weights.fill_(3)
     assert weights.eq(3).all()
     assert [one.data_ptr() for one in (kv, weights)] == before
+
+
+def test_what_finds_no_room_goes_on_sleeping():
+    sleep = Sleep(memory := Noted())
+    sleep.begin(2)
+    memory.refuses = True
+    with pytest.raises(RequestError, match="no room"):
+        sleep.end(["kv_cache"])
+    with pytest.raises(WeightUpdateError, match="no room"):
+        sleep.begin_update()
+    assert (sleep.asleep, sleep.lacks_weights) == ({"weights", "kv_cache"}, True)
+    memory.refuses = False
+    sleep.begin_update()
+    sleep.lacks_weights = False
+    sleep.begin_update()
+    assert memory.restored == ["weights"], "weights that are there need no room"
+
+
+class Graphs:
+    """Captured steps that note their life beside that of the storages."""
+
+    def __init__(self, events: list[str], *tensors: torch.Tensor) -> None:
+        self.events, self.tensors = events, tensors
+
+    def _note(self, event: str) -> None:
+        self.events.append(f"{event} {[one.untyped_storage().nbytes() for one in self.tensors]}")
+
+    def release(self) -> None:
+        self._note("release")
+
+    def capture_all(self) -> None:
+        self._note("capture")
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What is done to a device that is not there."""
+    noted: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: noted.append(name))
+    return noted
+
+
+@pytest.fixture
+def spoilt(monkeypatch):
+    """Memory that comes has any values, as a device's may."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self, size):
+        resize(self, size)
+        self.fill_(7)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_)
+
+
+@pytest.mark.usefixtures("spoilt")
+def test_device_memory_goes_after_the_graphs_and_comes_before_them(events):
+    kv, weights = torch.ones(2, 4), torch.ones(6)
+    rows = kv[1]
+    graphs = Graphs(events, kv, weights)
+    memory = DeviceMemory(whole_storages([kv]), whole_storages([weights]), graphs)
+    sleep = Sleep(memory)
+    sleep.begin(1)
+    sleep.begin(2)
+    assert events == [
+        *("synchronize", "release [32, 24]", "empty_cache"),
+        *("synchronize", "release [0, 24]", "empty_cache"),
+    ]
+    assert [one.untyped_storage().nbytes() for one in (kv, rows, weights)] == [0, 0, 0]
+    events.clear()
+    sleep.end(["kv_cache"])
+    assert events == []
+    assert rows.eq(0).all()
+    assert kv.eq(0).all()
+    sleep.begin_update()
+    weights.fill_(3)
+    sleep.lacks_weights = False
+    kv.fill_(5)
+    sleep.end(None)
+    assert events == ["capture [32, 24]"]
+    assert weights.eq(3).all(), "an update before the wake-up stays"
+    assert kv.eq(5).all(), "what is awake is not restored again"
+
+
+def test_a_device_without_room_is_named_and_may_be_asked_again(events, monkeypatch):
+    kv = torch.ones(4)
+    graphs = Graphs(events, kv)
+    sleep = Sleep(DeviceMemory(whole_storages([kv]), (), graphs))
+    sleep.begin(1)
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "capture_all", full)
+        with pytest.raises(RequestError, match="no room to wake up"):
+            sleep.end(None)
+    with pytest.raises(InvariantError):
+        sleep.require_awake()
+    sleep.end(None)
+    assert events[-1] == "capture [16]"
+    sleep.require_awake()
+
+
+def test_a_storage_that_holds_anything_else_stays():
+    shared, own = torch.ones(8), torch.ones(2, 3)
+    halves = own[:1], own[1:]
+    assert [size for _, size in whole_storages([shared[:4], *halves])] == [24]
+    fixed = torch.frombuffer(bytearray(8), dtype=torch.int32)
+    assert whole_storages([fixed]) == ()

@@ -6,6 +6,7 @@ import queue
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
@@ -29,6 +30,7 @@ class Engine:
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
         self.weights = SimpleNamespace(load=self.load)
+        self.resolved = SimpleNamespace(device=torch.device("cpu"))
 
     def load(self, source, target: str) -> NewWeights:
         if target == "broken":

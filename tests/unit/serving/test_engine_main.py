@@ -22,6 +22,7 @@ class Engine:
     """Emits ``news`` step by step."""
 
     weights = None
+    resolved = SimpleNamespace(device=None)
     is_sleeping = False
 
     def __init__(self, *news) -> None:

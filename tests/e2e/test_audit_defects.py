@@ -45,6 +45,7 @@ MAX_TOKENS = 16
 #: So many that acceptance by position is told from chance.
 MANY_TOKENS = 28
 LONG_PROMPTS = {f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}
+LONGEST_PROMPTS = {name: p for name, p in LONG_PROMPTS.items() if len(p) > 8}
 
 
 def audited(core, k: int):
@@ -60,7 +61,13 @@ def audited(core, k: int):
 
 
 def audit_twin(
-    directory, *, plant=lambda: None, steps_in_flight=1, spoil=True, max_tokens=MAX_TOKENS
+    directory,
+    *,
+    plant=lambda: None,
+    steps_in_flight=1,
+    spoil=True,
+    prompts=LONG_PROMPTS,
+    max_tokens=MAX_TOKENS,
 ):
     """Audit an engine; ``plant`` is called before the one with speculation is built."""
     twin = Twin(directory, kernels=select_kernels(CPU))
@@ -73,7 +80,7 @@ def audit_twin(
         core = twin.engine(max(k, 1), steps_in_flight=steps_in_flight, spoil=spoilt)
         return audited(core, k)
 
-    return audit_engine(CONFIG, asks_of(LONG_PROMPTS, max_tokens), SETTINGS, build=make)
+    return audit_engine(CONFIG, asks_of(prompts, max_tokens), SETTINGS, build=make)
 
 
 def causes(verdict) -> list[str]:
@@ -131,6 +138,7 @@ def test_drafter_bugs_are_named_although_no_token_changes(
         tmp_path,
         plant=lambda: plant(monkeypatch),
         spoil=not late,
+        prompts=LONG_PROMPTS if late else LONGEST_PROMPTS,
         max_tokens=MANY_TOKENS if late else MAX_TOKENS,
     )
     assert verdict.summary == IDENTICAL
@@ -167,7 +175,7 @@ def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
         )
 
     settings = AuditSettings(concurrency=2, num_alone=1, diagnose=False)
-    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 32), settings, build=make)
+    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 20), settings, build=make)
     assert verdict.summary == CORRUPTED
     divergences = [d for comparison in verdict.comparisons for d in comparison.divergences]
     assert CORRUPTION in {d.kind for d in divergences}

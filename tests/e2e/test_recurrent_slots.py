@@ -34,7 +34,7 @@ def requests(**params):
 @lru_cache
 def continuation(prompt: tuple[int, ...], temperature: float, seed: int, kernels=REFERENCE):
     """Tokens in an engine that has never run another request, some more than are asked for."""
-    item = request("x", prompt, max_tokens=40, temperature=temperature, seed=seed)
+    item = request("x", prompt, max_tokens=MAX_TOKENS + 8, temperature=temperature, seed=seed)
     shape = replace(SHAPE, max_num_seqs=1)
     core = build(HybridToy(kernels=kernels), shape, kernels=kernels, steps="compact")
     return run(core, [item]).tokens["x"]

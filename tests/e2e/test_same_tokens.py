@@ -28,7 +28,7 @@ from sametoken.runner.stream import LaggingStream
 
 MODEL = ToyModel()
 SCRIPTS = ("right", "wrong", "alternating", "empty", "mixed")
-BEYOND = 8
+BEYOND = 5
 # Seeds are all different: with the prompt they name a request's truth.
 PARAMS = (
     {"seed": 0},
@@ -40,8 +40,8 @@ PARAMS = (
     {"seed": 6, "allowed_token_ids": (1, 2, 5, 7)},
     {"seed": 7, "min_tokens": 3, "stop_token_ids": (4, 6), "logprobs": 2, "prompt_logprobs": 1},
 )
-LONGEST = 16
-TAIL = (7, 3, 10, 0, 5, 2)
+LONGEST = 12
+TAIL = (7, 3, 10, 0, 5)
 BACKENDS = {"reference": ReferenceKernels(), "native": NativeKernels()}
 
 
@@ -115,14 +115,14 @@ class SameTokens(RuleBasedStateMachine):
 
     @rule(
         prefix=st.sampled_from(((), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 9, 9, 9, 9))),
-        length=st.integers(1, 6),
+        length=st.sampled_from((1, 4, 5)),
         max_tokens=st.integers(3, LONGEST),
         params=st.integers(0, len(PARAMS) - 1),
         max_drafts=st.sampled_from((None, None, 0, 1)),
     )
     def add(self, prefix, length, max_tokens, params, max_drafts):
         request_id = f"r{len(self.asked)}"
-        # Few prompts: their truths are computed once, and they share blocks.
+        # Few prompts, around the edges of blocks: truths are computed once, and blocks are shared.
         prompt = (*prefix, *TAIL[:length])
         item = request(
             request_id, prompt, max_tokens=max_tokens, max_drafts=max_drafts, **PARAMS[params]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from helpers.toy import toy_config
@@ -73,7 +74,10 @@ class HybridToy:
 
 def rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A product that adds its columns in order: a row's bits do not depend on other rows."""
-    out = x.new_zeros(x.shape[0], weight.shape[0])
-    for column, factors in zip(x.unbind(1), weight.unbind(1), strict=True):
-        out += column[:, None] * factors
-    return out
+    # numpy takes less than half the time of torch on few numbers.
+    columns, out = x.numpy().T, np.zeros((x.shape[0], weight.shape[0]), np.float32)
+    # Dead rows may hold any number.
+    with np.errstate(all="ignore"):
+        for column, factors in zip(columns, weight.numpy().T, strict=True):
+            out += column[:, None] * factors
+    return torch.from_numpy(out)

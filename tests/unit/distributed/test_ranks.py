@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from helpers.checkpoints import write_llama
+from helpers.compiled import is_compiler
 from helpers.harness import request, run
 from helpers.thread_ranks import engine_over_threads
 from helpers.warm_processes import is_server
@@ -59,7 +60,8 @@ def items():
 
 
 def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if not is_server(one.pid)]
+    found = psutil.Process().children()
+    return [one for one in found if not (is_server(one.pid) or is_compiler(one.pid))]
 
 
 def gone(process: psutil.Process) -> bool:

@@ -71,7 +71,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
-    use = _reads_reasoning(served, request, use, prompt.text or "")
+    use = _reads_reasoning(request, use, prompt.text or "")
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)
     generation = await served.begin([prompt], params, request_id)
@@ -85,19 +85,15 @@ def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, Sa
     _, reasoning = served.parsers
     if reasoning is not None and use.structured is None:
         params = served.with_marks(params, reasoning)
-    return use, params
+    return replace(use, reasoning=reasoning), params
 
 
-def _reads_reasoning(served: Served, request: ChatRequest, use: ToolUse, prompt: str) -> ToolUse:
+def _reads_reasoning(request: ChatRequest, use: ToolUse, prompt: str) -> ToolUse:
     """The use with the parser of reasoning; a constraint holds from the first token on."""
-    _, reasoning = served.parsers
-    if reasoning is None:
+    if use.reasoning is None or use.structured is not None:
         return use
-    parser = use.parser
-    if use.structured is None:
-        shows_marks = request.skip_special_tokens is False
-        parser = REASONING_PARSERS[reasoning](prompt, use.parser, shows_marks)
-    return replace(use, parser=parser, shows_reasoning=True)
+    shows_marks = request.skip_special_tokens is False
+    return replace(use, parser=REASONING_PARSERS[use.reasoning](prompt, use.parser, shows_marks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ class _Answer:
         is_empty = not parsed.content and (parsed.calls or parsed.reasoning)
         message = ChatMessage(role="assistant", content=None if is_empty else parsed.content)
         message.refusal = None
-        if self.use.shows_reasoning:
+        if self.use.reasoning is not None:
             message.reasoning = self.reasoning(parsed) or None
         if parsed.calls:
             message.tool_calls = [

@@ -30,14 +30,14 @@ class ToolUse:
         parser: finds calls in the answer, and reasoning once the prompt is known.
         structured: the answer's constraint.
         reports_calls: whether an answer with calls has finish reason "tool_calls".
-        shows_reasoning: whether messages have a field for reasoning.
+        reasoning: the name of the parser of reasoning; None if messages have no field for it.
     """
 
     tools: list[dict[str, Any]] | None
     parser: Parser
     structured: StructuredOutputs | None
     reports_calls: bool = True
-    shows_reasoning: bool = False
+    reasoning: str | None = None
 
 
 def tool_use(

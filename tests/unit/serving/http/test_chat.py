@@ -242,7 +242,7 @@ def test_reasoning_has_a_field_of_its_own(serve):
 def test_long_reasoning_is_streamed_as_it_comes():
     request = ChatRequest(messages=USER)
     parser = REASONING_PARSERS["deepseek_r1"]("", parse_nothing, False)
-    use = ToolUse(None, parser, None, shows_reasoning=True)
+    use = ToolUse(None, parser, None, reasoning="deepseek_r1")
     writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", shows_versions=False), 0)
     for length in (6400, 6401):
         (piece,) = writer.write(CompletionOutput(0, "x" * length, ()))

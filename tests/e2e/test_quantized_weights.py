@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
-from helpers.gguf_files import gguf_llama
+from helpers.gguf_files import write_gguf
 from helpers.harness import request, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
@@ -156,14 +156,14 @@ def test_nor_of_a_target_in_four_bits(tmp_path):
 
 
 def test_nor_of_a_gguf_file_in_its_bits(tmp_path):
-    path = gguf_llama(tmp_path / "model.gguf")
+    path = write_gguf(tmp_path / "model.gguf")
     require_same(path, NGRAM, "bfloat16", load_format="gguf-packed")
 
 
 @pytest.mark.parametrize("method", ["gguf", "gptq"])
 def test_a_target_in_four_bits_accepts_what_it_drafts_itself(tmp_path, method):
     if method == "gguf":
-        path, options = gguf_llama(tmp_path / "model.gguf"), {"load_format": "gguf-packed"}
+        path, options = write_gguf(tmp_path / "model.gguf"), {"load_format": "gguf-packed"}
     else:
         path, options = write_checkpoint(tmp_path, *gptq_llama()), {}
     spec = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
@@ -177,7 +177,7 @@ def test_a_target_in_four_bits_accepts_what_it_drafts_itself(tmp_path, method):
 
 
 def test_weights_in_a_gguf_file_s_bits_do_not_change(tmp_path):
-    path = gguf_llama(tmp_path / "model.gguf")
+    path = write_gguf(tmp_path / "model.gguf")
     options = {"load_format": "gguf-packed", "max_model_len": 48, "kv_cache_memory_bytes": 2**20}
     core = build_engine(EngineConfig.from_options(model=str(path), **options))
     with pytest.raises(UnsupportedError, match="do not change under load_format 'gguf-packed'"):

@@ -7,7 +7,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import save_file
 
-from helpers.gguf_files import gguf_llama
+from helpers.gguf_files import write_gguf
 from helpers.updates import NGRAM, engine, said
 from sametoken.models.load.gguf_blocks import _UNPACKED
 from sametoken.models.load.huggingface import open_weights
@@ -235,7 +235,7 @@ def test_the_check_passes_for_blocks_on_this_chip(name):
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_speculation_changes_no_bit_of_a_gguf_file(tmp_path, name):
     """Nor does keeping its bits change a token of the expanded model."""
-    path = str(gguf_llama(tmp_path / "model.gguf", name))
+    path = str(write_gguf(tmp_path / "model.gguf", name))
     options = {"device": "cuda", "dtype": "bfloat16"}
     wanted = said(engine(path, load_format="gguf", **options))
     for spec in (None, NGRAM):

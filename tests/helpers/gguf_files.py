@@ -6,7 +6,7 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 F32 = GGMLQuantizationType.F32
 
@@ -58,10 +58,14 @@ def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_te
     return path
 
 
-def gguf_llama(path, name="Q4_1"):
+def write_gguf(path, name="Q4_1", family="llama", tied=True):
     """A small random model with matrices of a type."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    config = config_class(
         vocab_size=48,
         hidden_size=64,
         intermediate_size=96,
@@ -71,8 +75,8 @@ def gguf_llama(path, name="Q4_1"):
         head_dim=32,
         max_position_embeddings=64,
         initializer_range=0.2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
     )
-    model = LlamaForCausalLM(config).eval()
-    return convert(model, path, tensor_type=GGMLQuantizationType[name])
+    model = model_class(config).eval()
+    return convert(model, path, arch=family, tensor_type=GGMLQuantizationType[name])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from helpers.forward import CPU, Bench, OneRun
-from helpers.gguf_files import convert
+from helpers.gguf_files import write_gguf
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.load.gguf_blocks import _UNPACKED
@@ -89,29 +88,6 @@ def test_a_gpu_s_threads_make_the_elements_that_the_gguf_package_reads(name):
     assert torch.equal(weight.rows(ids), halves[ids])
 
 
-def write(path, name: str, family: str = "llama", tied: bool = True):
-    torch.manual_seed(0)
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
-    config = config_class(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-    )
-    model = model_class(config).eval()
-    return convert(model, path, arch=family, tensor_type=GGMLQuantizationType[name])
-
-
 def load(path, load_format: str, kernels=native, **options):
     return load_model(
         path,
@@ -129,7 +105,7 @@ def load(path, load_format: str, kernels=native, **options):
     [("Q4_1", "llama", True), ("Q8_0", "llama", False), ("Q4_0", "qwen3", True)],
 )
 def test_a_model_in_its_bits_has_the_logits_of_the_expanded_one(tmp_path, name, family, tied):
-    path = write(tmp_path / "model.gguf", name, family, tied)
+    path = write_gguf(tmp_path / "model.gguf", name, family, tied)
     kept, plain = load(path, "gguf-packed"), load(path, "gguf")
     assert isinstance(kept.embedding, QuantizedWeight)
     assert isinstance(kept.head, QuantizedWeight)
@@ -146,7 +122,7 @@ def test_a_model_in_its_bits_has_the_logits_of_the_expanded_one(tmp_path, name, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
 def test_kernels_of_a_gpu_give_the_bits_of_the_expanded_model(tmp_path, name):
-    path = write(tmp_path / "model.gguf", name)
+    path = write_gguf(tmp_path / "model.gguf", name)
     kernels = TritonKernels(load_table("another device"))
     kept, plain = (load(path, each, kernels) for each in ("gguf-packed", "gguf"))
     assert isinstance(kept.embedding, Int4DeviceWeight)
@@ -162,13 +138,13 @@ def test_kernels_of_a_gpu_give_the_bits_of_the_expanded_model(tmp_path, name):
 
 
 def test_types_without_such_products_are_expanded(tmp_path):
-    path = write(tmp_path / "model.gguf", "Q5_0")
+    path = write_gguf(tmp_path / "model.gguf", "Q5_0")
     found, wanted = (Bench(load(path, each)).logits(PROMPT, []) for each in ("gguf-packed", "gguf"))
     assert torch.equal(found, wanted)
 
 
 def test_a_scale_that_is_not_finite_is_named(tmp_path):
-    path = write(tmp_path / "model.gguf", "Q4_1")
+    path = write_gguf(tmp_path / "model.gguf", "Q4_1")
     data = bytearray(path.read_bytes())
     offset = read_gguf(path).tensors["blk.1.ffn_down.weight"].offset
     data[offset : offset + 2] = b"\x00\x7e"
@@ -178,7 +154,7 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path):
 
 
 def test_ranks_and_directories_without_a_gguf_file_are_refused(tmp_path):
-    path = write(tmp_path / "model.gguf", "Q4_1")
+    path = write_gguf(tmp_path / "model.gguf", "Q4_1")
     with pytest.raises(ConfigError, match="'gguf-packed' runs on one rank only"):
         load(path, "gguf-packed", parallel=SimpleNamespace(size=2, rank=0))
     (tmp_path / "empty").mkdir()

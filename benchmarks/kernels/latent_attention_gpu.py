@@ -10,9 +10,6 @@ Every configuration is listed by form, queries, warps, stages and "l" where vect
 operand, or of the Gluon kernels by form, queries, warps, slots and programs, the fastest first.
 ``*`` is the choice of its kernels, ``!`` marks other bits than the first of its kernels has.
 
-``--kernels joins`` times the chosen launches of splits by every join of latent_joins.py instead:
-``--heads 20 --kernels joins --cases 8x1x16384,64x1x2048,8x4x16384,1x512x4096``.
-
 Then the products with W_UK and W_UV of GLM-4.7-Flash (20 heads) at the cases' row counts.
 """
 
@@ -25,7 +22,6 @@ from dataclasses import replace
 
 import torch
 from graph_times import microseconds
-from latent_joins import JOINS, joined_by
 from triton import next_power_of_2
 from triton.runtime.errors import OutOfResources
 
@@ -173,24 +169,6 @@ def time_case(case: Case, heads: int, kernels: set[str]) -> None:
     )
 
 
-def time_joins(case: Case, heads: int) -> None:
-    """One line: the launch of splits that is chosen, in us a layer, by join; see ``JOINS``."""
-    batch, window, context = case
-    config = hopper.choose(batch, window, batch * window, heads, context)
-    if not config.programs:
-        return
-    scene, expected, found = Scene(batch, context), None, []
-    call = scene.attend(window, heads, config)
-    for name in JOINS:
-        with joined_by(name):
-            out = call(scene.layers[0])
-            expected = out if expected is None else expected
-            wrong = "" if name == "none" or torch.equal(out, expected) else "!"
-            found.append((microseconds(call, scene.layers, replays=20), name + wrong))
-    listed = ", ".join(f"{name} {elapsed:.1f}" for elapsed, name in sorted(found))
-    print(f"{heads} heads, {batch}x{window} at {context}, {name_of(config)}, joins: {listed}")
-
-
 def time_products(rows: int) -> None:
     """us of both per-head products of a layer."""
     times = []
@@ -217,13 +195,8 @@ def main() -> None:
     cases = [tuple(int(size) for size in case.split("x")) for case in options.cases.split(",")]
     for heads in (int(count) for count in options.heads.split(",")):
         for batch, window, context in cases:
-            if "joins" in kernels:
-                time_joins((batch, window, context), heads)
-            if kernels - {"joins"}:
-                time_case((batch, window, context), heads, kernels)
+            time_case((batch, window, context), heads, kernels)
             torch.cuda.empty_cache()
-    if kernels == {"joins"}:
-        return
     for rows in sorted({batch * window for batch, window, _ in cases}):
         time_products(rows)
 

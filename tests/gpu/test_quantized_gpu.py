@@ -108,7 +108,7 @@ def test_four_bit_elements_are_rounded_once(width, scales, codes):
 
 INT4_CONFIGS = [
     Int4Config(16),
-    Int4Config(16, unroll=4, num_stages=6, prefetch_bytes=1024),
+    Int4Config(16, unroll=4, prefetch_bytes=1024),
     Int4Config(16, 128, unroll=1),
     Int4Config(32, num_stages=3),
     Int4Config(64, 128, unroll=1, num_warps=8, num_stages=3),

@@ -321,14 +321,16 @@ def test_a_trainers_process_group(by_group, models, said):
     by_group.says(said[1], 9)
 
 
-def test_a_trainer_that_joins_tensors(by_group, models, said):
-    """As TRL's does, beside vLLM 0.28 and later."""
+@pytest.mark.parametrize("at_once", [True, False], ids=["vllm-0.28", "vllm-0.22"])
+def test_a_trainer_that_joins_tensors(by_group, models, said, at_once):
+    """As TRL's does, which says so as it joins, or beside vLLM before 0.28 in each update."""
     tensors = tensors_of(models[0])
     place = {"master_address": "127.0.0.1", "master_port": free_port()}
     at = Rendezvous("gloo", *place.values(), 0, 2, 10.0, packed_bytes=70_000)
     info = place | {"rank_offset": 1, "world_size": 2}
-    info |= {"packed": True, "packed_buffer_size_bytes": 70_000}
-    forms = {
+    packed = {"packed": True, "packed_buffer_size_bytes": 70_000}
+    info |= packed if at_once else {}
+    forms = ({} if at_once else packed) | {
         "names": list(tensors),
         "dtype_names": ["float32"] * len(tensors),
         "shapes": [list(one.shape) for one in tensors.values()],

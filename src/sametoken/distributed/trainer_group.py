@@ -45,16 +45,18 @@ class TrainerGroup:
             raise self._lost(error) from error
         self.device = self._group.device
 
-    def pieces(self, num_bytes: Sequence[int]) -> Iterator[range]:
+    def pieces(self, num_bytes: Sequence[int], packed_bytes: int | None = None) -> Iterator[range]:
         """Which tensors come in one broadcast, as vLLM's trainers join them.
 
         Args:
             num_bytes: of each tensor, in order.
+            packed_bytes: in place of the rendezvous', for these alone.
         """
+        most = self._at.packed_bytes if packed_bytes is None else packed_bytes
         first = total = 0
         for i, one in enumerate(num_bytes):
             total += one
-            if total > self._at.packed_bytes:
+            if total > most:
                 yield range(first, i + 1)
                 first, total = i + 1, 0
         if first < len(num_bytes):

@@ -27,6 +27,7 @@ from sametoken.serving.messages import (
     Build,
     ChangeWeights,
     FinishUpdate,
+    JoinedTensors,
     JoinTrainer,
     NameWeights,
     SharedTensors,
@@ -296,7 +297,7 @@ class AsyncLLM:
         await self._client.update(lambda ticket: StartUpdate(ticket, target))
 
     async def take_weights(
-        self, weights: str | Path | tuple[TensorForm, ...] | SharedTensors
+        self, weights: str | Path | tuple[TensorForm, ...] | JoinedTensors | SharedTensors
     ) -> None:
         """Take a part of an update: a directory with all tensors, or tensors of the trainer.
 

@@ -31,6 +31,17 @@ class TensorForm:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedTensors:
+    """Tensors that come joined in this update, until they are more than ``packed_bytes``.
+
+    So do those of vLLM's trainers before 0.28; later ones say it as they join, once for all.
+    """
+
+    forms: tuple[TensorForm, ...]
+    packed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SharedTensors:
     """Tensors in the memory of a trainer on this machine.
 
@@ -143,7 +154,7 @@ class TakeWeights:
     """
 
     ticket: int
-    weights: str | tuple[TensorForm, ...] | SharedTensors
+    weights: str | tuple[TensorForm, ...] | JoinedTensors | SharedTensors
 
 
 @dataclass(frozen=True, slots=True)

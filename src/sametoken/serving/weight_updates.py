@@ -23,6 +23,7 @@ from sametoken.models.load.weights import TensorSource
 from sametoken.serving.messages import (
     ChangeWeights,
     FinishUpdate,
+    JoinedTensors,
     JoinTrainer,
     NameWeights,
     SharedTensors,
@@ -118,11 +119,13 @@ class WeightUpdates:
             update, self._update = self._begun(), None
             update.open(message.weights, self._device)
             self._update = update
+        elif isinstance(message.weights, JoinedTensors):
+            self._receive(message.weights.forms, message.weights.packed_bytes)
         else:
-            self._receive(message.weights)
+            self._receive(message.weights, None)
         return None
 
-    def _receive(self, forms: tuple[TensorForm, ...]) -> None:
+    def _receive(self, forms: tuple[TensorForm, ...], packed_bytes: int | None) -> None:
         """Receive tensors; after a failure the group is left, as its ranks may be out of step."""
         group, self._group = self._group, None
         if group is None:
@@ -130,7 +133,7 @@ class WeightUpdates:
                 "no trainer has been joined", "send /init_weight_transfer_engine first"
             )
         update, self._update = self._begun(), None
-        update.receive(forms, group)
+        update.receive(forms, group, packed_bytes)
         self._group, self._update = group, update
 
     def _begun(self) -> _Update:
@@ -171,15 +174,17 @@ class _Update:
             )
         self.directory = path
 
-    def receive(self, forms: tuple[TensorForm, ...], group: TrainerGroup) -> None:
-        """Receive tensors in this order.
+    def receive(
+        self, forms: tuple[TensorForm, ...], group: TrainerGroup, packed_bytes: int | None
+    ) -> None:
+        """Receive tensors in this order, joined as ``TrainerGroup.pieces`` says.
 
         Raises:
             WeightUpdateError: one of them comes twice, has an unknown dtype, or there is no memory
                 for them; or the trainer is gone.
         """
         sizes = self._sizes(forms)
-        for piece in group.pieces(sizes):
+        for piece in group.pieces(sizes, packed_bytes):
             own = slice(piece.start, piece.stop)
             buffer = _room(sum(sizes[own]), forms[piece.start], group.device)
             group.broadcast(buffer)

@@ -59,7 +59,10 @@ def test_every_engine_gets_the_trainers_bits():
 def test_tensors_are_joined_as_vllms_trainers_join_them(packed_bytes, pieces):
     at = rendezvous(1)[0]
     group = TrainerGroup(replace(at, packed_bytes=packed_bytes))
-    assert [list(one) for one in group.pieces([4, 0, 2, 4, 1])] == pieces
+    sizes = [4, 0, 2, 4, 1]
+    assert [list(one) for one in group.pieces(sizes)] == pieces
+    group = TrainerGroup(replace(rendezvous(1)[0], packed_bytes=3))
+    assert [list(one) for one in group.pieces(sizes, packed_bytes)] == pieces
 
 
 def test_a_rank_that_is_gone_is_a_typed_error():

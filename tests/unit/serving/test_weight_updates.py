@@ -12,6 +12,7 @@ from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, 
 from sametoken.serving.messages import (
     ChangeWeights,
     FinishUpdate,
+    JoinedTensors,
     JoinTrainer,
     NameWeights,
     StartUpdate,
@@ -28,7 +29,7 @@ class Group:
     """Sends bytes 0, 1, 2 and so on, a tensor at a time, until it is lost."""
 
     device = torch.device("cpu")
-    pieces = staticmethod(lambda sizes: [range(i, i + 1) for i in range(len(sizes))])
+    pieces = staticmethod(lambda sizes, _: [range(i, i + 1) for i in range(len(sizes))])
 
     def __init__(self, at) -> None:
         self.left = at
@@ -89,11 +90,14 @@ def test_tensors_in_several_parts_make_one_update(scene):
 
 def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monkeypatch):
     weights, carry_out = scene
-    monkeypatch.setattr(Group, "pieces", staticmethod(lambda sizes: [range(len(sizes))]))
+    told = []
+    whole = lambda sizes, most: told.append(most) or [range(len(sizes))]  # noqa: E731
+    monkeypatch.setattr(Group, "pieces", staticmethod(whole))
     carry_out(JoinTrainer(0, 1))
     carry_out(StartUpdate(1, "model"))
     odd = TensorForm("odd", "bfloat16", (3,))
-    assert carry_out(TakeWeights(2, (odd, ONE, TWO))) is None
+    assert carry_out(TakeWeights(2, JoinedTensors((odd, ONE, TWO), 100))) is None
+    assert told == [100]
     assert isinstance(carry_out(FinishUpdate(3, None)), NewWeights)
     tensors = weights.loaded[0][1]
     sent = torch.arange(32, dtype=torch.uint8)

@@ -30,6 +30,7 @@ Version = Annotated[
     BeforeValidator(_number, json_schema_input_type=int | str),
     Field(ge=0, lt=2**63),
 ]
+PackedBytes = Annotated[int, Field(ge=1, lt=2**63)]
 _List = Field(max_length=_MAX_TENSORS, fail_fast=True)
 
 
@@ -55,7 +56,7 @@ class InitInfo(Strict):
     rank_offset: Annotated[Count, Field(ge=1)] = 1
     world_size: Annotated[Count, Field(ge=2)] = 2
     packed: bool = False
-    packed_buffer_size_bytes: Annotated[int, Field(ge=1, lt=2**63)] = 2**30
+    packed_buffer_size_bytes: PackedBytes = 2**30
     packed_num_buffers: Annotated[Count, Field(ge=1)] = 2
 
 
@@ -68,7 +69,8 @@ class InitRequest(Strict):
 class UpdateInfo(Strict):
     """What the trainer sends: the name of a directory, or tensors in order.
 
-    Those in its memory with handles, each or of a buffer that has their bytes in order.
+    Those in its memory with handles, each or of a buffer that has their bytes in order. Those
+    of a group may come joined in this update alone, as vLLM's trainers before 0.28 send them.
     """
 
     path: Text | None = None
@@ -80,6 +82,8 @@ class UpdateInfo(Strict):
     ipc_handles_pickled: Text | None = None
     tensor_sizes: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], _List] | None = None
     packed: bool = False
+    packed_buffer_size_bytes: PackedBytes = 2**30
+    packed_num_buffers: Annotated[Count, Field(ge=1)] = 2
 
 
 class UpdateRequest(Strict):

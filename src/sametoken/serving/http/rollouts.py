@@ -43,7 +43,7 @@ from sametoken.serving.http.rollout_schemas import (
     WorldSize,
 )
 from sametoken.serving.http.transfer_config import FILES, WeightTransferConfig
-from sametoken.serving.messages import SharedTensors, TensorForm
+from sametoken.serving.messages import JoinedTensors, SharedTensors, TensorForm
 from sametoken.types.weight_updates import DRAFTER, IPC, MODEL, NCCL, NCCL_ID_BYTES, Rendezvous
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def _unique_id(info: InitInfo, config: WeightTransferConfig) -> bytes | None:
 
 def _sent(
     info: UpdateInfo, config: WeightTransferConfig
-) -> Path | tuple[TensorForm, ...] | SharedTensors:
+) -> Path | tuple[TensorForm, ...] | JoinedTensors | SharedTensors:
     """The directory, or the tensors that come or are there."""
     if config.directory is not None:
         if info.path is None or info.model_dump(exclude_defaults=True).keys() != {"path"}:
@@ -270,9 +270,9 @@ def _sent(
     forms = _forms(info, config)
     if config.backend == IPC:
         return _shared(info, forms, config)
-    if info.ipc_handles_pickled is not None or info.tensor_sizes or info.packed:
+    if info.ipc_handles_pickled is not None or info.tensor_sizes:
         raise _misfit("update_info", _COLUMNS, config)
-    return forms
+    return JoinedTensors(forms, info.packed_buffer_size_bytes) if info.packed else forms
 
 
 def _forms(info: UpdateInfo, config: WeightTransferConfig) -> tuple[TensorForm, ...]:

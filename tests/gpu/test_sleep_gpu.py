@@ -126,6 +126,7 @@ def test_a_device_without_room_is_named_and_may_be_asked_again(targets, answers)
         live.wake_up()
     assert live.is_sleeping
     del taken
+    free_bytes()
     live.wake_up()
     assert said(live) == answers[0]
 

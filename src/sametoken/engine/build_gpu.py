@@ -19,12 +19,15 @@ MOST_ROWS = 1536
 
 #: Captured steps with prompts: maximum decoding requests, maximum prompts, and row counts.
 MIXED = (
-    (0, 1, (64, 128, 256, 512)),
-    (8, 2, (64, 128, 256, 512)),
-    (64, 4, (128, 256, 512, 1024)),
+    (0, 1, (64, *range(128, 513, 128))),
+    (8, 2, (64, *range(128, 513, 128))),
+    (64, 4, range(128, 1025, 128)),
 )
 #: The same at ``max_num_seqs`` decoding requests: maximum prompts and row counts.
-MIXED_FULL_BATCH = (4, (384, 512, 768, 1024, 1536))
+MIXED_FULL_BATCH = (4, range(384, MOST_ROWS + 1, 128))
+
+#: Decoding requests of captured steps: powers of two up to the first, then multiples of the other.
+REQUEST_STEPS = (64, 32)
 
 #: Eager steps are padded to this multiple: fewer row counts to prove and kernels to compile.
 ROW_MULTIPLE = 64
@@ -97,10 +100,12 @@ def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape
 
 
 def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
-    """Powers of two of requests and of rows per request; finer rows at ``max_num_seqs``."""
+    """``REQUEST_STEPS`` and powers of two of rows per request; finer rows at ``max_num_seqs``."""
+    doubled, multiple = REQUEST_STEPS
+    counts = {*_doubling(min(max_num_seqs, doubled)), max_num_seqs}
     sizes = {
         (requests, requests * rows)
-        for requests in _doubling(max_num_seqs)
+        for requests in counts | set(range(doubled, max_num_seqs, multiple))
         for rows in _doubling(k + 1)
     }
     full_batch = range(max_num_seqs, max_num_seqs * (k + 1), 2 * ROW_MULTIPLE)

@@ -60,7 +60,7 @@ def test_the_serving_process_loads_no_tensors(tmp_path):
     """With requests it is held to that by tests/e2e/test_server_command.py."""
     code = (
         "from pathlib import Path\n"
-        "import sametoken.serving.http.run\n"
+        "import sametoken.serving.batch.on_ray, sametoken.serving.http.run\n"
         "from sametoken.text.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(save_tokenizer(tmp_path))!r}))\n"
         "prompt = tokenizer.apply_chat_template([{'role': 'user', 'content': 'the cat'}])\n"

@@ -1,4 +1,4 @@
-"""Cheap imports: the command's help and the host's vocabulary never load torch."""
+"""Cheap imports: the command's help, the host's vocabulary and serving never load torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
+from helpers.chat_model import save_tokenizer
 from helpers.sources import parsed
 
 PACKAGE = Path(sametoken.__file__).parent
@@ -53,6 +54,20 @@ def test_help_loads_nothing_heavy(arguments):
     *shown, loaded = run_python(code + MODULES_AFTER.format(heavy=HEAVY)).strip().splitlines()
     assert loaded == "[]"
     assert "sametoken" in "\n".join(shown)
+
+
+def test_the_serving_process_loads_no_tensors(tmp_path):
+    """With requests it is held to that by tests/e2e/test_server_command.py."""
+    code = (
+        "from pathlib import Path\n"
+        "import sametoken.serving.batch.on_ray, sametoken.serving.http.run\n"
+        "from sametoken.text.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer(Path({str(save_tokenizer(tmp_path))!r}))\n"
+        "prompt = tokenizer.apply_chat_template([{'role': 'user', 'content': 'the cat'}])\n"
+        "assert tokenizer.decode(tokenizer.encode(prompt), skip_special_tokens=False) == prompt\n"
+    )
+    heavy = ("torch", "triton", "xgrammar")
+    assert run_python(code + MODULES_AFTER.format(heavy=heavy)).strip() == "[]"
 
 
 def exported(tree: ast.Module) -> list[str] | None:

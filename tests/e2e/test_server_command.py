@@ -116,13 +116,36 @@ def test_vllm_39273(servers):
     assert "gdn_prefill_backend" in servers[0].log.read_text()
 
 
+def child(server: Command, module: str) -> psutil.Process:
+    """The process of the server that runs a module, once there is one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for one in psutil.Process(server.process.pid).children():
+            if module in " ".join(one.cmdline()):
+                return one
+        time.sleep(0.1)
+    raise AssertionError(server.log.read_text())
+
+
+def loads(process: psutil.Process, library: str) -> bool:
+    return any(library in Path(part.path).name for part in process.memory_maps())
+
+
+def test_the_serving_process_serves_without_tensors(servers):
+    """It needs seconds and 200 MB less than a process that loads torch."""
+    url = servers[0].url()
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    for path, body in (("chat/completions", chat), ("completions", {**REQUEST, "max_tokens": 2})):
+        answer = httpx.post(f"{url}/v1/{path}", json={"model": NAME} | body, timeout=PATIENCE_S)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+    serving = psutil.Process(servers[0].process.pid)
+    assert loads(child(servers[0], "serving.engine_main"), "libtorch")
+    assert not any(loads(serving, library) for library in ("libtorch", "xgrammar", "tvm_ffi"))
+
+
 def test_a_process_that_tries_grammars_waits_for_the_first(servers):
     servers[0].url()
-    serving = psutil.Process(servers[0].process.pid)
-    deadline = time.monotonic() + PATIENCE_S
-    while not any("grammar.trial_main" in " ".join(one.cmdline()) for one in serving.children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert child(servers[0], "grammar.trial_main").is_running()
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_new_ones(servers):

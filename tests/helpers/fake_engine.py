@@ -65,6 +65,7 @@ class FakeEngine:
 
     is_ready = True
     errored = None
+    max_num_seqs = 64
 
     def __init__(
         self,

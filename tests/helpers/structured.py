@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tokenizers import Tokenizer as Backend
@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.harness import request
 from helpers.toy import ToyModel
+from sametoken.errors import RequestError
+from sametoken.text.grammar.compiled import TokenizerText, Vocabulary
 from sametoken.text.grammar.grammar import GrammarCompiler
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.tokenizer import Tokenizer
@@ -41,6 +43,14 @@ VOCAB = -(-len(tokenizer().hf) // 16) * 16
 @lru_cache
 def model() -> ToyModel:
     return ToyModel(VOCAB)
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableText(TokenizerText):
+    """A tokenizer that the grammar library refuses."""
+
+    def pack(self) -> Vocabulary:
+        raise RequestError("structured_outputs cannot use this tokenizer", "use another one")
 
 
 @lru_cache

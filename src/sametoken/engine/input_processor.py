@@ -330,10 +330,10 @@ class InputProcessor:
         """Start the compiler's process in advance, so that the first grammar need not wait.
 
         Raises:
-            RequestError: there is no tokenizer, which grammars need.
+            RequestError: there is no tokenizer that grammars can use.
             OverloadedError: a process cannot be started.
         """
-        self._compiler().start_trials()
+        self._compiler()
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """The compiled ``structured_outputs``, or None."""

@@ -62,9 +62,11 @@ class AsyncLLM:
 
     Attributes:
         resolved: the engine's settings; ``eos_token_ids`` includes the tokenizer's.
+        max_num_seqs: completions that the engine runs at once.
     """
 
     resolved: EngineSummary
+    max_num_seqs: int
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class AsyncLLM:
         require_own_end(tokenizer, summary.vocab_size)
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
+        self.max_num_seqs = process.ready.limits.max_num_seqs
         self._tokenizer = tokenizer
         self._generation_config = config.generation_config
         self._trials = ProcessTrials()

@@ -150,10 +150,9 @@ def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tupl
 
 
 def import_library(config: EngineConfig) -> None:
-    """Import what ``load_tokenizer_of`` needs: seconds, which a caller may have to spare."""
+    """Import what ``load_tokenizer_of`` needs: a second, which a caller may have to spare."""
     if not config.skip_tokenizer_init:
-        # This module of the library imports torch; ``from_pretrained`` would import it later.
-        import transformers.configuration_utils  # noqa: F401
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:
@@ -250,7 +249,7 @@ def _from_gguf(path: Path) -> Any:
 
 
 def _from_hf(path: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if path.is_file():
         _require_readable(path)
@@ -267,6 +266,9 @@ def _from_hf(path: Path) -> Any:
             "checkpoint, which is never run",
             "give a tokenizer that has a tokenizer.json",
         )
+    # It imports torch, so only a tokenizer that has to be converted pays for it.
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 

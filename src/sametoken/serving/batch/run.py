@@ -14,7 +14,6 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from sametoken.config import EngineConfig
-from sametoken.engine.resolve import resolve_device, resolve_sizes
 from sametoken.errors import ConfigError, EngineDeadError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.batch.config import BatchConfig
@@ -141,8 +140,7 @@ async def _answer_here(
     engine = await AsyncLLM.start(config, BATCH_LIMITS)
     try:
         app = create_app(engine, batch_server_config(batch_config.served_model_name))
-        slots = resolve_sizes(config, resolve_device(config)).max_num_seqs
-        concurrency = batch_config.concurrency or slots
+        concurrency = batch_config.concurrency or engine.max_num_seqs
         groups: AsyncGenerator[list[Answer], Any] = answers_of(app, pending, concurrency)
         async with aclosing(groups):
             async for group in groups:

@@ -11,12 +11,10 @@ from types import FrameType
 from typing import Any
 
 import ray
-import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
 
 from sametoken.config import EngineConfig
-from sametoken.engine.resolve import resolve_sizes
 from sametoken.errors import ConfigError
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.middleware import BodyBounds
@@ -213,6 +211,11 @@ def num_gpus(config: EngineConfig) -> int:
 
 def num_slots(config: EngineConfig) -> int:
     """``max_num_seqs`` of one engine, whose device is resolved."""
+    # Engines on Ray import this module, and need no torch in the process that serves.
+    import torch
+
+    from sametoken.engine.resolve import resolve_sizes
+
     return resolve_sizes(config, torch.device(config.device)).max_num_seqs
 
 

@@ -9,7 +9,7 @@ import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar.regular_expressions import plain_regex
@@ -17,6 +17,7 @@ from sametoken.types.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     import xgrammar
+    from tokenizers import Tokenizer as Backend
 
 
 #: Bytes of one compiled grammar, of those cached for later requests, and of all in use.
@@ -65,6 +66,61 @@ class Vocabulary:
 def vocabulary_of(packed: bytes) -> Vocabulary:
     """The vocabulary of these bytes, one object per content."""
     return Vocabulary(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerText:
+    """What a ``Vocabulary`` is made of, in a form that needs no grammar library.
+
+    Attributes:
+        text: the tokenizer as the content of a ``tokenizer.json``.
+        vocab_size: the model's.
+        eos_token_ids: end-of-text token ids.
+    """
+
+    text: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def pack(self) -> Vocabulary:
+        """The vocabulary; special tokens have no text in it.
+
+        Raises:
+            RequestError: xgrammar cannot use the tokenizer.
+        """
+        import xgrammar
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        backend = Backend.from_str(self.text)
+        try:
+            kind = xgrammar.TokenizerInfo.from_huggingface(
+                PreTrainedTokenizerFast(tokenizer_object=backend),
+                stop_token_ids=list(self.eos_token_ids),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise RequestError(
+                f"structured_outputs cannot use this tokenizer: {error}",
+                "use a byte-level or SentencePiece tokenizer",
+            ) from error
+        info = xgrammar.TokenizerInfo(
+            self._tokens(backend),
+            kind.vocab_type,
+            vocab_size=self.vocab_size,
+            stop_token_ids=list(self.eos_token_ids),
+            add_prefix_space=kind.add_prefix_space,
+        )
+        return vocabulary_of(zlib.compress(info.serialize_json().encode(), level=1))
+
+    def _tokens(self, backend: Backend) -> list[str]:
+        """The token of every id; empty for special tokens and for padding of the vocabulary."""
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        tokens = [""] * self.vocab_size
+        for token, token_id in backend.get_vocab(with_added_tokens=True).items():
+            is_special = token_id in added and added[token_id].special
+            if token_id < self.vocab_size and not is_special:
+                tokens[token_id] = token
+        return tokens
 
 
 @dataclass(frozen=True, eq=False)

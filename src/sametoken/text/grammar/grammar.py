@@ -6,7 +6,6 @@ Processes exchange a grammar's source; each process that needs matchers compiles
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,9 +14,9 @@ from sametoken.text.grammar.compiled import (
     Compiled,
     CompiledGrammars,
     GrammarSource,
+    TokenizerText,
     Vocabulary,
     not_valid,
-    vocabulary_of,
 )
 from sametoken.text.grammar.json_schema import check_schema
 from sametoken.text.grammar.regular_expressions import check_grammar, check_regex, plain_regex
@@ -145,10 +144,11 @@ class XGrammar:
 class GrammarTrials(Protocol):
     """Validates grammars within a time limit."""
 
-    def start(self, vocabulary: Vocabulary) -> None:
-        """Prepare for the first grammar over these tokens.
+    def pack(self, text: TokenizerText) -> Vocabulary:
+        """The vocabulary of a tokenizer, and prepare for the first grammar over it.
 
         Raises:
+            RequestError: the tokenizer cannot be used.
             OverloadedError: that is not possible now.
         """
         ...
@@ -170,10 +170,11 @@ class GrammarCompiler:
         tokenizer: its tokens are those of the grammars; special tokens have no text there.
         vocab_size: the model's.
         eos_token_ids: end-of-text token ids.
-        trials: validates a grammar before it is used.
+        trials: packs the tokens, and validates a grammar before it is used.
 
     Raises:
         RequestError: there is no end-of-text token, or xgrammar cannot use the tokenizer.
+        OverloadedError: the tokens cannot be packed now.
     """
 
     def __init__(
@@ -183,7 +184,13 @@ class GrammarCompiler:
         eos_token_ids: tuple[int, ...],
         trials: GrammarTrials,
     ) -> None:
-        self._vocabulary = vocabulary_of(_packed(tokenizer, vocab_size, eos_token_ids))
+        if not eos_token_ids:
+            raise RequestError(
+                "structured_outputs needs an end-of-text token and the model has none",
+                "set eos_token_id in config.json",
+            )
+        text = TokenizerText(tokenizer.backend.to_str(), vocab_size, eos_token_ids)
+        self._vocabulary = trials.pack(text)
         self._trials = trials
         self._lock = threading.Lock()
         self._validated: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
@@ -193,14 +200,6 @@ class GrammarCompiler:
         with self._lock:
             source = self._validated.get(structured)
         return None if source is None else XGrammar(source, self._vocabulary)
-
-    def start_trials(self) -> None:
-        """Call ``GrammarTrials.start``.
-
-        Raises:
-            OverloadedError: a process cannot be started.
-        """
-        self._trials.start(self._vocabulary)
 
     def compile(self, structured: StructuredOutputs) -> XGrammar:
         """The grammar of a structure, validated now or before.
@@ -232,42 +231,6 @@ def _checked_patterns(source: GrammarSource) -> tuple[str, ...]:
     for pattern in patterns:
         check_regex(pattern)
     return patterns
-
-
-def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> bytes:
-    import xgrammar
-
-    if not eos_token_ids:
-        raise RequestError(
-            "structured_outputs needs an end-of-text token and the model has none",
-            "set eos_token_id in config.json",
-        )
-    try:
-        kind = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer.hf, stop_token_ids=list(eos_token_ids)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RequestError(
-            f"structured_outputs cannot use this tokenizer: {error}",
-            "use a byte-level or SentencePiece tokenizer",
-        ) from error
-    info = xgrammar.TokenizerInfo(
-        _tokens(tokenizer, vocab_size),
-        kind.vocab_type,
-        vocab_size=vocab_size,
-        stop_token_ids=list(eos_token_ids),
-        add_prefix_space=kind.add_prefix_space,
-    )
-    return zlib.compress(info.serialize_json().encode(), level=1)
-
-
-def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """The token of every id; empty for special tokens and for padding of the vocabulary."""
-    tokens = [""] * vocab_size
-    for token, token_id in tokenizer.hf.get_vocab().items():
-        if token_id < vocab_size and token_id not in tokenizer.special_ids:
-            tokens[token_id] = token
-    return tokens
 
 
 def _bit(index: int) -> int:

@@ -1,8 +1,9 @@
 """A process that validates grammars, with a memory limit.
 
 Run as ``python -m sametoken.text.grammar.trial_main FD``, the number of an inherited socket.
-The first message is a ``Vocabulary``, every further one a ``GrammarSource``; each is answered
-with None or an error. The process ends when the socket closes; its parent kills it if it is slow.
+The first message is a ``TokenizerText`` or a ``Vocabulary``, answered with the vocabulary, or with
+an error and the process's end. Every further one is a ``GrammarSource``, answered with None or an
+error. The process ends when the socket closes; its parent kills it if it is slow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sametoken.errors import RequestError, SametokenError
-from sametoken.text.grammar.compiled import CompiledGrammars, GrammarSource, Vocabulary
+from sametoken.text.grammar.compiled import (
+    CompiledGrammars,
+    GrammarSource,
+    TokenizerText,
+    Vocabulary,
+)
 from sametoken.text.grammar.grammar import XGrammar
 
 #: Lower priority than the engine and the serving process.
@@ -30,11 +36,16 @@ _ORPHAN_S = 30
 
 def serve(connection: Connection) -> None:
     """Answer requests until the socket closes."""
-    vocabulary: Vocabulary = connection.recv()
+    tokens: TokenizerText | Vocabulary = connection.recv()
+    try:
+        vocabulary = tokens.pack() if isinstance(tokens, TokenizerText) else tokens
+    except RequestError as refusal:
+        connection.send(refusal)
+        return
     vocabulary.compiler  # noqa: B018  # imports the libraries
     _limit_memory()
     _silence()
-    connection.send(None)
+    connection.send(vocabulary)
     while True:
         source: GrammarSource = connection.recv()
         signal.alarm(_ORPHAN_S)

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import OverloadedError, RequestError
+from sametoken.errors import OverloadedError, RequestError, SametokenError
 from sametoken.io.child_process import spawn, status_text
-from sametoken.text.grammar.compiled import Vocabulary
+from sametoken.text.grammar.compiled import TokenizerText, Vocabulary
 from sametoken.text.grammar.grammar import XGrammar
 
 #: Seconds after which a grammar is refused as too large, and number of concurrent trials.
@@ -35,8 +35,9 @@ class ThreadTrials:
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(AT_ONCE)
 
-    def start(self, vocabulary: Vocabulary) -> None:
-        """See ``GrammarTrials``: nothing to do."""
+    def pack(self, text: TokenizerText) -> Vocabulary:
+        """See ``GrammarTrials``."""
+        return text.pack()
 
     def run(self, grammar: XGrammar) -> None:
         """See ``GrammarTrials``; ``grammar`` is compiled in this process."""
@@ -82,9 +83,11 @@ class ProcessTrials:
         finally:
             self._slots.release()
 
-    def start(self, vocabulary: Vocabulary) -> None:
+    def pack(self, text: TokenizerText) -> Vocabulary:
         """See ``GrammarTrials``; starting a process takes seconds."""
-        self._put_back(self._take(vocabulary))
+        process = self._take(text)
+        self._put_back(process)
+        return process.vocabulary
 
     def stop(self) -> None:
         """Kill the processes; running trials fail."""
@@ -94,7 +97,7 @@ class ProcessTrials:
                 process.kill()
             self._idle.clear()
 
-    def _take(self, vocabulary: Vocabulary) -> TrialProcess:
+    def _take(self, tokens: TokenizerText | Vocabulary) -> TrialProcess:
         with self._lock:
             if self._stopped:
                 raise OverloadedError("the server ends", "use another one")
@@ -102,7 +105,7 @@ class ProcessTrials:
             process = self._idle.pop() if self._idle else _start_process()
             self._busy.add(process)
         try:
-            process.await_ready(vocabulary)
+            process.await_ready(tokens)
         except BaseException:
             process.kill()
             self._put_back(process)
@@ -125,7 +128,10 @@ class TrialProcess:
 
     Attributes:
         num_bytes_ready: resident memory before its first trial.
+        vocabulary: what its grammars are over, once it is ready.
     """
+
+    vocabulary: Vocabulary
 
     def __init__(self) -> None:
         self.num_bytes_ready = 0
@@ -153,20 +159,24 @@ class TrialProcess:
             return 0
         return resident * resource.getpagesize()
 
-    def await_ready(self, vocabulary: Vocabulary) -> None:
-        """Send the vocabulary and wait until the process is ready.
+    def await_ready(self, tokens: TokenizerText | Vocabulary) -> None:
+        """Send the tokens and wait until the process is ready.
 
         Raises:
+            RequestError: the tokenizer cannot be used.
             OverloadedError: it cannot start.
         """
         if self._is_ready:
             return
         try:
-            self._request(vocabulary, _START_S)
+            answer = self._request(tokens, _START_S)
         except (EOFError, OSError) as error:
             raise OverloadedError(
                 f"the grammar compiler cannot be started: {self._end()}", "try again later"
             ) from error
+        if isinstance(answer, SametokenError):
+            raise answer
+        self.vocabulary = answer
         self._is_ready = True
         self.num_bytes_ready = self.num_bytes()
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from helpers.structured import EOS, VOCAB, tokenizer
+from helpers.structured import EOS, VOCAB, UnusableText, tokenizer
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar import trials as module
 from sametoken.text.grammar.grammar import GrammarCompiler
@@ -54,7 +54,6 @@ def test_a_process_is_kept_and_says_what_is_wrong(compiler, trials):
 
 
 def test_a_process_waits_for_the_first_grammar(compiler, trials):
-    compiler.start_trials()
     waiting = pids(trials)
     assert waiting
     assert not trials._busy
@@ -78,7 +77,7 @@ def test_no_process_is_started_once_all_are_stopped():
     trials = ProcessTrials()
     trials.stop()
     with pytest.raises(OverloadedError, match="ends"):
-        GrammarCompiler(tokenizer(), VOCAB, (EOS,), trials).start_trials()
+        GrammarCompiler(tokenizer(), VOCAB, (EOS,), trials)
 
 
 def test_the_grammar_is_not_compiled_where_it_is_only_passed_on(compiler):
@@ -121,7 +120,13 @@ def test_a_process_that_dies_costs_its_own_request(compiler, trials):
 def test_a_process_that_cannot_start_is_a_typed_error(monkeypatch):
     monkeypatch.setattr(module, "_MODULE", "sametoken.engine.no_module")
     trials = ProcessTrials()
-    compiler = GrammarCompiler(tokenizer(), VOCAB, (EOS,), trials)
     with pytest.raises(OverloadedError, match="cannot be started"):
-        compiler.compile(StructuredOutputs(regex="a"))
+        GrammarCompiler(tokenizer(), VOCAB, (EOS,), trials)
+    assert pids(trials) == set()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_the_process_that_packs_it():
+    trials = ProcessTrials()
+    with pytest.raises(RequestError, match="cannot use this tokenizer"):
+        trials.pack(UnusableText("", VOCAB, (EOS,)))
     assert pids(trials) == set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
@@ -55,7 +57,7 @@ class EagerLauncher:
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        table = self._upload(layout, self._padded(layout.shape), first_place)
+        table = self._upload(layout, padded(layout.shape, self.row_multiple), first_place)
         processor.start_masks()
         output = self.step.forward(table)
         processor.process(output)
@@ -71,9 +73,6 @@ class EagerLauncher:
         sequences = self.step.sequences
         table = layout.table(shape, sequences.reserved_slot, first_place)
         return LayoutTable(upload(table, sequences.device), shape)
-
-    def _padded(self, shape: StepShape) -> StepShape:
-        return padded(shape, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,7 @@ class StepRunner:
         landed = self.stream.submit(lambda: self._run(plan, buffer))
         return PendingOutput(plan, buffer, landed, self.ring)
 
+    @torch.inference_mode()  # Autograd would note every operation.
     def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
         self._apply(plan)
         if not plan.requests:

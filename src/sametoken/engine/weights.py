@@ -180,7 +180,8 @@ class LiveWeights:
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 
-        If none of the module's tensors are there, it stays as it is.
+        If none of the module's tensors are there, it stays as it is. A head's copy of the target's
+        lm_head always comes with the target.
         """
         self.require_target(target)
         with update_errors():
@@ -199,7 +200,11 @@ class LiveWeights:
                 )
             )
             if not self._brings_module(source):
-                return NewWeights(self._replacement(self.model, model), of_target=True)
+                pairs: list[tuple[object, object]] = [(self.model, model)]
+                if (shared := drafter.shared_head) is not None:
+                    pairs.append((shared.weight, shared.made_of(model, kernels)))
+                live, loaded = zip(*pairs, strict=True)
+                return NewWeights(self._replacement(live, loaded), of_target=True)
         assert drafter.reload is not None
         head = drafter.reload(source, model, kernels)
         replacement = self._replacement((self.model, drafter.model), (model, head))

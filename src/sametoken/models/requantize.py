@@ -31,7 +31,9 @@ _FUSED = 4
 _STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-def requantized(source: TensorSource, formats: Quantization, config: ModelConfig) -> TensorSource:
+def requantized(
+    source: TensorSource, formats: Quantization, config: ModelConfig, kept: Collection[str]
+) -> TensorSource:
     """The source, with those modules quantized that the formats want so and that are in floats.
 
     Modules in formats that need data, as GPTQ and static scales of activations, stay as they are.
@@ -40,9 +42,10 @@ def requantized(source: TensorSource, formats: Quantization, config: ModelConfig
         source: of a whole checkpoint.
         formats: of the model's weights.
         config: the model's; weights are rounded to the dtype of its unquantized checkpoint first.
+        kept: names of tensors that the model has in floats, whatever the formats name.
     """
     schemes = {}
-    for name in source.names():
+    for name in set(source.names()).difference(kept):
         scheme = _scheme_of(name, formats, config)
         if scheme is not None and _fits(source, name, scheme):
             schemes[name] = scheme

@@ -12,9 +12,8 @@ from helpers.forward import CPU
 from helpers.quantized import write_with_lm_head
 from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
 from sametoken.errors import UnsupportedError
-from sametoken.models.heads.base import load_lm_head
+from sametoken.models.heads.base import lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint
-from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import SCHEMES
 from sametoken.ops.model.gemm.tuning import TuningTable
@@ -105,4 +104,4 @@ def test_a_map_is_refused_where_rows_cannot_be_taken():
     kernels = ReferenceKernels()
     parts = kernels.stack([kernels.pack(torch.ones(2, 8)) for _ in range(2)])
     with pytest.raises(UnsupportedError, match="leave token_map out"):
-        load_lm_head(WeightReader(None, kernels, torch.float32, CPU), parts, torch.arange(2))
+        lm_head_of(kernels, parts, torch.arange(2))

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import write_checkpoint, write_llama
+from helpers.compressed import compressed
 from helpers.hybrids import write_hybrid
-from helpers.quantized import block_config, quantize_tensors
+from helpers.latents import write_nextn
+from helpers.mxfp4 import EXPERTS_0, MXFP4, STACKS, made
+from helpers.quantized import block_config, gptq_llama, quantize_tensors
 from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
 from sametoken.errors import WeightUpdateError
+from sametoken.models import rounding
 from sametoken.models.quantize import SCHEMES, quantize_checkpoint
 
 #: Features that groups of 32 divide.
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "torch_dtype": "bfloat16"}
+GPTQ_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
 DOWN = "model.layers.1.mlp.down_proj"
 
 
@@ -25,14 +33,43 @@ def write_bf16(path, seed: int):
     return path
 
 
-@pytest.fixture(scope="module", params=SCHEMES)
+def write_nvfp4(source, output):
+    """As compressed-tensors quantizes and writes it, the lm_head too."""
+    shutil.copytree(source, output)
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    compressed(output, groups, ["model.embed_tokens"])
+
+
+def write_blocks(source, output):
+    """As DeepSeek and Qwen publish it."""
+    shutil.copytree(source, output)
+    config = json.loads((source / "config.json").read_text())
+    floats = {name: tensor.float() for name, tensor in tensors_of(source).items()}
+    stored, _ = quantize_tensors(floats)
+    write_checkpoint(output, config | {"quantization_config": block_config()}, stored)
+
+
+WRITERS = {"nvfp4": write_nvfp4, "block": write_blocks}
+
+
+@pytest.fixture(scope="module", params=[*SCHEMES, *WRITERS])
 def copies(request, tmp_path_factory):
     """An old and a new checkpoint, and a quantized copy of each."""
     folder = tmp_path_factory.mktemp(request.param)
     plain = [write_bf16(folder / str(seed), seed) for seed in (0, 1)]
     outputs = [folder / f"quantized-{seed}" for seed in (0, 1)]
     for source, output in zip(plain, outputs, strict=True):
-        quantize_checkpoint(source, output, request.param)
+        if request.param in SCHEMES:
+            quantize_checkpoint(source, output, request.param)
+        else:
+            WRITERS[request.param](source, output)
     return plain, outputs
 
 
@@ -81,11 +118,52 @@ def test_a_hybrids_files_bring_its_module_too(tmp_path):
     assert same_weights(live, built)
 
 
-def test_floats_for_another_format_are_refused(tmp_path):
-    tensors = tensors_of(write_llama(tmp_path, quantization_config=block_config()))
-    stored, _ = quantize_tensors(tensors)
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    live = engine(tmp_path)
+def test_what_the_checkpoint_has_in_floats_stays_in_floats(tmp_path):
+    """DeepSeek-V3's config names no module that its block float8 leaves out, as eh_proj."""
+    plain = [write_nextn(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    copies = [path.with_name(f"quantized-{path.name}") for path in plain]
+    for path, copy in zip(plain, copies, strict=True):
+        quantize_checkpoint(path, copy, "fp8-dynamic")
+        stored, floats = tensors_of(copy), tensors_of(path)
+        (fusion,) = (name for name in floats if name.endswith("eh_proj.weight"))
+        del stored[f"{fusion}_scale"]
+        save_file(stored | {fusion: floats[fusion]}, copy / "model.safetensors")
+    spec = {"method": "mtp", "num_speculative_tokens": 2}
+    built, live = engine(copies[1], spec), engine(copies[0], spec)
+    live.update_weights(plain[1])
+    assert same_weights(live, built)
+
+
+def test_floats_of_stacked_experts_become_mxfp4(tmp_path):
+    config, old, meant = made()
+    config |= {"quantization_config": MXFP4}
+    sent = {name: 1.3 * one if name.endswith(STACKS) else one for name, one in meant.items()}
+    stored = {name: one for name, one in sent.items() if not name.endswith(STACKS)}
+    for name in sent.keys() - stored.keys():
+        stored |= rounding.MXFP4.tensors(name, sent[name])
+    built = engine(write_checkpoint(tmp_path / "new", config, stored))
+    live = engine(write_checkpoint(tmp_path / "old", config, old), NGRAM)
+    before = said(live)
+    down = sent[f"{EXPERTS_0}.down_proj"]
+    for bad in (down[:-1], down[:, :-32], down[:, :, :-1], torch.full_like(down, torch.inf)):
+        with pytest.raises(WeightUpdateError, match=f"{EXPERTS_0}.down_proj"):
+            live.update_weights((sent | {f"{EXPERTS_0}.down_proj": bad}).items())
+    assert said(live) == before
+    live.update_weights(sent.items())
+    assert said(live) == said(built) != before
+    # Numbers of the format stay what they are.
+    live.update_weights(meant.items())
+    assert said(live) == before
+
+
+def test_floats_for_a_format_that_needs_data_are_refused(tmp_path):
+    config, stored = gptq_llama()
+    tensors = tensors_of(
+        write_llama(tmp_path / "plain", **{key: config[key] for key in GPTQ_SIZES})
+    )
+    live = engine(write_checkpoint(tmp_path / "gptq", config, stored))
+    before = said(live)
     with pytest.raises(WeightUpdateError, match="not stored as the weights in use"):
         live.update_weights(tensors.items())
+    assert said(live) == before
     assert live.update_weights(stored.items()) == 1

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from helpers.checkpoints import head_tensors, write_llama, write_safeailab
-from helpers.two_ranks import VOCAB, answer, config_of, drive, requests
+from helpers.checkpoints import (
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_safeailab,
+)
+from helpers.harness import request
+from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from helpers.updates import tensors_of
 from sametoken import LLM
 from sametoken.engine.build import build_engine
@@ -119,3 +129,58 @@ def test_requests_in_flight_go_on(live, targets, truths):
     assert drive(core) == truths[1]
     live.update_weights(targets[0])
     assert drive(core) == truths[0]
+
+
+def no_more_than_embeddings(tensors: dict) -> dict:
+    """Layers that add nothing."""
+    idle = ("o_proj.weight", "down_proj.weight")
+    return {
+        name: torch.zeros_like(one) if name.endswith(idle) else one for name, one in tensors.items()
+    }
+
+
+def write_foreseen(folder) -> tuple:
+    """A target whose state is its token's embedding, another with a new lm_head, and a head that
+    knows that state, so that all its greedy drafts are right with the target's lm_head."""
+    old = write_llama(folder / "old", **SIZES)
+    new = write_llama(folder / "new", **SIZES)
+    tensors = no_more_than_embeddings(tensors_of(old))
+    tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"])
+    save_file(tensors, old / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(7, 0)},
+        new / "model.safetensors",
+    )
+    one = SIZES | {"num_hidden_layers": 1}
+    own = no_more_than_embeddings(eagle1_tensors(**one))
+    width = len(own["fc.weight"])
+    own["fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), 1)
+    return old, new, write_eagle1(folder / "head", own, **one)
+
+
+@pytest.mark.parametrize(("size", "mapped"), [(2, False), (2, True), (1, True)])
+def test_a_shared_lm_head_follows_the_target(tmp_path, size, mapped):
+    """A rank's copy of all rows, and copies cut to a token map: acceptance stays perfect."""
+    old, new, head = write_foreseen(tmp_path)
+    spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    if mapped:
+        (tmp_path / "map.json").write_text(json.dumps(list(range(VOCAB))))
+        spec["token_map"] = str(tmp_path / "map.json")
+    items = [request(f"g{i}", [i, 3, 5 * i], MAX_TOKENS) for i in range(4)]
+    live = LLM.from_engine(build_engine(config_of(old, spec, tensor_parallel_size=size)), None)
+    before = drive(live._engine, items)
+    assert before.accepted == before.offered > 0
+    live.update_weights(tensors_of(new).items())
+    after = drive(live._engine, items)
+    assert after != before
+    assert after.accepted == after.offered > 0
+    # The head's own update takes the lm_head of the target in use.
+    live.update_weights(tensors_of(head).items(), target="drafter")
+    again = drive(live._engine, items)
+    assert again == after
+    assert again.accepted == again.offered > 0
+    # A head with an lm_head of its own is another kind of head.
+    own = tensors_of(head) | {"lm_head.weight": tensors_of(old)["lm_head.weight"]}
+    with pytest.raises(WeightUpdateError, match="lm_head"):
+        live.update_weights(own.items(), target="drafter")
+    assert drive(live._engine, items) == after

@@ -17,6 +17,7 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
+from helpers.gguf_files import write_gguf
 from helpers.recorded import RecordedLogits
 from helpers.thread_ranks import engine_over_threads
 from helpers.two_ranks import VOCAB, answer, config_of, drive, requests
@@ -91,6 +92,28 @@ def test_the_same_tokens(files, truth, method, steps_in_flight, max_num_seqs, ch
     )
     assert answers == truth
     assert (answers.offered > 0) == (method != "plain")
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_the_same_tokens_of_a_gguf_file_in_its_bits(tmp_path, name):
+    sizes = {"intermediate_size": 128, "max_position_embeddings": 256}
+    path = write_gguf(tmp_path / "model.gguf", name, **sizes)
+    packed = partial(answer, path, load_format="gguf-packed")
+    wanted = packed(max_num_seqs=1)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    for speculation, steps_in_flight, max_num_seqs, chunk in (
+        (drafts, 1, 1, 16),
+        (drafts, 2, 6, 32),
+        (None, 3, 3, 16),
+    ):
+        answers = packed(
+            speculation,
+            steps_in_flight=steps_in_flight,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_size=chunk,
+        )
+        assert answers == wanted
+        assert (answers.offered > 0) == (speculation is not None)
 
 
 def test_scarce_memory_and_preemption_change_nothing(files, truth):

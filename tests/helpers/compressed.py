@@ -87,7 +87,7 @@ def compressed(folder, groups: dict, ignore=()) -> dict[str, torch.Tensor]:
             for part in path[1:]:
                 place.add_module(part, place._modules.get(part, torch.nn.Module()))
                 place = place.get_submodule(part)
-            linear = torch.nn.Linear(*reversed(tensor.shape), bias=False)
+            linear = torch.nn.Linear(*reversed(tensor.shape), bias=False, dtype=tensor.dtype)
             linear.weight.copy_(tensor)
             place.add_module(module, linear)
     with warnings.catch_warnings():

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import LLAMA, VOCAB, layer_shapes, random_weight, write_llama
-from sametoken.models.quantize import W4A16, quantize_checkpoint, quantized
+from sametoken.models.quantize import W4A16, quantize_checkpoint
+from sametoken.models.rounding import float8, int4
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
@@ -127,9 +128,9 @@ def write_with_lm_head(folder: Path, seed: int, scheme: str, **sizes) -> tuple[P
     tensors = load_file(copy / "model.safetensors")
     config = json.loads((copy / "config.json").read_text())
     (group,) = config["quantization_config"]["config_groups"].values()
-    size = group["weights"]["group_size"] if scheme == W4A16 else None
+    rounding = int4(group["weights"]["group_size"]) if scheme == W4A16 else float8("channel")
     config["quantization_config"]["ignore"].remove("lm_head")
-    tensors |= quantized("lm_head", tensors.pop("lm_head.weight"), size)
+    tensors |= rounding.tensors("lm_head", tensors.pop("lm_head.weight"))
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     (copy / "config.json").write_text(json.dumps(config))
     return plain, copy

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sametoken.drafters import eagle
 from sametoken.drafters.combined import CascadeDrafter, SharedDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -111,6 +112,9 @@ LATENT_BITS = (
 SINKS_ONCE = (
     "tests/unit/ops/model/attention/test_triton.py"
     "::test_sinks_join_once_whatever_the_number_of_splits[None-config1]"
+)
+SHARED_HEAD = (
+    "tests/e2e/test_shared_weight_updates.py::test_a_shared_lm_head_follows_the_target[2-False]"
 )
 FLOAT8_ROWS = (
     "tests/unit/ops/model/attention/test_kv.py"
@@ -879,6 +883,11 @@ def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
         return replace(verdict, next_token=(verdict.next_token + 1) % 7)
 
     patch.setattr(Step, "_verify", mutant)
+
+
+@mutant("draft-head-keeps-the-lm-head-of-older-weights", LAW, SHARED_HEAD, "acceptance")
+def no_shared_lm_head_is_known(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eagle, "SharedHead", lambda weight, made_of: None)
 
 
 # Attention sinks

@@ -19,6 +19,7 @@ from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.step.types import Chains
+from sametoken.ops.weight import Weight
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import NO_HISTORY, TokenHistory
 
@@ -97,6 +98,19 @@ Reload = Callable[[TensorSource, CausalLM, Kernels], object]
 
 
 @dataclass(frozen=True, slots=True)
+class SharedHead:
+    """The lm_head of a draft head that is its target's: whole, cut to a token map, or rounded.
+
+    Attributes:
+        weight: it, with its memory or that of the target's.
+        made_of: another one, of this target, packed by these kernels.
+    """
+
+    weight: Weight
+    made_of: Callable[[CausalLM, Kernels], Weight]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedDrafter:
     """A drafter with its weights loaded and its KV not allocated yet.
 
@@ -108,6 +122,7 @@ class LoadedDrafter:
         model: the model or head that drafts; None without any.
         reload: loads another one like ``model``; None without any.
         in_target: prefix of its tensors where they are a part of the target's checkpoint.
+        shared_head: the lm_head of ``model``, if it is the target's.
     """
 
     caches: tuple[LayerCache, ...]
@@ -118,6 +133,7 @@ class LoadedDrafter:
     model: object = None
     reload: Reload | None = None
     in_target: str | None = None
+    shared_head: SharedHead | None = None
 
     def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         """The drafter over the memory of ``caches``, which is None if there are none."""

@@ -7,6 +7,7 @@ logits stay complete.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,16 +20,17 @@ from sametoken.drafters.base import (
     LoadedDrafter,
     NoDrafter,
     Placement,
+    SharedHead,
     drafts_of,
     named,
     require_memory,
 )
 from sametoken.drafters.context import Coupling, DraftContext
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.heads.base import EagleHead
+from sametoken.models.heads.base import EagleHead, lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
 from sametoken.models.heads.mtp import MTPCheckpoint, MTPHead
@@ -36,6 +38,7 @@ from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
 from sametoken.models.load.weights import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
+from sametoken.ops.weight import Weight
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import TABLE
 
@@ -147,25 +150,42 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
         token_ids = token_ids.to(placement.device)
 
-    def load_head(checkpoint: Checkpoint, target: Decoder, kernels: Kernels) -> Head:
-        return checkpoint.load(
-            target,
+    quantize_fp8 = spec.quantization is not None
+
+    def load_head(checkpoint: Checkpoint, of: Decoder, kernels: Kernels) -> tuple[Head, bool]:
+        """A head, and whether its lm_head is the target's."""
+        offered = _Offered(of)
+        head = checkpoint.load(
+            offered,
             kernels=kernels,
             dtype=placement.dtype,
             device=placement.device,
             max_positions=placement.max_positions,
             token_ids=token_ids,
-            quantize_fp8=spec.quantization is not None,
+            quantize_fp8=quantize_fp8,
         )
+        return head, offered.head_taken
 
-    head = load_head(checkpoint, target, placement.backend.model)
+    head, shares = load_head(checkpoint, target, placement.backend.model)
+
+    def made_of(other: CausalLM, kernels: Kernels) -> Weight:
+        assert isinstance(other, Decoder)
+        return lm_head_of(kernels, other.whole_head(), token_ids, quantize_fp8=quantize_fp8)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, require_memory(kv_cache), k, coupling)
 
     def reload(source: TensorSource, over: CausalLM, kernels: Kernels) -> EagleHead:
         assert isinstance(over, Decoder)
-        return load_head(checkpoint.reading(source), over, kernels)
+        new, new_shares = load_head(checkpoint.reading(source), over, kernels)
+        if new_shares != shares:
+            mine, theirs = ("the target's", "its own") if shares else ("its own", "the target's")
+            raise DrafterMismatchError(
+                f"the draft head that runs has {mine} lm_head, the new one {theirs}",
+                "build another engine with the new head",
+            )
+        # A part of the target in use reads its checkpoint, which updates leave behind.
+        return replace(new, lm_head=head.lm_head) if shares and over is target else new
 
     shared = {id(target.embedding), id(target.head)}
     own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
@@ -177,7 +197,19 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         model=head,
         reload=reload,
         in_target=checkpoint.prefix if spec.model is None else None,
+        shared_head=SharedHead(head.lm_head, made_of) if shares else None,
     )
+
+
+class _Offered:
+    """``SharedWeights`` of a target, and whether a head took the lm_head."""
+
+    def __init__(self, target: Decoder) -> None:
+        self.embedding, self.head_taken, self._target = target.embedding, False, target
+
+    def whole_head(self) -> Weight:
+        self.head_taken = True
+        return self._target.whole_head()
 
 
 def fitting_head(

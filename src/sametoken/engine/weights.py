@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from sametoken.config import DUMMY
 from sametoken.drafters.base import LoadedDrafter
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import (
@@ -29,8 +30,8 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.weights import TensorSource, WeightReader
-from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold
+from sametoken.models.load.weights import FLOATING, TensorSource, WeightReader
+from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
 from sametoken.models.requantize import requantized
 from sametoken.ops.backend import Kernels
 from sametoken.types.speculative_methods import EXTRACT
@@ -157,6 +158,7 @@ class LiveWeights:
         drafter: the drafter, with the model that it runs, if any.
         dtype, device: of the weights.
         parallel: the ranks that share the target.
+        in_floats: names of the target's tensors that its checkpoint does not quantize.
     """
 
     model: Decoder
@@ -164,6 +166,7 @@ class LiveWeights:
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
+    in_floats: frozenset[str]
 
     def require_target(self, target: str) -> int:
         """See ``Weights``."""
@@ -180,7 +183,8 @@ class LiveWeights:
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 
-        If none of the module's tensors are there, it stays as it is.
+        If none of the module's tensors are there, it stays as it is. A head's copy of the target's
+        lm_head always comes with the target.
         """
         self.require_target(target)
         with update_errors():
@@ -192,14 +196,18 @@ class LiveWeights:
         model, drafter = self.model, self.drafter
         if target == MODEL:
             formats = self._formats()
-            source = requantized(source, formats, model.config)
+            source = requantized(source, formats, model.config, self.in_floats)
             model = model.reloaded(
                 WeightReader(
                     source, kernels, self.dtype, self.device, self.parallel, quantization=formats
                 )
             )
             if not self._brings_module(source):
-                return NewWeights(self._replacement(self.model, model), of_target=True)
+                pairs: list[tuple[object, object]] = [(self.model, model)]
+                if (shared := drafter.shared_head) is not None:
+                    pairs.append((shared.weight, shared.made_of(model, kernels)))
+                live, loaded = zip(*pairs, strict=True)
+                return NewWeights(self._replacement(live, loaded), of_target=True)
         assert drafter.reload is not None
         head = drafter.reload(source, model, kernels)
         replacement = self._replacement((self.model, drafter.model), (model, head))
@@ -218,8 +226,8 @@ class LiveWeights:
                 raise
             raise WeightUpdateError(
                 f"the update is not stored as the weights in use are ({error.cause})",
-                "send all tensors as the checkpoint has them; floats are quantized where "
-                "`sametoken quantize` writes the checkpoint's format",
+                "send all tensors as the checkpoint has them; floats are quantized in formats that "
+                "need no data (docs/rollouts.md)",
             ) from error
 
     def _brings_module(self, source: TensorSource) -> bool:
@@ -242,4 +250,14 @@ def weights_of(
         return FixedWeights("extraction of hidden states")
     if resolved.config.load_format == GGUF_PACKED:
         return FixedWeights(f"load_format {GGUF_PACKED!r}")
-    return LiveWeights(model, drafter, resolved.dtype, resolved.device, parallel)
+    in_floats = _names_in_floats(model, resolved)
+    return LiveWeights(model, drafter, resolved.dtype, resolved.device, parallel, in_floats)
+
+
+def _names_in_floats(model: Decoder, resolved: ResolvedConfig) -> frozenset[str]:
+    """Names of tensors in floats where others are quantized; dummy weights follow the formats."""
+    load_format = resolved.config.load_format
+    if load_format == DUMMY or read_quantization(model.config.extra, MODEL) is UNQUANTIZED:
+        return frozenset()
+    source = open_checkpoint(resolved.model_path, load_format=load_format).open_tensors()
+    return frozenset(name for name in source.names() if source.stored_dtype(name) in FLOATING)

@@ -130,7 +130,7 @@ def load_model(
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
         load_format: as in ``open_checkpoint``; "dummy" makes random weights, "gguf-packed" keeps
-            quantized matrices in their bits, on one rank.
+            quantized matrices in their bits.
         parallel: the ranks that divide the weights.
 
     Raises:
@@ -147,7 +147,7 @@ def load_model(
     build = partial(
         architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
     )
-    quantization = _formats(checkpoint, str(path), load_format, parallel)
+    quantization = _formats(checkpoint, str(path), load_format)
     if load_format == DUMMY:
         reader = dummy_reader(
             Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
@@ -159,17 +159,8 @@ def load_model(
         return build(reader)
 
 
-def _formats(
-    checkpoint: Checkpoint,
-    path: str,
-    load_format: str,
-    parallel: TensorParallel,
-) -> Quantization:
+def _formats(checkpoint: Checkpoint, path: str, load_format: str) -> Quantization:
     """How the checkpoint's matrices are stored and stay."""
     if load_format != GGUF_PACKED or not isinstance(checkpoint, GGUFCheckpoint):
         return read_quantization(checkpoint.config.extra, path)
-    if parallel.size > 1:
-        raise ConfigError(
-            f"load_format={load_format!r} runs on one rank only", "use load_format 'gguf'"
-        )
     return checkpoint.blocks()

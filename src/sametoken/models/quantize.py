@@ -25,13 +25,12 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.load.files import INDEX, read_json_object, weight_files
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import FLOATING
-from sametoken.ops.model.gemm.fp8 import LARGEST, rounded
+from sametoken.models.rounding import float8, int4
 
 FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
 SCHEMES = (FP8_DYNAMIC, W4A16)
 #: Projections; embeddings, heads, routers and gates stay as they are.
-_PROJECTION = re.compile(r"(?P<module>.*(?:_proj|\.in_proj_(?:qkv|z|qkvz)))\.weight")
+_PROJECTION = re.compile(r"(?P<module>.*(?:_proj(?:_with_mqa)?|\.in_proj_(?:qkv|z|qkvz)))\.weight")
 _GROUPS = (128, 64, 32)
 _COPIED = (".json", ".jinja", ".model", ".txt")
 _LEFT_OUT = (INDEX, "config.json")
@@ -74,6 +73,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         )
     linears = _linears(tensors)
     group_size = _group_size(tensors, linears, source) if scheme == W4A16 else None
+    rounding = float8("channel") if group_size is None else int4(group_size)
     output.mkdir(parents=True, exist_ok=True)
     before = after = 0
     weight_map: dict[str, str] = {}
@@ -84,7 +84,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         for name, tensor in given.items():
             before += tensor.nbytes
             module = linears.get(name)
-            stored |= {name: tensor} if module is None else quantized(module, tensor, group_size)
+            stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
         after += sum(tensor.nbytes for tensor in stored.values())
         save_file(stored, output / file.name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(stored, file.name)
@@ -102,12 +102,6 @@ def module_of(name: str) -> str | None:
     """The module of a weight that is quantized if it is a matrix; None of other tensors."""
     match = _PROJECTION.fullmatch(name)
     return match and match["module"]
-
-
-def stored_names(module: str, group_size: int | None) -> tuple[str, ...]:
-    """Names of the tensors that ``quantized`` gives."""
-    kinds = ("weight",) if group_size is None else ("weight_packed", "weight_shape")
-    return tuple(f"{module}.{kind}" for kind in (*kinds, "weight_scale"))
 
 
 def _matrices(tensors: SafetensorsSource) -> list[str]:
@@ -143,40 +137,6 @@ def _group_size(tensors: SafetensorsSource, linears: Mapping[str, str], source: 
 def _whole(tensors: SafetensorsSource, name: str) -> Tensor:
     shape = tensors.shape(name)
     return torch.cat(list(tensors.stored_chunks(name))).reshape(shape)
-
-
-def quantized(module: str, weight: Tensor, group_size: int | None) -> dict[str, Tensor]:
-    """A linear's tensors; scales are in the weight's dtype, and values rounded by those.
-
-    Args:
-        module: name of the linear.
-        weight: [N, K] of any floating dtype.
-        group_size: features of a group of 4-bit weights; None: fp8-dynamic.
-    """
-    dtype = weight.dtype if weight.dtype in FLOATING[1:] else torch.float32
-    if group_size is None:
-        _, scale = rounded(weight)
-        scale = scale.to(dtype)[:, None]
-        values = (weight.float() / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        return {f"{module}.weight": values, f"{module}.weight_scale": scale}
-    groups = weight.float().unflatten(1, (-1, group_size))
-    # 15 steps from -8 to 7 for a range twice the largest element.
-    largest = groups.abs().amax(2).clamp(min=torch.finfo(torch.float16).tiny)
-    scale = (largest * (2 / 15)).to(dtype)
-    signed = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).flatten(1)
-    return {
-        f"{module}.weight_packed": _packed(signed.to(torch.int32) + 8),
-        f"{module}.weight_scale": scale,
-        f"{module}.weight_shape": torch.tensor(weight.shape),
-    }
-
-
-def _packed(values: Tensor) -> Tensor:
-    """[N, K] int32 below 16 to [N, K / 8] int32, eight to a word, the first lowest."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-    # No two share a bit; the sum may pass 2**31, where it wraps as the bits should.
-    words: Tensor = (values.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int32)
-    return words
 
 
 def _write_rest(source: Path, output: Path, weights: set[str]) -> None:

@@ -1,8 +1,8 @@
-"""Unquantized tensors for a model of quantized weights, quantized as ``quantize`` would.
+"""Unquantized tensors for a model of quantized weights, rounded to its formats.
 
-A trainer sends weights in floats. Those of projections, and of an lm_head, that the model runs in
-one of the schemes of ``quantize_checkpoint`` become, while they are read, the tensors that a
-quantized copy has.
+A trainer sends weights in floats. Those of projections, of an lm_head and of stacked experts that
+the model runs in a format of ``rounding`` become, while they are read, the tensors that a
+checkpoint in that format has.
 """
 
 from __future__ import annotations
@@ -13,59 +13,84 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from sametoken.errors import CheckpointError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import HEAD
-from sametoken.models.load.by_target import ByTarget
+from sametoken.models.load.by_target import ByTarget, StackedExperts
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import LinearFormat, Quantization
+from sametoken.models.load.nvfp4_linear import Nvfp4Linear
 from sametoken.models.load.weights import FLOATING, TensorSource
-from sametoken.models.quantize import module_of, quantized, stored_names
+from sametoken.models.quantize import module_of
+from sametoken.models.rounding import MXFP4, NVFP4, Scheme, float8, int4
 
 #: Modules whose tensors are in memory at once: as many as are read as one weight.
 _FUSED = 4
+#: What ends the names of stacks of experts.
+_STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-def requantized(source: TensorSource, formats: Quantization, config: ModelConfig) -> TensorSource:
+def requantized(
+    source: TensorSource, formats: Quantization, config: ModelConfig, kept: Collection[str]
+) -> TensorSource:
     """The source, with those modules quantized that the formats want so and that are in floats.
 
-    Modules in other formats than ``quantize_checkpoint`` writes stay as they are.
+    Modules in formats that need data, as GPTQ and static scales of activations, stay as they are.
 
     Args:
         source: of a whole checkpoint.
         formats: of the model's weights.
         config: the model's; weights are rounded to the dtype of its unquantized checkpoint first.
+        kept: names of tensors that the model has in floats, whatever the formats name.
     """
-    if not isinstance(formats, ByTarget):
-        return source
-    sizes = {}
-    for name in source.names():
-        module = _head_of(name, config) or module_of(name)
-        if module is not None and _in_floats(source, name):
-            written, size = _scheme(formats.format_named(module))
-            if written and source.shape(name)[1] % (size or 1) == 0:
-                sizes[module] = size
-    return _Requantized(source, sizes, config.dtype) if sizes else source
+    schemes = {}
+    for name in set(source.names()).difference(kept):
+        scheme = _scheme_of(name, formats, config)
+        if scheme is not None and _fits(source, name, scheme):
+            schemes[name] = scheme
+    return _Requantized(source, schemes, config.dtype) if schemes else source
+
+
+def _scheme_of(name: str, formats: Quantization, config: ModelConfig) -> Scheme | None:
+    """How a tensor of this name is rounded, if it is; None of others."""
+    if isinstance(formats, StackedExperts):
+        return MXFP4 if name.endswith(_STACKS) and formats.stack_named(name) else None
+    module = _head_of(name, config) or module_of(name)
+    if module is None or not isinstance(formats, ByTarget):
+        return None
+    return _scheme_of_linear(formats.format_named(module))
 
 
 def _head_of(name: str, config: ModelConfig) -> str | None:
     """The head that a tensor is the weight of, unless it is the embedding's."""
     is_own = name.rpartition("language_model.")[2] == HEAD and not config.tie_word_embeddings
-    return name.removesuffix(".weight") if is_own else None
+    return _module(name) if is_own else None
 
 
-def _in_floats(source: TensorSource, name: str) -> bool:
-    return source.stored_dtype(name) in FLOATING and len(source.shape(name)) == 2
-
-
-def _scheme(form: LinearFormat | None) -> tuple[bool, int | None]:
-    """Whether ``quantize_checkpoint`` writes the format, and the size of its groups, if any."""
+def _scheme_of_linear(form: LinearFormat | None) -> Scheme | None:
     match form:
-        case Fp8Linear("channel", "token", ("weight_scale",)):
-            return True, None
+        case Fp8Linear(scales, activations, names) if activations != "tensor":
+            return float8(scales, names[0])
         case Int4Linear(layout, size, True) if layout == PACKED and size > 0:
-            return True, size
-    return False, None
+            return int4(size)
+        case Nvfp4Linear():
+            return NVFP4
+    return None
+
+
+def _fits(source: TensorSource, name: str, scheme: Scheme) -> bool:
+    """Whether it is in floats, of the right shape; what is not is refused by its reader."""
+    shape = source.shape(name)
+    floats = source.stored_dtype(name) in FLOATING
+    right = floats and len(shape) == (3 if scheme is MXFP4 else 2)
+    # Of a matrix and of gpt-oss's stacks, features are the second.
+    return right and shape[1] % scheme.group == 0
+
+
+def _module(name: str) -> str:
+    """The module of a weight, or the name of a stack."""
+    return name.removesuffix(".weight")
 
 
 class _Requantized:
@@ -73,20 +98,19 @@ class _Requantized:
 
     Args:
         source: the other one.
-        sizes: by module to quantize, the size of groups; None: fp8-dynamic.
+        schemes: by name of the tensors to quantize.
         dtype: to which weights are rounded first.
     """
 
     def __init__(
-        self, source: TensorSource, sizes: Mapping[str, int | None], dtype: torch.dtype
+        self, source: TensorSource, schemes: Mapping[str, Scheme], dtype: torch.dtype
     ) -> None:
         self.location, self._source = source.location, source
-        self._modules = {
-            name: module for module, size in sizes.items() for name in stored_names(module, size)
+        self._made_of = {
+            made: name for name, scheme in schemes.items() for made in scheme.names(_module(name))
         }
-        replaced = {f"{module}.weight" for module in sizes}
-        self._names = (set(source.names()) - replaced) | self._modules.keys()
-        self._tensors = lru_cache(_FUSED)(partial(_quantized_of, source, sizes, dtype))
+        self._names = (set(source.names()) - schemes.keys()) | self._made_of.keys()
+        self._tensors = lru_cache(_FUSED)(partial(_quantized_of, source, schemes, dtype))
 
     def names(self) -> Collection[str]:
         return self._names
@@ -109,12 +133,17 @@ class _Requantized:
 
     def _made(self, name: str) -> Tensor | None:
         """The tensor, if it is one of a quantized module."""
-        module = self._modules.get(name)
-        return None if module is None else self._tensors(module)[name]
+        given = self._made_of.get(name)
+        return None if given is None else self._tensors(given)[name]
 
 
 def _quantized_of(
-    source: TensorSource, sizes: Mapping[str, int | None], dtype: torch.dtype, module: str
+    source: TensorSource, schemes: Mapping[str, Scheme], dtype: torch.dtype, name: str
 ) -> dict[str, Tensor]:
-    weight = torch.cat([chunk.to(dtype) for chunk in source.chunks(f"{module}.weight")])
-    return quantized(module, weight, sizes[module])
+    weight = torch.cat([chunk.to(dtype) for chunk in source.chunks(name)])
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"tensor {name} of {source.location} holds NaN or infinite values in {dtype}",
+            "send finite weights",
+        )
+    return schemes[name].tensors(_module(name), weight)

@@ -15,7 +15,7 @@ from helpers.compressed import tiny_llama
 from helpers.forward import CPU, Bench
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.loader import load_model
-from sametoken.models.quantize import SCHEMES, quantize_checkpoint
+from sametoken.models.quantize import SCHEMES, module_of, quantize_checkpoint
 from sametoken.ops.reference import ReferenceKernels
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -98,3 +98,11 @@ def test_what_cannot_be_quantized_is_refused(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "once", "w4a16")
     with pytest.raises(UnsupportedError, match="quantizing"):
         quantize_checkpoint(tmp_path / "once", tmp_path / "twice", "w4a16")
+
+
+@pytest.mark.parametrize("name", ["kv_a_proj_with_mqa", "q_proj", "in_proj_qkvz", "out_proj"])
+def test_projections_are_known_by_their_names(name):
+    module = f"model.layers.0.self_attn.{name}"
+    assert module_of(f"{module}.weight") == module
+    assert module_of(f"{module}.bias") is None
+    assert module_of(f"{module}_norm.weight") is None

@@ -365,7 +365,16 @@ def load_own_lm_head(
 
 
 def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) -> Weight:
+    """``lm_head_of`` as the reader packs and rounds projections."""
+    return lm_head_of(reader.kernels, whole, token_ids, quantize_fp8=reader.quantize_fp8)
+
+
+def lm_head_of(
+    kernels: Kernels, whole: Weight, token_ids: Tensor | None, *, quantize_fp8: bool = False
+) -> Weight:
     """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged.
+
+    With ``quantize_fp8`` a copy in fp8, of a weight that is not quantized.
 
     Raises:
         UnsupportedError: ``token_ids`` of a quantized weight whose rows this device cannot take.
@@ -374,8 +383,8 @@ def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) 
         return whole.cut(token_ids)
     if isinstance(whole, UnquantizedWeight):
         if token_ids is not None:
-            whole = reader.kernels.pack(whole.rows(token_ids))
-        return reader.projection(whole)
+            whole = kernels.pack(whole.rows(token_ids))
+        return whole.quantize_fp8() if quantize_fp8 else whole
     if token_ids is not None:
         raise UnsupportedError(
             "a quantized lm_head cannot be cut to a token_map in this format on this device",

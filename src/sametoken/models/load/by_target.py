@@ -89,7 +89,9 @@ class StackedExperts:
 
     def stack_of(self, stack: str, source: TensorSource) -> Mxfp4Stack | None:
         """See ``Quantization``."""
-        module = stack.rpartition(".")[0]
-        if self.ignored.rank(module) < 3 or not self.format.covers(source, stack):
-            return None
-        return self.format
+        named = self.stack_named(stack)
+        return named if named is not None and named.covers(source, stack) else None
+
+    def stack_named(self, stack: str) -> Mxfp4Stack | None:
+        """The format that a stack of this name is to have, however it is stored."""
+        return None if self.ignored.rank(stack.rpartition(".")[0]) < 3 else self.format

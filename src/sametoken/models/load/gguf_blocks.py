@@ -16,7 +16,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.errors import ConfigError
+from sametoken.models.load.weights import Part, Split, TensorSource, WeightReader
 from sametoken.ops.weight import IntegerMatrix, UnquantizedWeight
 
 #: Groups of a block with a scale of its own, and features of a group.
@@ -37,8 +38,10 @@ class BlockFormat:
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
     ) -> UnquantizedWeight:
         """See ``TableFormat``."""
-        size = GGML_QUANT_SIZES[self.type][1]
-        rows = [reader.stored(_weight_of(part), in_features) for part in parts]
+        elements, size = GGML_QUANT_SIZES[self.type]
+        self._require_whole_blocks(reader, in_features, parts)
+        row_bytes = in_features // elements * size
+        rows = [reader.stored(_weight_of(part), in_features, row_bytes) for part in parts]
         matrix = _UNPACKED[self.type](torch.cat(rows).unflatten(1, (-1, size)))
         for values in (matrix.scale, matrix.minimum):
             if values is not None:
@@ -48,6 +51,19 @@ class BlockFormat:
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
         return reader.filled((_weight_of(part),), (in_features,), torch.float32)
+
+    def _require_whole_blocks(
+        self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
+    ) -> None:
+        """Refuse ranks whose columns begin within a block."""
+        elements, size = GGML_QUANT_SIZES[self.type][0], reader.parallel.size
+        divided = any(part.split is Split.COLUMNS for part in parts)
+        if divided and in_features % (size * elements):
+            raise ConfigError(
+                f"tensor_parallel_size={size} cuts the {in_features} features of {parts[0].name} "
+                f"within a block of {elements} of {self.type.name}",
+                f"use a size that gives each rank a multiple of {elements}, or load_format 'gguf'",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,13 +333,21 @@ class WeightReader:
             first += share.num_rows
         return destination
 
-    def stored(self, part: Part, in_features: int) -> Tensor:
-        """A matrix as its file stores it: [part.rows, bytes] uint8; errors as ``packed``."""
+    def stored(self, part: Part, in_features: int, row_bytes: int) -> Tensor:
+        """This rank's share of a matrix as its file stores it: [rows, bytes] uint8.
+
+        Ranks divide ``row_bytes``, those of a whole row, as they divide features. Errors as
+        ``packed``.
+        """
         self._require_shape(part.name, (part.rows, in_features))
+        share = self.share(part, (row_bytes,))
+        own = self._empty((share,), (row_bytes,), torch.uint8)
+        first = 0
+        for chunk in self.source.stored_chunks(part.name):
+            share.copy(own, chunk, first)
+            first += chunk.shape[0]
         self._read.add(part.name)
-        rows = torch.cat(list(self.source.stored_chunks(part.name)))
-        rows = rows if part.permutation is None else rows[part.permutation.argsort()]
-        return rows.to(self.device)
+        return own
 
     def _empty(
         self,

@@ -28,7 +28,7 @@ from sametoken.models.base import HiddenStates
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.quantize import quantized
+from sametoken.models.rounding import float8, int4
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.weight import UnquantizedWeight
 
@@ -194,8 +194,9 @@ def write_quantized(folder, group_size, *modules) -> None:
         "config_groups": {"all": {"targets": ["Linear"], "weights": weights, "format": kind}},
         "ignore": ["re:.*(proj|mqa|gate)$"],
     }
+    scheme = float8("channel") if group_size is None else int4(group_size)
     for module in modules:
-        tensors |= quantized(module, tensors.pop(f"{module}.weight"), group_size)
+        tensors |= scheme.tensors(module, tensors.pop(f"{module}.weight"))
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
 

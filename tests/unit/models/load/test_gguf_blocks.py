@@ -153,9 +153,9 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path):
         load(path, "gguf-packed")
 
 
-def test_ranks_and_directories_without_a_gguf_file_are_refused(tmp_path):
+def test_cuts_within_blocks_and_directories_without_a_gguf_file_are_refused(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "Q4_1")
-    with pytest.raises(ConfigError, match="'gguf-packed' runs on one rank only"):
+    with pytest.raises(ConfigError, match=r"96 features of .*down_proj within a block of 32 of Q4"):
         load(path, "gguf-packed", parallel=SimpleNamespace(size=2, rank=0))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="holds 0 GGUF files"):

@@ -62,6 +62,7 @@ from sametoken.sampling.grammar_masks import (
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
+from sametoken.text.grammar.after_reasoning import MatcherAfterReasoning, _Place
 from sametoken.types.layout import (
     DRAFT_LIMIT,
     PLACE,
@@ -137,6 +138,7 @@ STRUCTURED = (
     "tests/e2e/test_structured_outputs.py"
     "::test_drafts_of_the_right_form_that_are_wrong_leave_no_trace"
 )
+EARLY_END = "tests/e2e/test_reasoning_first.py::test_the_end_in_a_rejected_draft_ends_nothing[0]"
 EXTRACTED = (
     "tests/unit/extraction/test_writer.py"
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
@@ -699,6 +701,24 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
             admit(self, admission)
 
     patch.setattr(SlotGrammars, "admit", mutant)
+
+
+@mutant("grammar-begun-by-a-rejected-end", "the law: sampling", EARLY_END, "tokens")
+def a_draft_ends_the_reasoning(patch: pytest.MonkeyPatch) -> None:
+    """The copy that tries drafts and the matcher share the fact that the reasoning has ended."""
+
+    class Telling(MatcherAfterReasoning):
+        def _take(self, token_id: int) -> None:
+            super()._take(token_id)
+            if self.place is _Place.IN_TEXT:
+                self.origin.place = self.place
+
+    def mutant(self):
+        ahead = Telling(self.inner.copy(), self.reasoning, self.place, self.newest)
+        ahead.origin = self
+        return ahead
+
+    patch.setattr(MatcherAfterReasoning, "copy", mutant)
 
 
 # Draft heads

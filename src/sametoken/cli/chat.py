@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
+from sametoken.cli.conversation import OFF, Chat, Consoles
 from sametoken.cli.options import (
     engine_options,
+    options_of,
     sampling_options,
-    sampling_params,
     split_options,
     with_options,
 )
-from sametoken.cli.report import tokens_per_second
-from sametoken.cli.streaming import ACCEPTED_STYLE, shown
-from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig, SpeculativeConfig
-from sametoken.errors import (
-    ConfigError,
-    EngineDeadError,
-    RequestError,
-    SametokenError,
-    UnsupportedError,
-)
-from sametoken.types.option_values import NO_FILE, suggestion
-from sametoken.types.outputs import RequestOutput
-from sametoken.types.sampling_params import SamplingParams, derive_seed
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sametoken.llm import LLM
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
+from sametoken.serving.http.config import ServerConfig
 
 #: An answer may be longer than ``generate``'s default.
 MAX_TOKENS = 1024
 PROMPT = "> "
-OFF = "off"
-#: For models that recommend nothing, as GGUF files: what SmolLM2's card gives. At temperature 1
-#: small models ramble. ``--generation-config vllm`` asks for vLLM's defaults instead.
-CALM = {"temperature": 0.2, "top_p": 0.9}
-_FORMATS = (".json", ".md")
+#: What a server reads answers by.
+_READS = "reasoning_parser"
+_OTHERS = tuple(one.name for one in fields(ServerConfig) if one.name != _READS)
 
 
 def default_drafts(model: str) -> str:
@@ -56,19 +35,20 @@ def default_drafts(model: str) -> str:
     return "eagle3" if model == DEFAULT_MODEL else "suffix"
 
 
-@with_options(sampling_options(MAX_TOKENS), engine_options())
+@with_options(sampling_options(MAX_TOKENS), options_of(ServerConfig, _OTHERS), engine_options())
 def chat(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="system message of the conversation")] = None,
     **options: Any,
 ) -> None:
-    """Chat with a model; accepted drafts are green.
+    """Chat with a model; accepted drafts are green, reasoning is dim.
 
     Without --speculative-config, smollm2 drafts by eagle3 and other models by suffix; off drafts
     nothing. A line is a message, or a command if it begins with /: /help lists them. Ctrl-C stops
     an answer, Ctrl-D leaves. From a pipe every line is answered in turn. A model that recommends
     no sampling answers with temperature 0.2 and top_p 0.9, unless --generation-config is vllm.
     """
+    reasoning = ServerConfig(reasoning_parser=options.pop(_READS))
     engine, sampling = split_options(options)
     if engine["speculative_config"] is None:
         engine["speculative_config"] = default_drafts(model)
@@ -78,20 +58,12 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    session = Chat(config, sampling, _consoles(interactive), interactive=interactive)
+    session = Chat(config, sampling, reasoning, _consoles(interactive), interactive=interactive)
     session.set_system(system or "")
     session.start()
     for line in _lines(interactive):
         if not session.take(line):
             return
-
-
-@dataclass(frozen=True, slots=True)
-class Consoles:
-    """Where answers go, and where everything else does."""
-
-    answers: Console
-    status: Console
 
 
 def _consoles(interactive: bool) -> Consoles:
@@ -120,280 +92,3 @@ def _lines(interactive: bool) -> Iterator[str]:
             if not interactive:
                 raise
             typer.echo("\nCtrl-D or /quit leaves the chat.", err=True)
-
-
-class Chat:
-    """A conversation with a model, and the commands that change it.
-
-    Tokens are a function of the conversation, the sampling parameters and the seed alone: the
-    seed of an answer comes from its place in the conversation, so that the same question gets the
-    same answer with any drafts.
-
-    Args:
-        config: the engine's options.
-        sampling: sampling parameters that replace the model's recommended ones.
-        consoles: where answers and notices go.
-        interactive: whether a person is at the terminal. If not, every error ends the chat.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        sampling: Mapping[str, Any],
-        consoles: Consoles,
-        *,
-        interactive: bool,
-    ) -> None:
-        self._config = config
-        self._sampling = sampling
-        self._consoles = consoles
-        self._interactive = interactive
-        self._system: list[dict[str, str]] = []
-        self._turns: list[dict[str, str]] = []
-        self._saved: set[Path] = set()
-        self._llm: LLM | None = None
-        self._params = SamplingParams()
-        self._is_over = False
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The conversation: the system message if there is one, then questions and answers."""
-        return self._system + self._turns
-
-    def set_system(self, text: str) -> None:
-        """Set the system message; an empty one removes it."""
-        self._system = [{"role": "system", "content": text}] if text else []
-
-    def start(self) -> None:
-        """Load the model and greet.
-
-        Raises:
-            UnsupportedError: the model has no chat template.
-            SametokenError: as ``LLM``.
-        """
-        llm = self._load()
-        if not llm.get_tokenizer().chat_template:
-            raise UnsupportedError(
-                f"{self._config.model} has no chat template: it continues texts, and was not "
-                "trained to answer",
-                f"use sametoken generate {self._config.model} --prompt TEXT",
-            )
-        recommended = llm.get_default_sampling_params()
-        reads_file = self._config.generation_config != NO_FILE
-        calm = CALM if reads_file and recommended == SamplingParams() else {}
-        self._params = sampling_params(recommended, {**calm, **self._sampling})
-        if self._interactive:
-            self._say(f"You chat with {self._config.model}.", markup=False)
-            self._say(
-                f"[{ACCEPTED_STYLE}]Green[/] words were drafted and accepted: they came faster, "
-                "and no draft changes a word. /help lists the commands, Ctrl-C stops an answer, "
-                "Ctrl-D leaves."
-            )
-
-    def take(self, line: str) -> bool:
-        """Answer a line or run its command; returns whether the chat goes on.
-
-        Raises:
-            SametokenError: something failed, and no person is there to read about it.
-            KeyboardInterrupt: likewise.
-        """
-        text = line.strip()
-        try:
-            if text.startswith("/") and not text.startswith("//"):
-                self._command(text)
-            elif text:
-                self._ask(self._turns, text.removeprefix("/"))
-        except KeyboardInterrupt:
-            if not self._interactive:
-                raise
-            self._say("Stopped.")
-        except SametokenError as error:
-            if not self._interactive:
-                raise
-            self._say(f"error: {error}", style="red", markup=False)
-            if isinstance(error, EngineDeadError):
-                # Loaded again by the next question.
-                self._llm = None
-        return not self._is_over
-
-    def _command(self, text: str) -> None:
-        name, _, argument = text.partition(" ")
-        if name not in COMMANDS:
-            raise ConfigError(f"there is no command {name}", suggestion(name, [*COMMANDS]))
-        COMMANDS[name].run(self, argument.strip())
-
-    def _ask(self, before: list[dict[str, str]], question: str) -> None:
-        """Answer a question after these turns; without an answer the conversation stays."""
-        asked = [*before, {"role": "user", "content": question}]
-        answer = self._answer(asked)
-        if answer is not None:
-            self._turns = [*asked, {"role": "assistant", "content": answer}]
-
-    def _answer(self, turns: list[dict[str, str]]) -> str | None:
-        """Stream the answer to the last turn; Ctrl-C ends it where it is, None without a token."""
-        llm = self._llm or self._load()
-        prompt = llm.render_chat(self._system + turns)
-        longest = llm.resolved.max_model_len
-        if len(prompt.token_ids) >= longest:
-            raise RequestError(
-                f"the conversation has {len(prompt.token_ids)} tokens and the context holds "
-                f"{longest}",
-                "/reset forgets the conversation, and /save FILE keeps a copy of it"
-                if len(turns) > 1
-                else "send a shorter message",
-            )
-        params = replace(self._params, seed=derive_seed(self._params.seed or 0, len(turns)))
-        output: RequestOutput | None = None
-        stopped = False
-        with contextlib.closing(llm.generate_stream(prompt, params)) as outputs:  # type: ignore[type-var]
-            try:
-                for latest in shown(outputs, llm.get_tokenizer(), self._consoles.answers):
-                    output = latest
-            except KeyboardInterrupt:
-                if not self._interactive:
-                    raise
-                stopped = True
-        self._consoles.answers.print()
-        if output is None:
-            return None
-        if output.outputs[0].error is not None:
-            raise output.outputs[0].error
-        self._say(f"[{_figures(output, longest, stopped=stopped)}]", style="dim", markup=False)
-        return output.outputs[0].text
-
-    def again(self, argument: str) -> None:
-        """Answer the last question again."""
-        if not self._turns:
-            raise ConfigError("there is no question yet", "ask one")
-        *before, question, _ = self._turns
-        self._ask(before, question["content"])
-
-    def drafts(self, argument: str) -> None:
-        """Show how drafts are made, or load the model again with other ones."""
-        if not argument:
-            others = COMMANDS["/drafts"].argument
-            self._say(
-                f"Drafts: {self._drafts_shown()}. /drafts {others} changes them.", markup=False
-            )
-            return
-        spec = None if argument == OFF else SpeculativeConfig.parse(argument)
-        former, self._config = self._config, replace(self._config, speculative_config=spec)
-        start = time.monotonic()
-        try:
-            self._load()
-        except BaseException:
-            self._config = former
-            raise
-        took = time.monotonic() - start
-        self._say(f"Drafts: {self._drafts_shown()}; the model was loaded again in {took:.1f} s.")
-
-    def system(self, argument: str) -> None:
-        """Set or remove the system message."""
-        self.set_system(argument)
-        self._say("The system message is set." if argument else "There is no system message.")
-
-    def reset(self, argument: str) -> None:
-        """Forget questions and answers; the system message stays."""
-        self._turns = []
-        self._say("The conversation is forgotten; the system message stays.")
-
-    def save(self, argument: str) -> None:
-        """Write the conversation to a JSON or Markdown file."""
-        path = Path(argument).expanduser()
-        if path.suffix not in _FORMATS:
-            raise ConfigError(
-                f"/save {argument} does not tell the format", "give a name in .json or .md"
-            )
-        if path.exists() and path.resolve() not in self._saved:
-            raise ConfigError(f"{path} exists already", "choose another name")
-        as_text = _as_json if path.suffix == ".json" else _as_markdown
-        try:
-            path.write_text(as_text(self._config.model, self.messages), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error})", "choose another") from error
-        self._saved.add(path.resolve())
-        self._say(f"{len(self.messages)} messages are saved in {path}.", markup=False)
-
-    def help(self, argument: str) -> None:
-        """List the commands."""
-        width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())
-        for name, command in COMMANDS.items():
-            left = f"{name} {command.argument}"
-            self._say(f"{left:<{width}}  {command.text}", markup=False)
-
-    def quit(self, argument: str) -> None:
-        """End the chat."""
-        self._is_over = True
-
-    def _load(self) -> LLM:
-        """Load the model by the current config, after freeing the one before."""
-        from sametoken.llm import LLM
-
-        self._llm = None
-        gc.collect()
-        options = {one.name: getattr(self._config, one.name) for one in fields(self._config)}
-        self._llm = LLM(announce=self._announce, **options)
-        return self._llm
-
-    def _drafts_shown(self) -> str:
-        spec = (self._llm or self._load()).resolved.config.speculative_config
-        return f"{spec.label}, up to {spec.num_speculative_tokens} per step" if spec else OFF
-
-    def _announce(self, line: str) -> None:
-        self._say(line, markup=False, style="dim")
-
-    def _say(self, text: str, **options: Any) -> None:
-        self._consoles.status.print(text, emoji=False, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command of the chat: the form of its argument, a sentence for /help, and its method."""
-
-    argument: str
-    text: str
-    run: Callable[[Chat, str], None]
-
-
-COMMANDS: Mapping[str, Command] = {
-    "/again": Command("", "Answers the last question again; drafts change no word.", Chat.again),
-    "/drafts": Command(
-        "[off|ngram|suffix|eagle3|mtp|JSON]",
-        "Loads the model again with these drafts; JSON as for --speculative-config.",
-        Chat.drafts,
-    ),
-    "/system": Command("[TEXT]", "Sets the system message, or removes it.", Chat.system),
-    "/reset": Command("", "Forgets the conversation, not the system message.", Chat.reset),
-    "/save": Command("FILE", "Writes the conversation to a .json or .md file.", Chat.save),
-    "/help": Command("", "Lists the commands. // at the start sends a /.", Chat.help),
-    "/quit": Command("", "Leaves, as Ctrl-D does.", Chat.quit),
-}
-
-
-def _figures(output: RequestOutput, longest: int, *, stopped: bool) -> str:
-    """An answer's tokens, speed, acceptance, and why it is cut short if it is."""
-    completion, speculation = output.outputs[0], output.metrics.speculation
-    num_tokens = len(completion.token_ids)
-    parts = [f"{num_tokens} tokens"]
-    if not stopped:
-        parts.append(f"{tokens_per_second(output):.1f} tokens/s")
-    if speculation.num_draft_tokens:
-        accepted = speculation.num_accepted_tokens / speculation.num_steps
-        parts.append(f"{accepted:.2f} accepted drafts per step")
-    if stopped:
-        parts.append("stopped")
-    elif completion.finish_reason == "length":
-        is_full = len(output.prompt_token_ids) + num_tokens >= longest
-        parts.append("the context is full: /reset forgets it" if is_full else "cut by --max-tokens")
-    return ", ".join(parts)
-
-
-def _as_json(model: str, messages: list[dict[str, str]]) -> str:
-    return json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
-
-
-def _as_markdown(model: str, messages: list[dict[str, str]]) -> str:
-    parts = [f"# A chat with {model}"]
-    for message in messages:
-        parts += [f"## {message['role'].capitalize()}", message["content"]]
-    return "\n\n".join(parts) + "\n"

@@ -51,7 +51,7 @@ def serve(
     The API key can also be set in the environment variable SAMETOKEN_API_KEY. vLLM's flags that
     are not listed here are accepted where they change nothing, or refused with the reason.
     """
-    if (notice := take_vllm_options(options, as_flag)) is not None:
+    if (notice := take_vllm_options(options, as_flag, ServerConfig.__slots__)) is not None:
         typer.echo(notice, err=True)
     source = ctx.get_parameter_source("model_option")
     if model is not None and source is not None and source.name == "DEFAULT_MAP":

@@ -1,10 +1,12 @@
-"""Print an answer while it is made, with accepted drafts in green."""
+"""Print an answer while it is made: accepted drafts in green, and reasoning dim."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from sametoken.serving.http.parsed import Parsed, Parser, parse_nothing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,46 +14,77 @@ if TYPE_CHECKING:
     from sametoken.types.outputs import RequestOutput
 
 ACCEPTED_STYLE = "bold green"
+REASONING_STYLE = "dim"
 
 
 def shown(
-    outputs: Iterable[RequestOutput], hf_tokenizer: Any, console: Console
+    outputs: Iterable[RequestOutput],
+    hf_tokenizer: Any,
+    console: Console,
+    parser: Parser = parse_nothing,
+    aside: Console | None = None,
+    *,
+    marks: bool = False,
 ) -> Iterator[RequestOutput]:
     """Print the new text of every output and pass the output on.
 
     Args:
         outputs: a streamed request's, as from ``LLM.generate_stream``.
         hf_tokenizer: the model's, as from ``LLM.get_tokenizer``.
-        console: shows the text; a piece of an accepted draft in ``ACCEPTED_STYLE``.
+        console: shows the content; characters of an accepted draft in ``ACCEPTED_STYLE``.
+        parser: parts reasoning from content.
+        aside: shows the reasoning, in ``REASONING_STYLE``; None: nobody does.
+        marks: whether the text has special tokens.
     """
     from sametoken.text.detokenizer import make_detokenizer
     from sametoken.text.tokenizer import Tokenizer
 
-    detokenizer = make_detokenizer(Tokenizer(hf_tokenizer), skip_special_tokens=True)
-    pieces: deque[tuple[str, bool]] = deque()
-    num_ids = num_accepted = num_shown = 0
+    detokenizer = make_detokenizer(Tokenizer(hf_tokenizer), skip_special_tokens=not marks)
+    #: Of every character of the text.
+    accepted: list[bool] = []
+    before = Parsed("")
+    num_ids = num_accepted = 0
     for output in outputs:
         completion = output.outputs[0]
         accepted_now = output.metrics.speculation.num_accepted_tokens - num_accepted
         for offset, token_id in enumerate(completion.token_ids[num_ids:]):
-            pieces.append((detokenizer.append(token_id), offset < accepted_now))
+            accepted += [offset < accepted_now] * len(detokenizer.append(token_id))
         if output.finished:
-            pieces.append((detokenizer.finish(), False))
+            accepted += [False] * len(detokenizer.finish())
         num_ids, num_accepted = len(completion.token_ids), num_accepted + accepted_now
-        # The output's text leaves out a stop string, and holds back what may become one.
-        num_shown += _show(pieces, len(completion.text) - num_shown, console)
+        parsed = parser(completion.text, output.finished)
+        if aside is not None:
+            _show_reasoning(before, parsed, aside)
+        new = content_of(parsed)[len(content_of(before)) :]
+        # What is new stands last in the text, before what the parser holds back.
+        start = completion.text.rfind(new)
+        _show(new, accepted[start : start + len(new)] if start >= 0 else [], console)
+        before = parsed
         yield output
 
 
-def _show(pieces: deque[tuple[str, bool]], num_chars: int, console: Console) -> int:
-    """Print the first characters of the pieces and remove them; returns their number."""
-    left = num_chars
-    while pieces and left > 0:
-        text, accepted = pieces.popleft()
-        if len(text) > left:
-            pieces.appendleft((text[left:], accepted))
-        style = ACCEPTED_STYLE if accepted else None
-        console.print(text[:left], end="", style=style, markup=False, emoji=False)
-        left -= len(text[:left])
+def content_of(parsed: Parsed) -> str:
+    """The content, without the line breaks that part it from reasoning."""
+    return parsed.content.lstrip("\n") if parsed.reasoning else parsed.content
+
+
+def _show_reasoning(before: Parsed, parsed: Parsed, aside: Console) -> None:
+    """Print new reasoning without white space around it, and the lines before the content."""
+    whole = parsed.reasoning.strip()
+    new = whole[len(before.reasoning.strip()) :]
+    if whole and content_of(parsed) and not content_of(before):
+        new += "\n\n"
+    if new:
+        aside.print(new, end="", style=REASONING_STYLE, markup=False, emoji=False)
+        aside.file.flush()
+
+
+def _show(text: str, accepted: list[bool], console: Console) -> None:
+    """Print a text; where it is not known what was accepted, nothing was."""
+    place = 0
+    for is_accepted, run in groupby([*accepted, *[False] * (len(text) - len(accepted))]):
+        end = place + len(list(run))
+        style = ACCEPTED_STYLE if is_accepted else None
+        console.print(text[place:end], end="", style=style, markup=False, emoji=False)
+        place = end
     console.file.flush()
-    return num_chars - left

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sametoken.errors import MAX_SHOWN, clipped
+from sametoken.serving.http.config import ServerConfig
 from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, VllmOptions
 
 #: vLLM's flags with the same meaning here.
@@ -20,10 +21,18 @@ _SAME = """
     swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
     enable_return_routed_experts
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
-    tool_call_parser reasoning_parser weight_transfer_config
+    tool_call_parser reasoning_parser structured_outputs_config weight_transfer_config
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
 """
 SAME = tuple(_SAME.split())
+
+
+def _names(options: VllmOptions) -> tuple[str, ...]:
+    return tuple(name for name in options.names if name not in ServerConfig.__slots__)
+
+
+#: The table with the names that serve takes from it; others are options of its own.
+TABLE = tuple((options, names) for options in VLLM_OPTIONS if (names := _names(options)))
 
 
 def flag(name: str) -> str:
@@ -42,8 +51,8 @@ def vllm_options() -> list[inspect.Parameter]:
     """One hidden option per flag of the table, None where it is not given."""
     return [
         _parameter(name, is_switch=name in options.switches.split())
-        for options in VLLM_OPTIONS
-        for name in options.names
+        for options, names in TABLE
+        for name in names
     ]
 
 
@@ -84,9 +93,9 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "| flags | why |"
     yield "|---|---|"
-    for options in VLLM_OPTIONS:
+    for options, names in TABLE:
         if options.accepted is None:
-            yield f"| {_flags(options)} | {options.why} |"
+            yield f"| {_flags(names)} | {options.why} |"
     yield ""
     yield "## Refused"
     yield ""
@@ -94,14 +103,14 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "| flags | accepted | why | instead |"
     yield "|---|---|---|---|"
-    for options in VLLM_OPTIONS:
+    for options, names in TABLE:
         if options.accepted is not None:
             accepted = ", ".join(f"`{value}`" for value in options.accepted)
-            yield f"| {_flags(options)} | {accepted} | {options.why} | {options.instead} |"
+            yield f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |"
 
 
-def _flags(options: VllmOptions) -> str:
-    spelled = [text for name in options.names for text in (*SHORT_FLAGS.get(name, ()), flag(name))]
+def _flags(names: tuple[str, ...]) -> str:
+    spelled = [text for name in names for text in (*SHORT_FLAGS.get(name, ()), flag(name))]
     return ", ".join(f"`{text}`" for text in spelled)
 
 

@@ -324,7 +324,7 @@ class InputProcessor:
         structured = params.structured_outputs
         if structured is None:
             return True
-        return self._grammars is not None and self._grammars.find(structured) is not None
+        return self._grammars is not None and self._grammars.knows(structured)
 
     def start_trials(self) -> None:
         """Start the compiler's process in advance, so that the first grammar need not wait.

@@ -85,6 +85,24 @@ def json_object(text: str, name: str, example: str) -> Mapping[str, Any]:
     return value
 
 
+def known_keys(config: type[Any], given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The values, if all are of fields of a dataclass.
+
+    Args:
+        config: the dataclass.
+        given: values by key.
+        name: the option, for the error.
+
+    Raises:
+        ConfigError: a key is unknown.
+    """
+    known = [one.name for one in fields(config)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{name} has the unknown key {shown(key)}", suggestion(key, known))
+    return given
+
+
 def typed(name: str, annotation: Any, given: Any) -> Any:
     """Return a value if it has the field's type; a list becomes a tuple.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -72,8 +72,41 @@ class MaskFault(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What a completion says before its constrained text: any tokens, up to the end.
+
+    Attributes:
+        end: the consecutive tokens that end it.
+        header_end: None if it ends with ``end``. Otherwise a header follows, of any tokens except
+            ``end[0]``, which would begin another one, and this token ends both.
+        begins: tokens of which the first one is one, or there is no reasoning and the constraint
+            holds from the first token on. Empty if the prompt has begun the reasoning.
+
+    Raises:
+        RequestError: ``end`` is empty, or a value is of the wrong type.
+    """
+
+    end: tuple[int, ...]
+    header_end: int | None = None
+    begins: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        has_tuples = isinstance(self.end, tuple) and isinstance(self.begins, tuple)
+        if not has_tuples or not self.end or not all(type(one) is int for one in self.token_ids):
+            raise RequestError(
+                f"{shown(self)} is not possible", "use tuples of integers, end not empty"
+            )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens that it names."""
+        last = () if self.header_end is None else (self.header_end,)
+        return (*self.end, *last, *self.begins)
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A constraint on a completion's text, with vLLM's names. Exactly one field is set.
+    """A constraint on a completion's text, with vLLM's names. Exactly one kind is set.
 
     Attributes:
         json_schema: a JSON Schema, as JSON text.
@@ -81,9 +114,10 @@ class StructuredOutputs:
         regex: a regular expression that the whole text matches.
         grammar: a GBNF grammar whose rule ``root`` derives the whole text.
         choice: the allowed completions.
+        reasoning: what may stand before the text; None if the text begins with the first token.
 
     Raises:
-        RequestError: none or several are set, or one has the wrong type or is empty.
+        RequestError: no kind or several are set, or one has the wrong type or is empty.
     """
 
     json_schema: str | None = None
@@ -91,11 +125,15 @@ class StructuredOutputs:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        names = [one.name for one in fields(self) if self._is_set(one.name)]
+        if not isinstance(self.reasoning, Reasoning | None):
+            cause = f"structured_outputs reasoning={shown(self.reasoning)} is not possible"
+            raise RequestError(cause, "use Reasoning or leave it out")
+        names = [name for name in _FORMS if self._is_set(name)]
         if len(names) != 1:
             found = " and ".join(names) or "nothing"
             raise RequestError(
@@ -106,8 +144,8 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Name of the field that is set."""
-        return next(one.name for one in fields(self) if self._is_set(one.name))
+        """Name of the kind that is set."""
+        return next(name for name in _FORMS if self._is_set(name))
 
     def _is_set(self, name: str) -> bool:
         value = getattr(self, name)

@@ -122,7 +122,10 @@ VLLM_OPTIONS = (
     VllmOptions(
         "the engine always has a process of its own", switches="disable_frontend_multiprocessing"
     ),
-    VllmOptions("xgrammar compiles every grammar", values="structured_outputs_config"),
+    VllmOptions(
+        "offline, a grammar that xgrammar compiles holds from the first token on",
+        values="structured_outputs_config",
+    ),
     VllmOptions(
         "usage shows prompt tokens from the prefix cache", switches="enable_prompt_tokens_details"
     ),

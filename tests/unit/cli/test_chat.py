@@ -15,11 +15,18 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from sametoken import llm as llm_module
-from sametoken.cli.chat import CALM, COMMANDS, Chat, Consoles, default_drafts
+from sametoken.cli.chat import default_drafts
+from sametoken.cli.conversation import CALM, COMMANDS, Chat, Consoles
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from sametoken.engine.input_processor import PromptTokens
-from sametoken.errors import EngineDeadError, NumericalError, RequestError, UnsupportedError
+from sametoken.errors import (
+    EngineDeadError,
+    NumericalError,
+    RequestError,
+    UnsupportedError,
+)
+from sametoken.serving.http.config import ServerConfig
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -93,6 +100,7 @@ class Talk:
         interactive: bool = True,
         model: str = "m",
         generation_config: str = "auto",
+        reasoning_parser: str = "auto",
         **sampling,
     ) -> None:
         config = EngineConfig(
@@ -100,7 +108,8 @@ class Talk:
         )
         self.answers, self.status = io.StringIO(), io.StringIO()
         consoles = Consoles(*(Console(file=f, soft_wrap=True) for f in (self.answers, self.status)))
-        self.chat = Chat(config, sampling, consoles, interactive=interactive)
+        reasoning = ServerConfig(reasoning_parser=reasoning_parser)
+        self.chat = Chat(config, sampling, reasoning, consoles, interactive=interactive)
         self.chat.start()
 
     @property
@@ -124,6 +133,50 @@ def test_a_conversation_goes_to_the_model_as_a_whole():
     assert [prompt for prompt, _ in talk.llm.asked] == ["abc", "abcabcxyz"]
     roles = [message["role"] for message in talk.chat.messages]
     assert roles == ["user", "assistant", "user", "assistant"]
+
+
+class ThinkingLLM(EchoLLM):
+    """Reasons before it says something, both in one step, whose text has all marks."""
+
+    said = "<think>hm</think>yes"
+
+    def generate_stream(self, prompt, params):
+        self.asked.append((prompt.text, params))
+        completion = CompletionOutput(0, self.said, tuple(map(ord, self.said)), "stop")
+        metrics = RequestMetrics(0.0, 1.0, 3.0)
+        yield RequestOutput("0", None, prompt.token_ids, (completion,), True, metrics)
+
+
+def test_reasoning_is_shown_aside_and_no_part_of_the_conversation(monkeypatch):
+    monkeypatch.setattr(llm_module, "LLM", ThinkingLLM)
+    talk = Talk(reasoning_parser="qwen3")
+    assert talk.say("a").startswith("hm\n\n[20 tokens")
+    assert talk.answers.getvalue() == "yes\n"
+    assert talk.chat.messages[-1] == {"role": "assistant", "content": "yes"}
+    plain = Talk()
+    assert plain.say("a").startswith("[20 tokens")
+    assert plain.answers.getvalue() == f"{ThinkingLLM.said}\n"
+
+
+def test_gpt_oss_s_template_chooses_harmony(monkeypatch):
+    monkeypatch.setattr(llm_module, "LLM", ThinkingLLM)
+    monkeypatch.setattr(EchoLLM, "template", "<|channel|>analysis")
+    monkeypatch.setattr(
+        ThinkingLLM,
+        "said",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
+    )
+    talk = Talk()
+    assert talk.say("a").startswith("hm\n\n[")
+    assert talk.answers.getvalue() == "yes\n"
+    assert Talk(reasoning_parser="none").say("a").startswith("[")
+
+
+def test_an_unknown_form_of_reasoning_is_refused_before_the_model_is_loaded(model):
+    result = CliRunner().invoke(app, ["chat", "m", "--reasoning-parser", "telepathy"])
+    assert result.exit_code == 2
+    assert "reasoning_parser='telepathy' is not possible" in result.stderr
+    assert model.loaded == []
 
 
 def test_drafts_change_the_engine_and_not_the_request():

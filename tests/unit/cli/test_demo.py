@@ -160,4 +160,4 @@ def test_accepted_drafts_are_coloured():
     green = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     green.print("b", style=ACCEPTED_STYLE, end="")
     start, _, end = green.file.getvalue().partition("b")
-    assert file.getvalue() == f"a{start}b{end}{start}c{end}de\n"
+    assert file.getvalue() == f"a{start}bc{end}de\n"

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 import sametoken.serving.http.run
 from sametoken.cli.main import app
-from sametoken.cli.vllm_flags import SAME, as_flag, flag, page
+from sametoken.cli.vllm_flags import SAME, TABLE, as_flag, flag, page
 from sametoken.errors import ConfigError
-from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, take_vllm_options
+from sametoken.types.vllm_options import SHORT_FLAGS, take_vllm_options
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm-flags.md"
 USAGE = 2
 #: A value that no option of the table accepts.
 OTHER = "nonsense"
 SERVE = typer.main.get_command(app).commands["serve"]
-OPTIONS = [(options, name) for options in VLLM_OPTIONS for name in options.names]
+OPTIONS = [(options, name) for options, names in TABLE for name in names]
 
 
 def is_switch(options, name: str) -> bool:

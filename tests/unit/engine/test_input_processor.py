@@ -10,7 +10,7 @@ import pytest
 from sametoken.engine.input_processor import InputProcessor, PromptTokens, default_sampling_params
 from sametoken.errors import CheckpointError, RequestError
 from sametoken.types.sampling_params import SamplingParams, derive_seed
-from sametoken.types.structured_outputs import StructuredOutputs
+from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 VOCAB = 340
 MAX_LEN = 32
@@ -200,6 +200,12 @@ def test_structured_outputs_that_cannot_be_served_are_refused_before_any_work(to
         process(make(tokenizer), structured_outputs=StructuredOutputs(regex="(a"))
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         process(make(None), structured_outputs=StructuredOutputs(regex="a"))
+    for reasoning in (Reasoning((VOCAB,)), Reasoning((1,), -1), Reasoning((1,), None, (VOCAB,))):
+        with pytest.raises(RequestError, match=r"reasoning holds -?[0-9]+, outside the vocabulary"):
+            process(
+                make(tokenizer),
+                structured_outputs=StructuredOutputs(regex="a", reasoning=reasoning),
+            )
 
 
 @pytest.mark.parametrize("own", [None, 0, 1, 4])

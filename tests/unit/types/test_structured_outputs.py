@@ -6,7 +6,7 @@ import pytest
 
 from sametoken.errors import RequestError
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import StructuredOutputs
+from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,32 @@ def test_anything_else_is_refused_with_a_remedy(fields, cause):
     with pytest.raises(RequestError, match=cause) as caught:
         StructuredOutputs(**fields)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"end": ()},
+        {"end": [5]},
+        {"end": (5.0,)},
+        {"end": (True,)},
+        {"end": (5,), "header_end": "5"},
+        {"end": (5,), "begins": [5]},
+    ],
+)
+def test_reasoning_has_an_end_of_tokens(fields):
+    with pytest.raises(RequestError, match="Reasoning"):
+        Reasoning(**fields)
+
+
+def test_reasoning_is_no_constraint_and_of_its_own_type():
+    reasoning = Reasoning((5,), 6, (7,))
+    assert reasoning.token_ids == (5, 6, 7)
+    assert StructuredOutputs(regex="a", reasoning=reasoning).kind == "regex"
+    with pytest.raises(RequestError, match="sets nothing"):
+        StructuredOutputs(reasoning=reasoning)
+    with pytest.raises(RequestError, match="reasoning="):
+        StructuredOutputs(regex="a", reasoning=(5,))
 
 
 def test_choices_may_come_as_a_list_and_the_whole_is_hashable():

@@ -24,7 +24,6 @@ from sametoken.serving.http.logprobs import (
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.parsed import Parsed
-from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS
 from sametoken.serving.http.responses import (
     CalledFunction,
     ChatChoice,
@@ -71,7 +70,8 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
-    use = _reads_reasoning(request, use, prompt.text or "")
+    params, parser = served.reasons(params, prompt.text or "", use.parser)
+    use = replace(use, parser=parser)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)
     generation = await served.begin([prompt], params, request_id)
@@ -81,19 +81,9 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
     parser = served.tool_parser(request.tools) if request.tools else None
     use = tool_use(request, structured_outputs(request), parser)
-    params = chat_params(request, served.defaults, use.structured)
     _, reasoning = served.parsers
-    if reasoning is not None and use.structured is None:
-        params = served.with_marks(params, reasoning)
-    return replace(use, reasoning=reasoning), params
-
-
-def _reads_reasoning(request: ChatRequest, use: ToolUse, prompt: str) -> ToolUse:
-    """The use with the parser of reasoning; a constraint holds from the first token on."""
-    if use.reasoning is None or use.structured is not None:
-        return use
-    shows_marks = request.skip_special_tokens is False
-    return replace(use, parser=REASONING_PARSERS[use.reasoning](prompt, use.parser, shows_marks))
+    use = replace(use, reasoning=reasoning)
+    return use, chat_params(request, served.defaults, use.structured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
+from sametoken.serving.http.structured_config import StructuredOutputsConfig
 from sametoken.serving.http.transfer_config import WeightTransferConfig
 from sametoken.types.option_values import require_choices, require_limits
 from sametoken.types.sampling_params import MAX_LOGPROBS
@@ -15,7 +16,7 @@ from sametoken.types.sampling_params import MAX_LOGPROBS
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "openai", "qwen3_coder")
-#: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has a parser for each.
+#: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has each.
 REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
 #: The parsers of harmony, one of which needs the other.
 OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"
@@ -91,9 +92,14 @@ class ServerConfig:
     )
     reasoning_parser: str = option(
         AUTO,
-        "form of reasoning before an answer; auto: openai_gptoss with --tool-call-parser openai, "
-        "which a template of gpt-oss chooses, else none",
+        "form of reasoning before an answer; auto: openai_gptoss where gpt-oss's template or its "
+        "tool calls are read, else none",
         choices=(AUTO, NONE, *REASONING_PARSERS),
+    )
+    structured_outputs_config: str = option(
+        "{}",
+        "how answers are constrained: JSON with enable_in_reasoning, true if from their first "
+        "token on, else after the reasoning",
     )
     drain_timeout: float = option(
         60.0, "seconds that requests may still take after SIGTERM", limits=(0.0, 86400.0)
@@ -133,6 +139,7 @@ class ServerConfig:
                 "harmony and the other does not",
                 f"leave one of them out, or use {OPENAI!r} and {OPENAI_GPTOSS!r}",
             )
+        StructuredOutputsConfig.parse(self.structured_outputs_config)
         if self.weight_transfer is not None and not self.api_key and self.host not in _LOOPBACK:
             raise ConfigError(
                 f"weight_transfer_config without an api_key lets everybody at {self.host} change "
@@ -145,6 +152,11 @@ class ServerConfig:
         """``weight_transfer_config``, parsed; None if the weights stay."""
         text = self.weight_transfer_config
         return None if text is None else WeightTransferConfig.parse(text)
+
+    @property
+    def constrains_reasoning(self) -> bool:
+        """Whether constraints hold from the first token on, so that there is no reasoning."""
+        return StructuredOutputsConfig.parse(self.structured_outputs_config).enable_in_reasoning
 
     def parsers(self, auto: str | None) -> tuple[str | None, str | None]:
         """The names of the parsers of tool calls and of reasoning, None for none.

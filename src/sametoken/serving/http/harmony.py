@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 
-from sametoken.serving.http.parsed import FoundCall, Parsed, Parser, num_safe
+from sametoken.serving.http.parsed import Encode, FoundCall, Parsed, Parser, num_safe
+from sametoken.types.structured_outputs import Reasoning
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 #: Marks that end an answer.
@@ -28,6 +29,7 @@ _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTION = "functions."
+_ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
 #: A longer header is text.
 _MAX_HEADER = 256
 
@@ -47,20 +49,27 @@ _WHOLE = _header(r"\w*+", r"[^\s<]*+")
 _CUT = _header("(?:analysis|commentary|final)?+", "(?:json)?+")
 
 
-def harmony_parser(prompt: str, *, finds_calls: bool, shows_marks: bool) -> Parser:
+def harmony_parser(
+    prompt: str, *, finds_calls: bool, shows_marks: bool, is_constrained: bool = False
+) -> Parser:
     """The parser for answers to a prompt.
 
     Args:
         prompt: the rendered prompt, whose last message the answer continues.
         finds_calls: otherwise messages to functions are content.
         shows_marks: whether marks without a meaning where they stand are shown.
+        is_constrained: whether a grammar holds in channel final, so that commentary, where it does
+            not, is reasoning.
     """
     begun = _begun(prompt)
+    reasoning = (_ANALYSIS, _COMMENTARY) if is_constrained else (_ANALYSIS,)
 
     def parse(text: str, finished: bool) -> Parsed:
         whole = begun + text
         known = len(whole) if finished else num_safe(whole, *MARKS)
-        reader = _Reader(whole, len(begun), finds_calls=finds_calls, shows_marks=shows_marks)
+        reader = _Reader(
+            whole, len(begun), reasoning, finds_calls=finds_calls, shows_marks=shows_marks
+        )
         place = 0
         for found in _MARK.finditer(whole, 0, known):
             reader.read_text(place, found.start())
@@ -81,17 +90,45 @@ def _begun(prompt: str) -> str:
     return start + header + end if is_open else ""
 
 
+def _channel_in(header: str) -> str:
+    """The channel that a header names, empty without one."""
+    named = _NAMED_CHANNEL.search(header)
+    return "" if named is None else named[1]
+
+
+def before_final(prompt: str, encode: Encode) -> Reasoning | None:
+    """What comes before a message in channel final, as ``ReasoningForm.before_content``."""
+    begun = _begun(prompt)
+    is_message = begun.endswith(_MESSAGE)
+    ids = [encode(mark) for mark in (_START, _CHANNEL, _MESSAGE)]
+    if any(len(one) != 1 for one in ids) or (is_message and _channel_in(begun) == _FINAL):
+        return None
+    start, channel, (message,) = ids
+    begins = () if is_message else (*start, *channel)
+    return Reasoning((*channel, *encode(_FINAL)), header_end=message, begins=begins)
+
+
 class _Reader:
     """Reads the texts and marks of an answer in order.
 
     Args:
         whole: the begun message and the answer.
         num_begun: number of leading characters that are not shown.
+        reasoning_in: the channels of reasoning.
     """
 
-    def __init__(self, whole: str, num_begun: int, *, finds_calls: bool, shows_marks: bool) -> None:
+    def __init__(
+        self,
+        whole: str,
+        num_begun: int,
+        reasoning_in: tuple[str, ...],
+        *,
+        finds_calls: bool,
+        shows_marks: bool,
+    ) -> None:
         self._whole = whole
         self._num_begun = num_begun
+        self._reasoning_in = reasoning_in
         self._finds_calls = finds_calls
         self._shows_marks = shows_marks
         self._reasoning: list[str] = []
@@ -156,15 +193,15 @@ class _Reader:
 
     def _destination(self, header: str) -> list[str]:
         """Where the text of a message with this header goes."""
-        channel, recipient = _NAMED_CHANNEL.search(header), _RECIPIENT.search(header)
+        of, recipient = _channel_in(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1]
         if name.startswith(_FUNCTION) and name != _FUNCTION:
             if not self._finds_calls:
                 return self._content
             self._calls.append((name.removeprefix(_FUNCTION), []))
             return self._calls[-1][1]
-        of = "" if channel is None else channel[1]
-        return self._reasoning if of == "analysis" or (name and of != "final") else self._content
+        reasons = of in self._reasoning_in or (name and of != _FINAL)
+        return self._reasoning if reasons else self._content
 
     def _turn_to(self, target: list[str]) -> None:
         self._target, self._is_new = target, True

@@ -30,6 +30,8 @@ class Parsed:
 
 #: Maps the text so far, and whether it is finished, to its parts.
 Parser = Callable[[str, bool], Parsed]
+#: Maps a text to its token ids, without any that a tokenizer adds.
+Encode = Callable[[str], tuple[int, ...]]
 
 
 def parse_nothing(text: str, finished: bool) -> Parsed:

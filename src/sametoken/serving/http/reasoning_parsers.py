@@ -1,99 +1,201 @@
-"""Parsers that part a model's text into reasoning and an answer, which another parser reads.
+"""Forms of reasoning: how a model parts it from the content of its answer, which is read apart.
 
-They are parsers as described in ``parsed.py``, made for the prompt, as a template may have begun
-or ended the reasoning in it.
+Their parsers are as described in ``parsed.py``, made for the prompt, as a template may have begun
+or ended the reasoning in it. The same holds for what a grammar of the content waits for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
-from sametoken.serving.http.harmony import MARKS, harmony_parser
-from sametoken.serving.http.parsed import Parsed, Parser, num_safe, parse_nothing
+from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
+from sametoken.serving.http.parsed import Encode, Parsed, Parser, num_safe, parse_nothing
+from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import Reasoning
 
-#: Makes a parser of the rendered prompt, the parser of the content, and whether marks without
-#: a meaning are shown.
-MakeParser = Callable[[str, Parser, bool], Parser]
+if TYPE_CHECKING:
+    from sametoken.text.tokenizer import Tokenizer
 
 _THINK, _END, _CALL = "<think>", "</think>", "<tool_call>"
 _FUNCTION = "<function="
 _FUNCTION_CALL = re.compile(rf"{_CALL}\s*{_FUNCTION}")
 
 
-def qwen3_parser(prompt: str, content: Parser, shows_marks: bool) -> Parser:
+class ReasoningForm(Protocol):
+    """One form of reasoning."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What its parsers must see, special tokens or not."""
+        ...
+
+    def parser(
+        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+    ) -> Parser:
+        """The parser of answers.
+
+        Args:
+            prompt: the rendered prompt.
+            content: the parser of the content.
+            shows_marks: whether marks without a meaning are shown.
+            is_constrained: whether a grammar of the content begins after ``before_content``.
+        """
+        ...
+
+    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+        """What a grammar of the content waits for.
+
+        Args:
+            prompt: the rendered prompt.
+            encode: the tokenizer.
+
+        Returns:
+            None if it holds from the first token on: the prompt has ended the reasoning, or a mark
+            is not one token.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkForm:
     """``<think>REASONING</think>CONTENT``, the first mark in the prompt or the text.
 
-    Without the first mark all is content.
+    Attributes:
+        thinks_first: whether reasoning begins without the first mark. Then all is reasoning
+            without ``</think>``, unless the prompt ends with it; otherwise all is content without
+            ``<think>``.
     """
-    return _think_parser(prompt, content, thinks_first=False)
+
+    thinks_first: bool
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See ``ReasoningForm``."""
+        return (_THINK, _END)
+
+    def parser(
+        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+    ) -> Parser:
+        """See ``ReasoningForm``."""
+        if _has_ended(prompt):
+            return content
+        has_begun = self._has_begun(prompt)
+        # A grammar begins at the mark alone.
+        ends_at_calls = not is_constrained
+
+        def parse(text: str, finished: bool) -> Parsed:
+            first = len(text) - len(text.lstrip())
+            if not finished and _THINK.startswith(text[first:]):
+                return Parsed("")
+            is_marked = text.startswith(_THINK, first)
+            if not is_marked and not has_begun:
+                return content(text, finished)
+            start = first + len(_THINK) if is_marked else 0
+            end, rest = _end_of_reasoning(text, start, ends_at_calls=ends_at_calls)
+            if end < 0:
+                known = len(text) if finished else _num_safe(text, ends_at_calls=ends_at_calls)
+                return Parsed("", reasoning=text[start:known])
+            return replace(content(text[rest:], finished), reasoning=text[start:end])
+
+        return parse
+
+    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+        """See ``ReasoningForm``."""
+        start, end = encode(_THINK), encode(_END)
+        if len(start) != 1 or len(end) != 1 or _has_ended(prompt):
+            return None
+        return Reasoning(end, begins=() if self._has_begun(prompt) else start)
+
+    def _has_begun(self, prompt: str) -> bool:
+        return self.thinks_first or prompt.rstrip().endswith(_THINK)
 
 
-def deepseek_r1_parser(prompt: str, content: Parser, shows_marks: bool) -> Parser:
-    """``REASONING</think>CONTENT``, after ``<think>`` or without it.
-
-    Without ``</think>`` all is reasoning, unless the prompt ends with it.
-    """
-    return _think_parser(prompt, content, thinks_first=True)
+def _has_ended(prompt: str) -> bool:
+    return prompt.rstrip().endswith(_END)
 
 
-def gptoss_parser(prompt: str, content: Parser, shows_marks: bool) -> Parser:
-    """Harmony, with calls if there is a parser for calls."""
-    return harmony_parser(prompt, finds_calls=content is not parse_nothing, shows_marks=shows_marks)
-
-
-#: By the values of ``--reasoning-parser``.
-REASONING_PARSERS: Mapping[str, MakeParser] = {
-    "deepseek_r1": deepseek_r1_parser,
-    "openai_gptoss": gptoss_parser,
-    "qwen3": qwen3_parser,
-}
-#: The marks that each must see, special tokens or not.
-PARSER_MARKS: Mapping[str, tuple[str, ...]] = {
-    "deepseek_r1": (_THINK, _END),
-    "openai_gptoss": MARKS,
-    "qwen3": (_THINK, _END),
-}
-
-
-def _think_parser(prompt: str, content: Parser, *, thinks_first: bool) -> Parser:
-    before = prompt.rstrip()
-    if before.endswith(_END):
-        return content
-    thinks_first = thinks_first or before.endswith(_THINK)
-
-    def parse(text: str, finished: bool) -> Parsed:
-        first = len(text) - len(text.lstrip())
-        if not finished and _THINK.startswith(text[first:]):
-            return Parsed("")
-        is_marked = text.startswith(_THINK, first)
-        if not is_marked and not thinks_first:
-            return content(text, finished)
-        start = first + len(_THINK) if is_marked else 0
-        end, rest = _end_of_reasoning(text, start)
-        if end < 0:
-            return Parsed("", reasoning=text[start : len(text) if finished else _num_safe(text)])
-        return replace(content(text[rest:], finished), reasoning=text[start:end])
-
-    return parse
-
-
-def _end_of_reasoning(text: str, start: int) -> tuple[int, int]:
+def _end_of_reasoning(text: str, start: int, *, ends_at_calls: bool) -> tuple[int, int]:
     """Where reasoning ends and what follows begins; -1 twice if there is no end.
 
     Qwen3.5 may call a function without ending its reasoning.
     """
     end = text.find(_END, start)
     call = _FUNCTION_CALL.search(text, start, len(text) if end < 0 else end)
-    if call is not None:
+    if call is not None and ends_at_calls:
         return call.start(), call.start()
     return (end, end + len(_END)) if end >= 0 else (-1, -1)
 
 
-def _num_safe(text: str) -> int:
+def _num_safe(text: str, *, ends_at_calls: bool) -> int:
     """Number of leading characters that cannot be part of an end of reasoning."""
+    if not ends_at_calls:
+        return num_safe(text, _END)
     call = text.rfind(_CALL)
     if call >= 0 and _FUNCTION.startswith(text[call + len(_CALL) :].lstrip()):
         return call
     return num_safe(text, _END, _CALL)
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyForm:
+    """Harmony, with calls if there is a parser for calls."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See ``ReasoningForm``."""
+        return MARKS
+
+    def parser(
+        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+    ) -> Parser:
+        """See ``ReasoningForm``."""
+        parse = harmony_parser(
+            prompt,
+            finds_calls=content is not parse_nothing,
+            shows_marks=shows_marks,
+            is_constrained=is_constrained,
+        )
+
+        def parse_constrained(text: str, finished: bool) -> Parsed:
+            found = parse(text, finished)
+            if not found.content:
+                return found
+            inner = content(found.content, finished)
+            return Parsed(inner.content, (*found.calls, *inner.calls), found.reasoning)
+
+        return parse_constrained if is_constrained else parse
+
+    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+        """See ``ReasoningForm``."""
+        return before_final(prompt, encode)
+
+
+#: By the values of ``--reasoning-parser``.
+REASONING_FORMS: Mapping[str, ReasoningForm] = {
+    "deepseek_r1": ThinkForm(thinks_first=True),
+    "openai_gptoss": HarmonyForm(),
+    "qwen3": ThinkForm(thinks_first=False),
+}
+
+
+def with_marks(
+    params: SamplingParams, form: ReasoningForm, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+) -> SamplingParams:
+    """Parameters whose text has the marks that the parsers of a form must see.
+
+    An answer also ends with harmony's marks for that, which some copies of gpt-oss do not name as
+    its ends.
+    """
+    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in form.marks}
+    stops = tuple(params.stop_token_ids or ())
+    known = {*eos_token_ids, *stops}
+    ends = [] if params.ignore_eos else [ids[mark] for mark in ENDS if mark in ids]
+    return replace(
+        params,
+        stop_token_ids=(*stops, *(end for end in ends if end is not None and end not in known)),
+        skip_special_tokens=params.skip_special_tokens
+        and tokenizer.special_ids.isdisjoint(ids.values()),
+    )

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sametoken.engine.input_processor import PromptTokens
@@ -13,9 +14,8 @@ from sametoken.errors import shown
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
-from sametoken.serving.http.harmony import ENDS
 from sametoken.serving.http.parsed import Parser
-from sametoken.serving.http.reasoning_parsers import PARSER_MARKS
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, with_marks
 from sametoken.serving.http.responses import ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
@@ -200,23 +200,36 @@ class Served:
         functions = [tool.function for tool in tools]
         return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
 
-    def with_marks(self, params: SamplingParams, reasoning: str) -> SamplingParams:
-        """Parameters whose text has the marks that a parser of reasoning must see.
+    def reasons(
+        self, params: SamplingParams, prompt: str, content: Parser
+    ) -> tuple[SamplingParams, Parser]:
+        """Parameters and the parser of an answer that may reason before its content.
 
-        An answer also ends with harmony's marks for that, which some copies of gpt-oss do not
-        name as its ends.
+        Args:
+            params: of a request; a constraint is of the content.
+            prompt: the rendered prompt.
+            content: the parser of the content.
         """
-        tokenizer = self.engine.get_tokenizer()
-        ids = {mark: tokenizer.backend.token_to_id(mark) for mark in PARSER_MARKS[reasoning]}
-        stops = tuple(params.stop_token_ids or ())
-        known = {*self.engine.resolved.eos_token_ids, *stops}
-        ends = [] if params.ignore_eos else [ids[mark] for mark in ENDS if mark in ids]
-        return replace(
-            params,
-            stop_token_ids=(*stops, *(end for end in ends if end is not None and end not in known)),
-            skip_special_tokens=params.skip_special_tokens
-            and tokenizer.special_ids.isdisjoint(ids.values()),
+        _, name = self.parsers
+        structured = params.structured_outputs
+        if name is None or (structured is not None and self.config.constrains_reasoning):
+            return params, content
+        form, tokenizer = REASONING_FORMS[name], self.engine.get_tokenizer()
+        if structured is not None:
+            before = form.before_content(
+                prompt, partial(tokenizer.encode, add_special_tokens=False)
+            )
+            if before is None:
+                return params, content
+            structured = replace(structured, reasoning=before)
+        parser = form.parser(
+            prompt,
+            content,
+            shows_marks=not params.skip_special_tokens,
+            is_constrained=structured is not None,
         )
+        params = replace(params, structured_outputs=structured)
+        return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import (
     json_object,
+    known_keys,
     option,
     require_choices,
     require_limits,
     require_types,
-    suggestion,
 )
 from sametoken.types.weight_updates import GLOO, IPC, NCCL
 
@@ -59,11 +59,5 @@ class WeightTransferConfig:
         Raises:
             ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
         """
-        given = json_object(text, _NAME, '{"backend": "files", "directory": "/dev/shm/weights"}')
-        known = [one.name for one in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ConfigError(
-                    f"{_NAME} has the unknown key {shown(name)}", suggestion(name, known)
-                )
-        return cls(**given)
+        example = '{"backend": "files", "directory": "/dev/shm/weights"}'
+        return cls(**known_keys(cls, json_object(text, _NAME, example), _NAME))

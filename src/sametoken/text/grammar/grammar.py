@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sametoken.errors import RequestError
+from sametoken.text.grammar.after_reasoning import GrammarAfterReasoning, allow
 from sametoken.text.grammar.compiled import (
     Compiled,
     CompiledGrammars,
@@ -20,7 +22,7 @@ from sametoken.text.grammar.compiled import (
 )
 from sametoken.text.grammar.json_schema import check_schema
 from sametoken.text.grammar.regular_expressions import check_grammar, check_regex, plain_regex
-from sametoken.types.structured_outputs import StructuredOutputs
+from sametoken.types.structured_outputs import Grammar, StructuredOutputs
 
 if TYPE_CHECKING:
     import xgrammar
@@ -66,8 +68,7 @@ class XGrammarMatcher:
             self._matcher.fill_next_token_bitmask(masks, row)
             return
         masks[row] = 0
-        for token_id in self._end_ids:
-            masks[row, token_id // 32] |= _bit(token_id % 32)
+        allow(masks, row, self._end_ids)
 
 
 class XGrammar:
@@ -191,34 +192,52 @@ class GrammarCompiler:
             )
         text = TokenizerText(tokenizer.backend.to_str(), vocab_size, eos_token_ids)
         self._vocabulary = trials.pack(text)
+        self._vocab_size = vocab_size
         self._trials = trials
         self._lock = threading.Lock()
         self._validated: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
 
-    def find(self, structured: StructuredOutputs) -> XGrammar | None:
-        """The grammar of a structure if it is known to be valid."""
+    def knows(self, structured: StructuredOutputs) -> bool:
+        """Whether a structure is known to be valid."""
+        return self._find(_of_the_text(structured)) is not None
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """The grammar of a structure, validated now or before.
+
+        Raises:
+            RequestError: it is not supported, not valid, too large, or matches nothing, or its
+                reasoning names a token outside the vocabulary.
+            OverloadedError: other grammars are being validated, and take long.
+        """
+        of_text, reasoning = _of_the_text(structured), structured.reasoning
+        for token_id in () if reasoning is None else reasoning.token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"structured_outputs.reasoning holds {token_id}, outside the vocabulary of "
+                    f"{self._vocab_size}",
+                    f"use ids from 0 to {self._vocab_size - 1}",
+                )
+        found = self._find(of_text)
+        if found is None:
+            found = XGrammar(GrammarSource.of(of_text), self._vocabulary)
+            self._trials.run(found)
+        with self._lock:
+            # Only the source: ``CompiledGrammars`` bounds the compiled grammars.
+            self._validated[of_text] = found.source
+            self._validated.move_to_end(of_text)
+            if len(self._validated) > _MAX_VALIDATED:
+                self._validated.popitem(last=False)
+        return found if reasoning is None else GrammarAfterReasoning(found, reasoning)
+
+    def _find(self, structured: StructuredOutputs) -> XGrammar | None:
         with self._lock:
             source = self._validated.get(structured)
         return None if source is None else XGrammar(source, self._vocabulary)
 
-    def compile(self, structured: StructuredOutputs) -> XGrammar:
-        """The grammar of a structure, validated now or before.
 
-        Raises:
-            RequestError: it is not supported, not valid, too large, or matches nothing.
-            OverloadedError: other grammars are being validated, and take long.
-        """
-        found = self.find(structured)
-        if found is None:
-            found = XGrammar(GrammarSource.of(structured), self._vocabulary)
-            self._trials.run(found)
-        with self._lock:
-            # Only the source: ``CompiledGrammars`` bounds the compiled grammars.
-            self._validated[structured] = found.source
-            self._validated.move_to_end(structured)
-            if len(self._validated) > _MAX_VALIDATED:
-                self._validated.popitem(last=False)
-        return found
+def _of_the_text(structured: StructuredOutputs) -> StructuredOutputs:
+    """The structure without the reasoning before it, which no trial depends on."""
+    return replace(structured, reasoning=None)
 
 
 def _checked_patterns(source: GrammarSource) -> tuple[str, ...]:
@@ -231,8 +250,3 @@ def _checked_patterns(source: GrammarSource) -> tuple[str, ...]:
     for pattern in patterns:
         check_regex(pattern)
     return patterns
-
-
-def _bit(index: int) -> int:
-    """Bit ``index`` of a signed 32-bit word."""
-    return 1 << index if index < 31 else -(1 << 31)

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from openai.types.chat import ChatCompletion
 
+from helpers.chat_model import CHAT_TEMPLATE
+from helpers.chat_model import SPECIAL as BYTES_SPECIAL
 from helpers.events import events, merged_chat
 from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tools import ToolUse
 from sametoken.types.outputs import CompletionOutput
+from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 USER = [{"role": "user", "content": "What is 1 + 2?"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -30,6 +34,7 @@ HARMONY = """\
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 THOUGHT = "<|channel|>analysis<|message|>Let me héar.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>1 + 2 is 3."
+FINAL_BEGUN = "<|start|>assistant<|channel|>final<|message|>"
 TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 
 
@@ -74,6 +79,7 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (harmony(THOUGHT + FINAL), {"n": 2, "return_token_ids": True}),
         (harmony(f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|>'), {"tools": [ADD], "logprobs": True}),
         (harmony("{}"), {"response_format": {"type": "json_object"}}),
+        (harmony(f"{THOUGHT}{FINAL}"), {"response_format": {"type": "json_object"}, "n": 2}),
     ],
 )
 def test_a_stream_adds_up_to_the_whole(serve, said, body):
@@ -241,7 +247,8 @@ def test_reasoning_has_a_field_of_its_own(serve):
 
 def test_long_reasoning_is_streamed_as_it_comes():
     request = ChatRequest(messages=USER)
-    parser = REASONING_PARSERS["deepseek_r1"]("", parse_nothing, False)
+    form = REASONING_FORMS["deepseek_r1"]
+    parser = form.parser("", parse_nothing, shows_marks=False, is_constrained=False)
     use = ToolUse(None, parser, None, reasoning="deepseek_r1")
     writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", shows_versions=False), 0)
     for length in (6400, 6401):
@@ -291,15 +298,90 @@ def test_marks_without_a_meaning_are_skipped_like_special_tokens(serve):
     assert shown == "1 + 2 is 3.<|constrain|>."
 
 
-def test_a_constrained_answer_has_no_reasoning(serve):
-    body = {"response_format": {"type": "json_object"}}
-    for engine, server in (
-        (FakeEngine("{}"), {"reasoning_parser": "deepseek_r1"}),
-        (harmony("{}"), {}),
+def thinking(said: str, template: str = CHAT_TEMPLATE) -> FakeEngine:
+    """With a token for each mark."""
+    return FakeEngine(said, special=(*BYTES_SPECIAL, "<think>", "</think>"), template=template)
+
+
+def constrained(serve, engine, server, **body) -> tuple[dict, StructuredOutputs]:
+    """The message of a constrained answer, and the constraint that the engine has got."""
+    message = message_of(serve, engine, server, **body)
+    return message, engine.seen[-1][1].structured_outputs
+
+
+OPENS = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
+JSON = {"response_format": {"type": "json_object"}}
+A_CALL, ITS_LIST = '{"a": 1}', '[{"name": "add", "parameters": {"a": 1}}]'
+
+
+def test_a_constrained_answer_reasons_first(serve):
+    engine = thinking("hm</think>{}")
+    start, end = map(engine.tokenizer.backend.token_to_id, ("<think>", "</think>"))
+    for name, begins, said in (
+        ("deepseek_r1", (), "hm</think>{}"),
+        ("qwen3", (start,), "<think>hm</think>{}"),
     ):
-        message = message_of(serve, engine, server, **body)
-        assert (message["reasoning"], message["content"]) == (None, "{}")
-    assert engine.seen[0][1].skip_special_tokens
+        engine.say = lambda prompt, index, said=said: said
+        message, structured = constrained(serve, engine, {"reasoning_parser": name}, **JSON)
+        assert (message["reasoning"], message["content"]) == ("hm", "{}")
+        assert structured.reasoning == Reasoning((end,), begins=begins)
+    message, structured = constrained(
+        serve,
+        thinking("hm</think>{}", OPENS),
+        {"reasoning_parser": "qwen3"},
+        **JSON,
+        reasoning_effort="low",
+    )
+    assert (message["reasoning"], message["content"]) == ("hm", "{}")
+    assert structured.reasoning == Reasoning((end,))
+
+
+def test_harmony_s_constraint_holds_in_the_final_channel(serve):
+    engine = harmony(f"{THOUGHT}<|channel|>final <|constrain|>json<|message|>{{}}")
+    message, structured = constrained(serve, engine, {}, **JSON)
+    assert (message["reasoning"], message["content"]) == ("Let me héar.", "{}")
+    encode = partial(engine.tokenizer.encode, add_special_tokens=False)
+    (end,) = encode("<|message|>")
+    begins = (*encode("<|start|>"), *encode("<|channel|>"))
+    assert structured.reasoning == Reasoning(encode("<|channel|>final"), end, begins)
+
+
+@pytest.mark.parametrize(
+    ("choice", "call", "reason"),
+    [(NAMED, A_CALL, "stop"), ("required", ITS_LIST, "tool_calls")],
+)
+def test_a_forced_call_reasons_first(serve, choice, call, reason):
+    for engine, server in (
+        (thinking(f"<think>hm</think>{call}"), {"reasoning_parser": "qwen3"}),
+        (harmony(f"<|channel|>analysis<|message|>hm<|end|>{FINAL_BEGUN}{call}"), {}),
+    ):
+        whole, chunks = both(serve, engine, server, tools=[ADD], tool_choice=choice)
+        (one,) = whole["choices"]
+        assert engine.seen[-1][1].structured_outputs.reasoning is not None
+        assert one["message"]["reasoning"] == "hm"
+        assert calls_of(one["message"]) == [("add", A_CALL)]
+        assert one["finish_reason"] == reason
+        streamed = merged_chat(chunks)[0]
+        assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == [("add", A_CALL)]
+        assert streamed["reasoning"] == "hm"
+
+
+def test_a_constraint_holds_at_once_without_reasoning(serve):
+    """Its server says so, the prompt has ended the reasoning, or a mark is not one token."""
+    at_once = {"structured_outputs_config": '{"enable_in_reasoning": true}'}
+    for engine, server, body in (
+        (thinking("{}"), {"reasoning_parser": "deepseek_r1", **at_once}, {}),
+        (thinking("{}"), {"reasoning_parser": "qwen3", **at_once}, {}),
+        (harmony("{}"), at_once, {}),
+        (thinking("{}", OPENS), {"reasoning_parser": "qwen3"}, {"reasoning_effort": "none"}),
+        (thinking("{}", OPENS), {"reasoning_parser": "deepseek_r1"}, {"reasoning_effort": "none"}),
+        (FakeEngine("{}"), {"reasoning_parser": "deepseek_r1"}, {}),
+        (thinking("{}"), {}, {}),
+    ):
+        message, structured = constrained(serve, engine, server, **JSON, **body)
+        assert (message.get("reasoning"), message["content"]) == (None, "{}")
+        assert structured == StructuredOutputs(json_object=True)
+        assert engine.seen[0][1].skip_special_tokens
 
 
 def test_the_template_sees_earlier_reasoning_and_the_effort(serve):

@@ -4,7 +4,7 @@ import pytest
 
 from sametoken.errors import ConfigError
 from sametoken.serving.http.config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
-from sametoken.serving.http.reasoning_parsers import REASONING_PARSERS as MAKERS
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS
 
 
@@ -23,6 +23,9 @@ from sametoken.serving.http.tool_parsers import TOOL_PARSERS
         {"tool_call_parser": "openai", "reasoning_parser": "none"},
         {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
         {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"},
+        {"structured_outputs_config": "true"},
+        {"structured_outputs_config": '{"enable_in_reasoning": 1}'},
+        {"structured_outputs_config": '{"disable_any_whitespace": true}'},
         {"api_key": ("",)},
         {"api_key": ("good", " outer")},
         {"api_key": ("in ner",)},
@@ -52,9 +55,17 @@ def test_keys_are_not_printed():
     assert "secret" not in str(refused.value)
 
 
+def test_constraints_wait_for_the_end_of_reasoning_unless_they_are_to_hold_in_it():
+    assert not ServerConfig().constrains_reasoning
+    given = '{"backend": "xgrammar", "enable_in_reasoning": true}'
+    assert ServerConfig(structured_outputs_config=given).constrains_reasoning
+    with pytest.raises(ConfigError, match=r"^backend='outlines' is not possible"):
+        ServerConfig(structured_outputs_config='{"backend": "outlines"}')
+
+
 def test_every_parser_that_is_offered_exists():
     assert set(TOOL_CALL_PARSERS) == set(TOOL_PARSERS)
-    assert set(REASONING_PARSERS) == set(MAKERS)
+    assert set(REASONING_PARSERS) == set(REASONING_FORMS)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,26 @@ from hypothesis import strategies as st
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
-from sametoken.serving.http.reasoning_parsers import PARSER_MARKS, REASONING_PARSERS
-from sametoken.serving.http.tool_parsers import parse_hermes, qwen3_coder_parser
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
+from sametoken.serving.http.tool_parsers import (
+    named_parser,
+    parse_hermes,
+    parse_required,
+    qwen3_coder_parser,
+)
+from sametoken.types.structured_outputs import Reasoning
 
 PLAIN, OPENED, ENDED = "<|im_start|>assistant\n", "x<think>\n", "x<think>\n\n</think>\n\n"
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 XML = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
 
 
-def parser_of(name, prompt=PLAIN, content=parse_nothing):
-    return REASONING_PARSERS[name](prompt, content, False)
+HARMONY = "<|start|>assistant"
+
+
+def parser_of(name, prompt=PLAIN, content=parse_nothing, *, is_constrained=False):
+    form = REASONING_FORMS[name]
+    return form.parser(prompt, content, shows_marks=False, is_constrained=is_constrained)
 
 
 CASES = [
@@ -77,13 +87,14 @@ WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "ar
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(sorted(REASONING_PARSERS)),
-    st.sampled_from((PLAIN, OPENED, ENDED, "<|start|>assistant")),
-    st.sampled_from((parse_nothing, parse_hermes, qwen3_coder_parser({}))),
+    st.sampled_from(sorted(REASONING_FORMS)),
+    st.sampled_from((PLAIN, OPENED, ENDED, HARMONY)),
+    st.sampled_from((parse_nothing, parse_hermes, qwen3_coder_parser({}), parse_required)),
+    st.booleans(),
     st.lists(st.sampled_from((*PIECES, *WORDS)), max_size=10).map("".join),
 )
-def test_a_stream_of_anything_adds_up(name, prompt, content, text):
-    assert_adds_up(parser_of(name, prompt, content), text)
+def test_a_stream_of_anything_adds_up(name, prompt, content, is_constrained, text):
+    assert_adds_up(parser_of(name, prompt, content, is_constrained=is_constrained), text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,5 +107,79 @@ def test_no_text_is_lost(name, pieces):
     assert "</think>" not in found.reasoning
 
 
-def test_the_marks_of_each_are_known():
-    assert set(PARSER_MARKS) == set(REASONING_PARSERS)
+CONSTRAINED = [
+    ("qwen3", PLAIN, parse_nothing, "<think>hm</think>{}", Parsed("{}", (), "hm")),
+    ("qwen3", PLAIN, parse_nothing, '{"a": "</think>"}', Parsed('{"a": "</think>"}')),
+    # A call begins no grammar, so that it does not end the reasoning either.
+    ("qwen3", OPENED, parse_nothing, f"hm {XML}</think>{{}}", Parsed("{}", (), f"hm {XML}")),
+    ("deepseek_r1", PLAIN, named_parser("f"), "hm", Parsed("", (), "hm")),
+    (
+        *("deepseek_r1", PLAIN, named_parser("f"), 'hm</think>{"a": 1}'),
+        Parsed("", (FoundCall("f", '{"a": 1}'),), "hm"),
+    ),
+    (
+        *("openai_gptoss", HARMONY, parse_nothing),
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I answer.<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{}",
+        Parsed("{}", (), "hm\nI answer."),
+    ),
+    ("openai_gptoss", HARMONY, parse_nothing, "{}", Parsed("{}")),
+    (
+        *("openai_gptoss", HARMONY, parse_required),
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+        '[{"name": "f", "parameters": {}}]',
+        Parsed("", (FoundCall("f", "{}"),), "hm"),
+    ),
+    # gpt-oss calls functions in a channel of their own, which no grammar constrains.
+    (
+        *("openai_gptoss", HARMONY, named_parser("f")),
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        Parsed("", (FoundCall("f", "{}"),)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "content", "text", "expected"), CONSTRAINED)
+def test_a_constrained_answer(name, prompt, content, text, expected):
+    parser = parser_of(name, prompt, content, is_constrained=True)
+    assert parser(text, True) == expected
+    assert_adds_up(parser, text)
+
+
+IDS = {"<think>": 1, "</think>": 2, "<|start|>": 3, "<|channel|>": 4, "<|message|>": 5}
+IN_ANALYSIS = f"{HARMONY}<|channel|>analysis<|message|>I "
+IN_FINAL = f"{HARMONY}<|channel|>final<|message|>I "
+OTHER_TURN = "<|im_start|>assistant\n<think>hm</think>yes<|im_end|>\n"
+END_OF_HEADER = {"end": (4, *b"final"), "header_end": 5}
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """A mark's token, or bytes."""
+    return (IDS[text],) if text in IDS else tuple(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "expected"),
+    [
+        ("qwen3", PLAIN, Reasoning((2,), begins=(1,))),
+        ("qwen3", OTHER_TURN + PLAIN, Reasoning((2,), begins=(1,))),
+        ("qwen3", OPENED, Reasoning((2,))),
+        ("qwen3", ENDED, None),
+        ("deepseek_r1", PLAIN, Reasoning((2,))),
+        ("deepseek_r1", OPENED, Reasoning((2,))),
+        ("deepseek_r1", ENDED, None),
+        ("openai_gptoss", HARMONY, Reasoning(**END_OF_HEADER, begins=(3, 4))),
+        ("openai_gptoss", f"{IN_FINAL}<|end|>", Reasoning(**END_OF_HEADER, begins=(3, 4))),
+        ("openai_gptoss", IN_ANALYSIS, Reasoning(**END_OF_HEADER)),
+        ("openai_gptoss", IN_FINAL, None),
+    ],
+)
+def test_what_a_grammar_of_the_content_waits_for(name, prompt, expected):
+    assert REASONING_FORMS[name].before_content(prompt, encode) == expected
+
+
+def test_a_grammar_waits_for_no_mark_that_is_several_tokens():
+    for form, prompt in (("qwen3", PLAIN), ("deepseek_r1", OPENED), ("openai_gptoss", HARMONY)):
+        assert (
+            REASONING_FORMS[form].before_content(prompt, lambda text: tuple(text.encode())) is None
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
@@ -106,14 +108,14 @@ class StepRunner:
         landed = self.stream.submit(lambda: self._run(plan, buffer))
         return PendingOutput(plan, buffer, landed, self.ring)
 
+    @torch.inference_mode()  # Autograd would note every operation.
     def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
         self._apply(plan)
         if not plan.requests:
             return
         slots = [scheduled.slot for scheduled in plan.requests]
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
-        processor = self.processing.of_step(layout, buffer)
-        self.launcher.run(layout, buffer.first_place, processor)
+        self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
         self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:

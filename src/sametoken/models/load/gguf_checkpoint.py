@@ -26,6 +26,8 @@ from sametoken.models.load.weights import rows_per_chunk
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 AGAIN = "download or convert the file again"
+#: Elements dequantized at once: few calls, and temporaries that stay in a core's cache.
+_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,10 @@ class GGUFSource:
 def _dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:
     try:
         with np.errstate(all="ignore"):
-            return torch.from_numpy(dequantize(raw, tensor.type))
+            groups = np.array_split(raw, max(len(raw) * tensor.shape[-1] // _AT_ONCE, 1))
+            # gguf takes 16 rows at once, however short they are: here it sees one.
+            values = [dequantize(group.reshape(1, -1), tensor.type) for group in groups]
+            return torch.from_numpy(np.concatenate(values, axis=1).reshape(len(raw), -1))
     except NotImplementedError as error:
         raise UnsupportedError(
             f"tensor {tensor.name} of {location} has type {tensor.type.name}",

@@ -27,7 +27,8 @@ OPTIONS = ("-q", "--capture=no", *(word for plugin in PLUGINS for word in ("-p",
 class Record:
     """Hooks of an inner session: how many tests passed, and what the others raised.
 
-    ``chosen``: whether the suite, or the test itself, may choose the layout of steps.
+    ``chosen``: whether the suite, or the test itself, may choose another layout of steps. Without
+    further parameters a test runs in both layouts.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class Record:
         self.chosen = False
 
     def pytest_itemcollected(self, item) -> None:
-        self.chosen = not {"layouts", "monkeypatch"}.isdisjoint(item.fixturenames)
+        in_one_of_them = "layouts" in item.fixturenames and hasattr(item, "callspec")
+        self.chosen = in_one_of_them or "CHOICE" in item.function.__code__.co_names
 
     def pytest_runtest_logreport(self, report) -> None:
         self.num_passed += report.when == "call" and report.passed

@@ -112,8 +112,7 @@ class StepRunner:
             return
         slots = [scheduled.slot for scheduled in plan.requests]
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
-        processor = self.processing.of_step(layout, buffer)
-        self.launcher.run(layout, buffer.first_place, processor)
+        self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
         self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:

@@ -31,10 +31,8 @@ def conditional_rates(unconditional: Sequence[float], device: torch.device) -> T
             accepted (``SpeculativeConfig.synthetic_rates``).
         device: where steps run.
     """
-    before = (1.0, *unconditional)
-    rates = [
-        rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=False)
-    ]
+    ratios = zip(unconditional, (1.0, *unconditional), strict=False)
+    rates = [rate / last if last else 0.0 for rate, last in ratios]
     return torch.tensor(rates, dtype=torch.float32, device=device)
 
 

@@ -249,7 +249,10 @@ class Packing(Protocol):
         ...
 
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> UnquantizedWeight:
-        """Take over a matrix of integers; arguments, sums and errors as ``pack_int4``."""
+        """Take over a matrix of integers; arguments, sums and errors as ``pack_int4``.
+
+        The C kernels round activations to 8 bits (``ops.model.gemm.integers``).
+        """
         ...
 
     def stack(self, weights: Sequence[Weight]) -> Weight:

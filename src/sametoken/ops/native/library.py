@@ -32,6 +32,10 @@ _SIGNATURES = {
     "pack_quantized": ("pppppi", False),
     "quantized_gemm": ("pppppiiiiif", True),
     "quantized_rows": ("ppppiii", True),
+    "integer_bytes": ("pi", True),
+    "pack_integers": ("pppppi", False),
+    "integer_gemm": ("pppppiiii", True),
+    "integer_rows": ("ppppiii", True),
     "rms_norm": ("ppppiifii", False),
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
@@ -65,6 +69,10 @@ class NativeLibrary:
     pack_quantized: Callable[..., None]
     quantized_gemm: Callable[..., int]
     quantized_rows: Callable[..., int]
+    integer_bytes: Callable[[int, int], int]
+    pack_integers: Callable[..., None]
+    integer_gemm: Callable[..., int]
+    integer_rows: Callable[..., int]
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]

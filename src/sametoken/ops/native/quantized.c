@@ -4,14 +4,14 @@
  * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
  * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
  * from a multiple of 64 bytes on. A word has neighbouring codes of a column, lowest bits first. */
+#include "scales.h"
 #include "threads.h"
 #include "tile.h"
 
-/* Codes: unsigned integers, e4m3 without NaN, or e2m1. */
-enum { INT4, INT8, FP8, E2M1 };
-enum { FP32, FP16, BF16 }; /* scales */
-/* Offsets: -zero * scale, with one zero or a byte by group, or minima in the dtype of scales. */
-enum { ONE_ZERO, ZEROS, MINIMA };
+/* Codes: unsigned integers of 4 bits, e4m3 without NaN, or e2m1. */
+enum { INT4, FP8, E2M1 };
+/* Offsets: -zero * scale, with one zero or a byte by group. */
+enum { ONE_ZERO, ZEROS };
 enum { AS_IS, BY_ROW, BY_GROUP, FIXED }; /* how activations are rounded to e4m3 */
 
 /* Features that are widened at once, where rows are many. */
@@ -34,10 +34,8 @@ INLINE int64_t num_groups(const format *f) { return ceil_div(f->k, f->width); }
 INLINE int64_t padded(const format *f) {
     return ceil_div(f->k, codes_of_word(f->codes)) * codes_of_word(f->codes);
 }
-INLINE int64_t scale_size(const format *f) { return f->scales == FP32 ? 4 : 2; }
-INLINE int64_t offset_size(const format *f) {
-    return f->offsets == ONE_ZERO ? 0 : f->offsets == ZEROS ? 1 : scale_size(f);
-}
+INLINE int64_t scale_size(const format *f) { return scale_bytes(f->scales); }
+INLINE int64_t offset_size(const format *f) { return f->offsets == ZEROS; }
 INLINE int64_t offsets_at(const format *f) {
     return ceil_div(num_groups(f) * GROUP * scale_size(f), 64) * 64;
 }
@@ -52,16 +50,6 @@ EXPORT int64_t quantized_bytes(const format *f, int64_t n) {
     return ceil_div(n, GROUP) * group_bytes(f);
 }
 
-/* Values of LANES neighbouring scales or minima. */
-INLINE f32v scale_lanes(const char *from, int64_t kind) {
-    if (kind != FP16) return load_some(from, 0, LANES, kind == BF16);
-    u16v half;
-    memcpy(&half, from, sizeof half);
-    u32v word = __builtin_convertvector(half, u32v);
-    f32v size = (f32v)((word & 0x7fff) << 13) * 0x1p112f; /* exact, subnormal numbers too */
-    return (f32v)((u32v)size | (word & 0x8000) << 16);
-}
-
 INLINE f32v zero_lanes(const char *from) {
     uint8_t __attribute__((vector_size(LANES))) zero;
     memcpy(&zero, from, sizeof zero);
@@ -69,7 +57,6 @@ INLINE f32v zero_lanes(const char *from) {
 }
 
 INLINE f32v offset_lanes(const format *f, const char *offsets, int64_t index, f32v scale) {
-    if (f->offsets == MINIMA) return scale_lanes(offsets + index * scale_size(f), f->scales);
     return -(f->offsets == ZEROS ? zero_lanes(offsets + index) : splat(f->zero)) * scale;
 }
 
@@ -98,8 +85,7 @@ INLINE f32v code_lanes(u32v word, const int e, const int codes) {
         return (f32v)((u32v)top & 0x87f00000) * 0x1p120f;
     }
     if (codes == E2M1) return e2m1_lanes(word >> 4 * e);
-    u32v code = codes == INT4 ? word >> 4 * e & 15 : word >> 8 * e & 255;
-    return __builtin_convertvector((i32v)code, f32v);
+    return __builtin_convertvector((i32v)(word >> 4 * e & 15), f32v);
 }
 
 /* Features from `first` on of a group of columns: [depth][PANELS]. */
@@ -288,8 +274,7 @@ EXPORT int64_t quantized_gemm(const void *x, const void *packed, const format *f
     quantized_part(x, packed, f, bias, out, t, n, bf16, out_bf16, rounding, fixed, codes)
         if (f->codes == INT4) done = PART(INT4);
         else if (f->codes == FP8) done = PART(FP8);
-        else if (f->codes == E2M1) done = PART(E2M1);
-        else done = PART(INT8);
+        else done = PART(E2M1);
 #undef PART
     }
     return done;
@@ -332,8 +317,7 @@ EXPORT int64_t quantized_rows(const int64_t *token_ids, const char *packed, cons
             const char *columns = packed + id / GROUP * group_bytes(f);
             if (f->codes == INT4) widen_columns(columns, f, first, depth, slab, INT4);
             else if (f->codes == FP8) widen_columns(columns, f, first, depth, slab, FP8);
-            else if (f->codes == E2M1) widen_columns(columns, f, first, depth, slab, E2M1);
-            else widen_columns(columns, f, first, depth, slab, INT8);
+            else widen_columns(columns, f, first, depth, slab, E2M1);
             for (int64_t i = 0; i < depth; i++) own[i] = ((float *)slab)[i * GROUP + id % GROUP];
             for (int64_t i = 0; i < depth; i += LANES)
                 store_some(out, row * f->k + first + i, depth - i, bf16,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,16 +12,18 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4 import unpacked_int4
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, Weight
 
 #: As in quantized.c.
-_INT4, _INT8, _FP8, _E2M1 = range(4)
-_SCALES = (torch.float32, torch.float16, torch.bfloat16)
-_ONE_ZERO, _ZEROS, _MINIMA = range(3)
+_INT4, _FP8, _E2M1 = range(3)
+_ONE_ZERO, _ZEROS = range(2)
 _AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
 
+#: As in scales.h.
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+
 #: Rows of a matrix that are packed at once, a multiple of every group of columns.
-_PACKED_ROWS = 1024
+PACKED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,9 @@ def pack_fp8(
     n, k = matrix.values.shape
     scale = matrix.scale.view(n, -1)
     form = torch.tensor([k, k if matrix.scale.dim() == 1 else GROUP, _FP8, 0, _ONE_ZERO, 0])
-    codes = matrix.values.view(torch.uint8).split(_PACKED_ROWS)
-    panels = _packed(library, memory, form, codes, scale, None)
+    codes = matrix.values.view(torch.uint8).split(PACKED_ROWS)
+    functions = library.quantized_bytes, library.pack_quantized
+    panels = packed_panels(functions, memory, form, codes, scale, None)
     rounding = _rounding(matrix.rounding)
     return QuantizedWeight(library, panels, form, n, k, dtype, rounding)
 
@@ -187,54 +190,51 @@ def pack_int4(
     """See ``Packing.pack_int4``."""
     n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
     scale, zero, first = matrix.scale, matrix.zero, 0
-    if scale.dtype not in _SCALES:
+    if scale.dtype not in SCALES:
         # E8M0 has bf16's exponents.
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale.float()
     if zero is not None:
         first = int(zero[0, 0])
         zero = None if bool((zero == first).all()) else zero
-    kind, offsets = _SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
+    kind, offsets = SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
     numbers = _E2M1 if matrix.zero is None else _INT4
     form = torch.tensor([k, matrix.width, numbers, kind, offsets, first])
-    codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
-    panels = _packed(library, memory, form, codes, scale, zero)
+    codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(PACKED_ROWS))
+    functions = library.quantized_bytes, library.pack_quantized
+    panels = packed_panels(functions, memory, form, codes, scale, zero)
     return QuantizedWeight(library, panels, form, n, k, dtype, order=matrix.order)
 
 
-def pack_integers(
-    library: NativeLibrary, memory: WeightMemory, matrix: IntegerMatrix, dtype: torch.dtype
-) -> QuantizedWeight:
-    """See ``Packing.pack_integers``."""
-    n, k = matrix.codes.shape
-    codes = _INT4 if matrix.bits == 4 else _INT8
-    offsets = _ONE_ZERO if matrix.minimum is None else _MINIMA
-    kind = _SCALES.index(matrix.scale.dtype)
-    form = torch.tensor([k, matrix.width, codes, kind, offsets, matrix.zero])
-    parts = matrix.codes.split(_PACKED_ROWS)
-    panels = _packed(library, memory, form, parts, matrix.scale, matrix.minimum)
-    return QuantizedWeight(library, panels, form, n, k, dtype)
-
-
-def _packed(
-    library: NativeLibrary,
+def packed_panels(
+    functions: tuple[Callable[[int, int], int], Callable[..., None]],
     memory: WeightMemory,
     form: Tensor,
-    codes: Iterator[Tensor] | tuple[Tensor, ...],
+    codes: Iterable[Tensor],
     scale: Tensor,
     offset: Tensor | None,
 ) -> Tensor:
-    """Panels of [N, K] uint8 codes, given some rows at a time, and scales and offsets by group."""
+    """Panels of [N, K] uint8 codes, with scales and offsets by group.
+
+    Args:
+        functions: of C: the bytes of a number of rows, and the packing of some.
+        memory: that the panels are taken from.
+        form: the format that both functions are given.
+        codes: of ``PACKED_ROWS`` rows at a time.
+        scale: [N, groups].
+        offset: [N, groups], or None.
+    """
+    bytes_of, pack = functions
     address = form.data_ptr()
-    panels = memory.take(library.quantized_bytes(address, scale.shape[0]))
+    panels = memory.take(bytes_of(address, scale.shape[0]))
     first = 0
     for part in codes:
         rows = slice(first, first + part.shape[0])
         own = part.contiguous(), scale[rows].contiguous()
         offsets = None if offset is None else offset[rows].contiguous()
-        library.pack_quantized(
+        pack(
             *(one.data_ptr() for one in own),
             None if offsets is None else offsets.data_ptr(),
-            panels.data_ptr() + library.quantized_bytes(address, first),
+            panels.data_ptr() + bytes_of(address, first),
             address,
             part.shape[0],
         )

@@ -9,7 +9,7 @@ from sametoken.ops.model.gemm.fp8 import rounded_by
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 native, reference = NativeKernels(), ReferenceKernels()
@@ -44,12 +44,6 @@ def int4_matrix(rows: int, depth: int, width: int, scales=FP16, symmetric: bool 
     differences = values.double() - zero.double().repeat_interleave(width, 1)
     exact = differences * scale.double().repeat_interleave(width, 1)
     return Int4Matrix(packed_int4(values, width), scale, zero), exact
-
-
-def integers(rows: int, depth: int, bits: int, width: int, scales) -> IntegerMatrix:
-    codes = torch.randint(0, 2**bits, (rows, depth), generator=seeded(0), dtype=torch.uint8)
-    scale, minimum = (torch.rand(2, rows, depth // width, generator=seeded(1)) / 16).to(scales)
-    return IntegerMatrix(codes, bits, scale, minimum=-minimum)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -91,8 +85,6 @@ FORMS = {
     ),
     "float8, rows rounded": lambda: native.pack_fp8(fp8_matrix(70, 301, False, Rounding()), BF16),
     "4 bits": lambda: native.pack_int4(int4_matrix(70, 320, 32)[0], BF16),
-    "4 bits with minima": lambda: native.pack_integers(integers(70, 320, 4, 32, FP16), BF16),
-    "8 bits in sixteens": lambda: native.pack_integers(integers(70, 304, 8, 16, FP32), BF16),
     "4 bits, symmetric": lambda: native.pack_int4(int4_matrix(70, 320, 64, BF16, True)[0], BF16),
 }
 

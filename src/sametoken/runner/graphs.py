@@ -69,6 +69,7 @@ class StepGraphs:
     eager: Launcher
     _captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
 
+    @torch.inference_mode()  # As steps run: nothing that they made may be written otherwise.
     def capture_all(self) -> CaptureReport:
         """Capture every shape, the largest first, so that all share its memory."""
         # Cached free blocks from loading would distort the memory figures.

@@ -57,7 +57,7 @@ class EagerLauncher:
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        table = self._upload(layout, padded(layout.shape, self.row_multiple), first_place)
+        table = self._upload(layout, self._padded(layout.shape), first_place)
         processor.start_masks()
         output = self.step.forward(table)
         processor.process(output)
@@ -73,6 +73,9 @@ class EagerLauncher:
         sequences = self.step.sequences
         table = layout.table(shape, sequences.reserved_slot, first_place)
         return LayoutTable(upload(table, sequences.device), shape)
+
+    def _padded(self, shape: StepShape) -> StepShape:
+        return padded(shape, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import pytest
@@ -20,6 +19,7 @@ from helpers.harness import request
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from helpers.updates import tensors_of
 from sametoken import LLM
+from sametoken.distributed.ranks import LeadingRank
 from sametoken.engine.build import build_engine
 from sametoken.errors import WeightUpdateError
 from sametoken.models import in_place
@@ -159,8 +159,23 @@ def write_foreseen(folder) -> tuple:
     return old, new, write_eagle1(folder / "head", own, **one)
 
 
+@pytest.fixture
+def build():
+    """Builds engines whose ranks end with the test, also where an error's traceback holds them."""
+    cores = []
+
+    def built(config):
+        cores.append(build_engine(config))
+        return LLM.from_engine(cores[-1], None)
+
+    yield built
+    for core in cores:
+        if isinstance(core.peers, LeadingRank):
+            core.peers.stop()
+
+
 @pytest.mark.parametrize(("size", "mapped"), [(2, False), (2, True), (1, True)])
-def test_a_shared_lm_head_follows_the_target(tmp_path, size, mapped):
+def test_a_shared_lm_head_follows_the_target(tmp_path, build, size, mapped):
     """A rank's copy of all rows, and copies cut to a token map: acceptance stays perfect."""
     old, new, head = write_foreseen(tmp_path)
     spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
@@ -168,7 +183,7 @@ def test_a_shared_lm_head_follows_the_target(tmp_path, size, mapped):
         (tmp_path / "map.json").write_text(json.dumps(list(range(VOCAB))))
         spec["token_map"] = str(tmp_path / "map.json")
     items = [request(f"g{i}", [i, 3, 5 * i], MAX_TOKENS) for i in range(4)]
-    live = LLM.from_engine(build_engine(config_of(old, spec, tensor_parallel_size=size)), None)
+    live = build(config_of(old, spec, tensor_parallel_size=size))
     before = drive(live._engine, items)
     assert before.accepted == before.offered > 0
     live.update_weights(tensors_of(new).items())
@@ -185,6 +200,3 @@ def test_a_shared_lm_head_follows_the_target(tmp_path, size, mapped):
     with pytest.raises(WeightUpdateError, match="lm_head"):
         live.update_weights(own.items(), target="drafter")
     assert drive(live._engine, items) == after
-    # The refusal's traceback holds the engine, and so its ranks, until it is collected.
-    del live
-    gc.collect()

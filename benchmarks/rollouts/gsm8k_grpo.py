@@ -41,6 +41,8 @@ REQUEST = '{question}\nThink in short steps. Then end with "#### " and the numbe
 MARKED = re.compile(r"####[ \t]*\$?(-?\d[\d,]*(?:\.\d+)?)")
 # Of an answer that ends by itself, has a number after the mark, and has the right one there.
 REWARDS = (0.25, 0.25, 1.0)
+# A shorter answer gets nothing: the first two rewards alone are soonest had by saying little.
+FEWEST_WORDS = 20
 #: A prompt's token ids, and an answer.
 Sample = tuple[Sequence[int], CompletionOutput]
 
@@ -142,6 +144,8 @@ def rollout(
 
 def judged(answer: CompletionOutput, number: str) -> tuple[bool, bool, bool]:
     """For which of ``REWARDS`` it counts; of several marked numbers the last one is meant."""
+    if len(answer.text.split()) < FEWEST_WORDS:
+        return False, False, False
     marked = MARKED.findall(answer.text)
     right = bool(marked) and float(marked[-1].replace(",", "")) == float(number.replace(",", ""))
     return answer.finish_reason == "stop", bool(marked), right

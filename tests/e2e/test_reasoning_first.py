@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 
-from helpers.harness import Ran, ScriptedDrafter, Shape, build, draft_model, request, run
+from helpers.harness import Ran, ScriptedDrafter, Shape, build, counted, draft_model, request, run
 from helpers.structured import EOS, compiler, model, text_of, token
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
@@ -168,14 +168,7 @@ def test_the_end_in_a_rejected_draft_ends_nothing(phase):
 
 def test_preemption_keeps_the_reasoning_s_place():
     core = engine(scripted("mixed"), steps_in_flight=2, num_blocks=30)
-    plan, num_swapped = core.scheduler.plan, []
-
-    def counting():
-        made = plan()
-        num_swapped.append(len(made.swap_outs) if made else 0)
-        return made
-
-    core.scheduler.plan = counting
+    num_swapped = counted(core, "swap_outs")
     assert_truth(run(core, everything()))
     assert sum(num_swapped) > 0
 
@@ -183,13 +176,6 @@ def test_preemption_keeps_the_reasoning_s_place():
 def test_lost_kv_is_computed_again_and_the_place_stays():
     """Without host memory a preempted request starts over; what it has said is not said again."""
     core = engine(scripted("mixed"), num_blocks=30, num_host_blocks=0)
-    plan, num_restarted = core.scheduler.plan, []
-
-    def counting():
-        made = plan()
-        num_restarted.append(len(made.restarts) if made else 0)
-        return made
-
-    core.scheduler.plan = counting
+    num_restarted = counted(core, "restarts")
     assert_truth(run(core, everything()))
     assert sum(num_restarted) > 0

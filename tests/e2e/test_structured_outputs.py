@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import pytest
 
-from helpers.harness import Ran, ScriptedDrafter, Shape, build, draft_model, run
+from helpers.harness import Ran, ScriptedDrafter, Shape, build, counted, draft_model, run
 from helpers.structured import EOS, model, structured_request, text_of, token
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.types.structured_outputs import StructuredOutputs
@@ -163,14 +163,7 @@ def test_every_answer_is_of_its_form_and_then_only_eos_follows():
 
 def test_preemption_keeps_the_place_in_the_grammar():
     core = engine("mixed", steps_in_flight=2, num_blocks=34, max_model_len=88)
-    plan, num_swapped = core.scheduler.plan, []
-
-    def counting():
-        made = plan()
-        num_swapped.append(len(made.swap_outs) if made else 0)
-        return made
-
-    core.scheduler.plan = counting
+    num_swapped = counted(core, "swap_outs")
     assert_truth(run(core, everything()))
     assert sum(num_swapped) > 0
 

@@ -58,6 +58,21 @@ def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_te
     return path
 
 
+#: Settings of a small model of any family.
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
+
 def write_gguf(path, name="Q4_1", family="llama", tied=True, **changes):
     """A small random model with matrices of a type; ``changes`` of its config."""
     torch.manual_seed(0)
@@ -65,19 +80,6 @@ def write_gguf(path, name="Q4_1", family="llama", tied=True, **changes):
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
-    settings = {
-        "vocab_size": 48,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    }
-    config = config_class(**settings | changes)
+    config = config_class(**SMALL | {"tie_word_embeddings": tied} | changes)
     model = model_class(config).eval()
     return convert(model, path, arch=family, tensor_type=GGMLQuantizationType[name])

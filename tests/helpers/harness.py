@@ -32,7 +32,7 @@ from sametoken.scheduler.swap_space import BlockFile
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
-from sametoken.types.plan import Admission
+from sametoken.types.plan import Admission, StepPlan
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 
@@ -268,6 +268,19 @@ def run(core: EngineCore, requests, max_steps: int = 2000) -> Ran:
             return ran
         collect(core, ran, limits)
     raise AssertionError("the engine does not finish")
+
+
+def counted(core: EngineCore, part: str) -> list[int]:
+    """Lengths of a part of every plan that the engine makes from now on; grows as it runs."""
+    plan, lengths = core.scheduler.plan, list[int]()
+
+    def counting() -> StepPlan | None:
+        made = plan()
+        lengths.append(len(getattr(made, part)) if made else 0)
+        return made
+
+    core.scheduler.plan = counting
+    return lengths
 
 
 def collect(core: EngineCore, ran: Ran, limits: dict[str, int]) -> None:

@@ -11,7 +11,6 @@ from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
-from sametoken.ops.native.integers import IntegerWeight, pack_integers
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.weights import (
@@ -20,6 +19,7 @@ from sametoken.ops.native.weights import (
     is_bf16,
     pack_fp8,
     pack_int4,
+    pack_integers,
     require,
 )
 from sametoken.ops.reference import ComposedKernels
@@ -68,7 +68,7 @@ class NativeKernels(ComposedKernels):
     def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
         return pack_int4(self._library, self._memory, matrix, dtype)
 
-    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> IntegerWeight:
+    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> QuantizedWeight:
         return pack_integers(self._library, self._memory, matrix, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,18 +12,21 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4 import unpacked_int4
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding, Weight
 
 #: As in quantized.c.
 _INT4, _FP8, _E2M1 = range(3)
 _ONE_ZERO, _ZEROS = range(2)
 _AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
 
+#: As in integers.c, by bits (4 or 8) and features of a group.
+_INTEGERS = {(4, 32): 0, (8, 32): 1, (8, 16): 2}
+
 #: As in scales.h.
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: Rows of a matrix that are packed at once, a multiple of every group of columns.
-PACKED_ROWS = 1024
+_PACKED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +84,39 @@ class PanelWeight:
         bf16 = self.dtype is torch.bfloat16
         ids = token_ids.data_ptr()
         if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, bf16):
-            raise outside_vocabulary(n)
+            raise _outside_vocabulary(n)
         return out
 
     def quantize_fp8(self) -> Weight:
-        raise no_fp8_products()
+        raise _no_fp8_products()
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """``UnquantizedWeight`` in its checkpoint's bits, packed in groups of columns (quantized.c).
+    """``UnquantizedWeight`` in its checkpoint's bits, packed in groups of columns.
+
+    Products of quantized.c widen codes to fp32, those of integers.c are, to the bit, those of
+    ``ops.model.gemm.integers``.
 
     Attributes:
         library: of the products.
+        products: of C: the product, and the rows of tokens.
         panels: uint8, the only copy, zero padded to whole groups.
-        form: int64, the ``format`` of quantized.c.
+        form: int64, the ``format`` of these functions.
         dtype: of rows.
-        rounding: how activations become float8: the kind in quantized.c, and a fixed scale or 0.
+        rounding: how activations become float8, the product's last arguments: the kind in
+            quantized.c, and a fixed scale or 0. Empty for integers.c.
         order: as in ``Int4Matrix``.
     """
 
     library: NativeLibrary
+    products: tuple[Callable[..., int], Callable[..., int]]
     panels: Tensor
     form: Tensor
     out_features: int
     in_features: int
     dtype: torch.dtype
-    rounding: tuple[int, float] = (_AS_IS, 0.0)
+    rounding: tuple[int | float, ...]
     order: Tensor | None = None
 
     @property
@@ -126,7 +135,7 @@ class QuantizedWeight:
             x = x[:, self.order]
         require(x, x.dtype)
         out = torch.empty((t, n), dtype=dtype)
-        done = self.library.quantized_gemm(
+        done = self.products[0](
             x.data_ptr(),
             self.panels.data_ptr(),
             self.form.data_ptr(),
@@ -150,20 +159,20 @@ class QuantizedWeight:
         require(token_ids, torch.int64)
         out = torch.empty((t, self.in_features), dtype=self.dtype)
         addresses = (one.data_ptr() for one in (token_ids, self.panels, self.form, out))
-        if not self.library.quantized_rows(*addresses, t, n, is_bf16(out)):
-            raise outside_vocabulary(n)
+        if not self.products[1](*addresses, t, n, is_bf16(out)):
+            raise _outside_vocabulary(n)
         return out if self.order is None else out[:, self.order.argsort()]
 
     def quantize_fp8(self) -> Weight:
-        raise no_fp8_products()
+        raise _no_fp8_products()
 
 
-def outside_vocabulary(n: int) -> InvariantError:
+def _outside_vocabulary(n: int) -> InvariantError:
     """Of a token id that is no row of an embedding."""
     return InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
 
 
-def no_fp8_products() -> UnsupportedError:
+def _no_fp8_products() -> UnsupportedError:
     """Of draft heads in float8."""
     return UnsupportedError(
         "the native kernels have no products with fp8 weights", 'leave "quantization" out'
@@ -177,11 +186,11 @@ def pack_fp8(
     n, k = matrix.values.shape
     scale = matrix.scale.view(n, -1)
     form = torch.tensor([k, k if matrix.scale.dim() == 1 else GROUP, _FP8, 0, _ONE_ZERO, 0])
-    codes = matrix.values.view(torch.uint8).split(PACKED_ROWS)
+    codes = matrix.values.view(torch.uint8).split(_PACKED_ROWS)
     functions = library.quantized_bytes, library.pack_quantized
-    panels = packed_panels(functions, memory, form, codes, scale, None)
-    rounding = _rounding(matrix.rounding)
-    return QuantizedWeight(library, panels, form, n, k, dtype, rounding)
+    panels = _packed_panels(functions, memory, form, codes, scale, None)
+    products, rounding = (library.quantized_gemm, library.quantized_rows), matrix.rounding
+    return QuantizedWeight(library, products, panels, form, n, k, dtype, _rounding(rounding))
 
 
 def pack_int4(
@@ -190,22 +199,41 @@ def pack_int4(
     """See ``Packing.pack_int4``."""
     n, k = matrix.values.shape[0], 2 * matrix.values.shape[1]
     scale, zero, first = matrix.scale, matrix.zero, 0
-    if scale.dtype not in SCALES:
+    if scale.dtype not in _SCALES:
         # E8M0 has bf16's exponents.
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale.float()
     if zero is not None:
         first = int(zero[0, 0])
         zero = None if bool((zero == first).all()) else zero
-    kind, offsets = SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
+    kind, offsets = _SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
     numbers = _E2M1 if matrix.zero is None else _INT4
     form = torch.tensor([k, matrix.width, numbers, kind, offsets, first])
-    codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(PACKED_ROWS))
+    codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
     functions = library.quantized_bytes, library.pack_quantized
-    panels = packed_panels(functions, memory, form, codes, scale, zero)
-    return QuantizedWeight(library, panels, form, n, k, dtype, order=matrix.order)
+    panels = _packed_panels(functions, memory, form, codes, scale, zero)
+    products, rounding = (library.quantized_gemm, library.quantized_rows), _rounding(None)
+    return QuantizedWeight(library, products, panels, form, n, k, dtype, rounding, matrix.order)
 
 
-def packed_panels(
+def pack_integers(
+    library: NativeLibrary, memory: WeightMemory, matrix: IntegerMatrix, dtype: torch.dtype
+) -> QuantizedWeight:
+    """See ``Packing.pack_integers``."""
+    (n, k), bits = matrix.codes.shape, 4 if matrix.bits == 4 else 8
+    # Bytes are signed, and have their zero taken out: 8 bits fit around 128 only.
+    if (bits, matrix.width) not in _INTEGERS or (matrix.bits == 8 and matrix.zero != 128):
+        raise InvariantError(f"no product of {matrix.bits} bits by groups of {matrix.width}")
+    zero, taken_out = (matrix.zero, 0) if bits == 4 else (0, matrix.zero)
+    kind, has_minima = _SCALES.index(matrix.scale.dtype), matrix.minimum is not None
+    form = torch.tensor([k, _INTEGERS[bits, matrix.width], kind, has_minima, zero])
+    codes = (part - taken_out for part in matrix.codes.split(_PACKED_ROWS))
+    functions = library.integer_bytes, library.pack_integers
+    panels = _packed_panels(functions, memory, form, codes, matrix.scale, matrix.minimum)
+    products = library.integer_gemm, library.integer_rows
+    return QuantizedWeight(library, products, panels, form, n, k, dtype, rounding=())
+
+
+def _packed_panels(
     functions: tuple[Callable[[int, int], int], Callable[..., None]],
     memory: WeightMemory,
     form: Tensor,
@@ -219,7 +247,7 @@ def packed_panels(
         functions: of C: the bytes of a number of rows, and the packing of some.
         memory: that the panels are taken from.
         form: the format that both functions are given.
-        codes: of ``PACKED_ROWS`` rows at a time.
+        codes: of ``_PACKED_ROWS`` rows at a time.
         scale: [N, groups].
         offset: [N, groups], or None.
     """

@@ -23,7 +23,7 @@ from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.integers import product
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.native.backend import NativeKernels
-from sametoken.ops.native.integers import IntegerWeight
+from sametoken.ops.native.weights import QuantizedWeight
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import IntegerMatrix
@@ -92,7 +92,7 @@ def test_a_gpu_s_threads_make_the_elements_that_the_gguf_package_reads(name):
 
 
 @dataclass(frozen=True)
-class ReferenceWeight(IntegerWeight):
+class ReferenceWeight(QuantizedWeight):
     """A weight whose products are the reference's."""
 
     matrix: IntegerMatrix | None = None
@@ -132,8 +132,8 @@ def test_a_model_in_its_bits_has_the_logits_of_the_reference_s_products(
 ):
     path = write_gguf(tmp_path / "model.gguf", name, family, tied)
     kept, plain = load(path, "gguf-packed"), load(path, "gguf")
-    assert isinstance(kept.embedding, IntegerWeight)
-    assert isinstance(kept.head, IntegerWeight)
+    assert isinstance(kept.embedding, QuantizedWeight)
+    assert isinstance(kept.head, QuantizedWeight)
     assert (kept.head is kept.embedding) == tied
     assert kept.weights_bytes < 0.35 * plain.weights_bytes
     models = kept, load(path, "gguf-packed", ReferenceProducts()), plain

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
-from helpers.gguf_files import convert
+from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import weights
 from sametoken.models.loader import load_model, read_config
@@ -37,22 +37,7 @@ LLAMA3 = {
 
 def make_model(config_class, **options):
     torch.manual_seed(0)
-    config = config_class(
-        **{
-            "vocab_size": 48,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-        }
-        | options
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config_class(**SMALL | options))
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)

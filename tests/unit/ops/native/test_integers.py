@@ -14,8 +14,8 @@ from sametoken.ops.model.gemm.int4 import expanded
 from sametoken.ops.model.gemm.integers import product
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.build import FLAGS, SOURCE_DIRECTORY, find_compiler
-from sametoken.ops.native.integers import pack_integers
 from sametoken.ops.native.library import _SIGNATURES, WeightMemory, _typed
+from sametoken.ops.native.weights import pack_integers
 from sametoken.ops.weight import IntegerMatrix
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -88,7 +88,7 @@ def _rows(x: Tensor, weight: Tensor, groups: RowGroups, pairs_per_row: int) -> T
     """Each pair's row times its expert's matrix: [rows, K] and [E, K, N] to [pairs, N]."""
     (num_experts, pairs), (depth, features) = groups.members.shape, weight.shape[1:]
     out = x.new_empty(pairs, features)
-    block_rows = min(groups.block_rows, _tile(groups.block_rows, x.dtype))
+    block_rows = min(_tile(int(groups.mean_rows), x.dtype), 64)
     block_features = _tile(features, x.dtype)
     shares = min(_SHARES, cdiv(pairs, block_rows))
     _rows_kernel[(num_experts, cdiv(features, block_features), shares)](

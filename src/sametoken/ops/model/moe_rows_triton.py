@@ -16,9 +16,6 @@ from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 _GROUP_BLOCK = 1024
 _COLUMNS = 1024
 
-#: Rows per tile: large above _MANY_ROWS rows of the pass, small otherwise.
-_MANY_ROWS, _LARGE_TILE, _SMALL_TILE = 256, 64, 16
-
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
@@ -26,30 +23,39 @@ class RowGroups:
 
     Attributes:
         counts: [E] int32, pairs of each expert.
+        starts: [E] int32, pairs of all experts before it: where its rows begin, if those of all
+            experts lie one after the other.
         members: [E, pairs] int32, an expert's pairs in order, at the beginning of its row.
-        block_rows: rows per tile of a product.
     """
 
     counts: Tensor
+    starts: Tensor
     members: Tensor
-    block_rows: int
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> RowGroups:
         """Group [T, top_k] int64 choices below ``num_experts``; T is at least 1."""
-        num_rows, pairs = chosen.shape[0], chosen.numel()
+        pairs = chosen.numel()
         counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+        starts = torch.empty_like(counts)
         members = torch.empty(num_experts, pairs, dtype=torch.int32, device=chosen.device)
         _group_kernel[(num_experts,)](
             chosen,
             counts,
+            starts,
             members,
             pairs,
             BLOCK=min(next_power_of_2(pairs), _GROUP_BLOCK),
             num_warps=4,
             **pdl_options(chosen),
         )
-        return cls(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
+        return cls(counts, starts, members)
+
+    @property
+    def mean_rows(self) -> float:
+        """Pairs of an expert, if all have equally many."""
+        num_experts, pairs = self.members.shape
+        return pairs / num_experts
 
 
 def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -77,6 +83,7 @@ def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
 def _group_kernel(
     chosen,  # [num_pairs]
     counts,  # [E], written
+    starts,  # [E], written
     members,  # [E, num_pairs], written
     num_pairs,
     BLOCK: tl.constexpr,
@@ -87,13 +94,17 @@ def _group_kernel(
     expert = tl.program_id(0)
     members += expert.to(tl.int64) * num_pairs
     count = 0
+    before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        mine = tl.load(chosen + pair, pair < num_pairs, other=-1) == expert
-        place = count + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-        tl.store(members + place, pair, mine)
-        count += tl.sum(mine.to(tl.int32), axis=0)
+        found = tl.load(chosen + pair, pair < num_pairs, other=expert + 1)
+        mine = (found == expert).to(tl.int32)
+        place = count + tl.cumsum(mine, axis=0) - 1
+        tl.store(members + place, pair, mine > 0)
+        count += tl.sum(mine, axis=0)
+        before += (found < expert).to(tl.int32)
     tl.store(counts + expert, count)
+    tl.store(starts + expert, tl.sum(before, axis=0))
 
 
 @triton.jit

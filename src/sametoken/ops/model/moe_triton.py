@@ -1,8 +1,9 @@
 """The weighted sum of a row's experts in Triton; no shape depends on the routing.
 
-Rows are grouped by expert on the device (``moe_rows_triton``); a product then loops over the rows
-of one expert, tile by tile. Sums over features run in order, as in ``gemm``, so a row's bits depend
-neither on the tiles nor on the other rows of the same expert.
+Rows are grouped by expert on the device (``moe_rows_triton``); a program then has a share of one
+expert's rows and loops over its tiles. Neighbouring programs share rows, then weights, so that both
+are read from memory once. Sums over features run in order, as in ``gemm``, so a row's bits depend
+neither on the tiles (``moe_tiles``) nor on the other rows of the same expert.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -14,14 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.model.activation_triton import activated
-from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
-from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options, supports_pdl
 from sametoken.ops.weight import ClampedExperts, ExpertForm, Rounding
 
 
@@ -98,15 +100,19 @@ class _Activation:
 
 @triton.jit
 def _sums(
+    x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
+    x_first,
     x_at,
     is_row,
+    w_tiles,
+    w_first,
     w_at,
-    up_at,
     is_feature,
     w_scales,
     up_scales,
     x_scales,
     GATED: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     W_STEP: tl.constexpr,
@@ -120,15 +126,14 @@ def _sums(
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     for k in range(0, K, DEPTH):
-        column, group = (k + depth)[None, :], k // DEPTH
-        x_tile = tl.load(x_at + column, is_row[:, None] & (column < K), other=0.0)
-        is_weight = is_feature[:, None] & (column < K)
-        w_tile = tl.load(w_at + column, is_weight, other=0.0)
+        column, group = k + depth, k // DEPTH
+        x_tile = _tile(x_tiles, x_first, k, x_at, is_row, column, K)
+        w_tile = _tile(w_tiles, w_first, k, w_at, is_feature, column, K)
         acc = with_products(
             acc, w_tile, x_tile, w_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
         )
         if GATED:
-            up_tile = tl.load(up_at + column, is_weight, other=0.0)
+            up_tile = _tile(w_tiles, w_first + N, k, w_at + N * K, is_feature, column, K)
             up = with_products(
                 up, up_tile, x_tile, up_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
             )
@@ -136,11 +141,23 @@ def _sums(
 
 
 @triton.jit
+def _tile(tiles, first, k, at, is_row, column, K: tl.constexpr):
+    """Load a tile [rows, depth]; by descriptor it has the rows that follow as well."""
+    if tiles is not None:
+        return tiles.load([first, k])
+    return tl.load(at + column[None, :], is_row[:, None] & (column < K)[None, :], other=0.0)
+
+
+@triton.jit
 def _scaled_sums(
     x,  # as for _expert_kernel
+    x_tiles,
+    x_first,
     x_row,
     is_row,
     weight,  # of one expert, as are its scales
+    w_tiles,
+    w_first,
     feature,
     is_feature,
     w_scales,
@@ -164,8 +181,8 @@ def _scaled_sums(
     if GROUPED and x_scales is not None:
         x_at_groups = x_scales + x_row * X_GROUPS
     acc, up = _sums(
-        x_at, is_row, w_at, w_at + N * K, is_feature, w_at_groups, up_at_groups, x_at_groups,
-        GATED, K, DEPTH, W_STEP, X_STEP,
+        x_tiles, x_first, x_at, is_row, w_tiles, w_first, w_at, is_feature,
+        w_at_groups, up_at_groups, x_at_groups, GATED, N, K, DEPTH, W_STEP, X_STEP,
     )  # fmt: skip
     if not GROUPED:
         acc = scaled(acc, w_scales, feature, is_feature, x_scales, x_row, is_row)
@@ -186,20 +203,23 @@ def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.co
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
-    x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
+    x,  # [rows, K]; see GATHER
+    x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     weight,  # [E, N, K]; [E, 2 * N, K] before a gate; in 4 bits ``Int4Panels.words``
+    w_tiles,
     w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.scales``
     w_zeros,  # of 4 bits, likewise, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
     counts,  # [E]
+    starts,  # [E]
     members,  # [E, num_pairs]
-    out,  # [num_pairs, N], written
+    out,  # [num_pairs, N], written; see GATHER
     num_pairs,
     one,  # as for ``int4_sums``
     N: tl.constexpr,
     K: tl.constexpr,
-    PAIRS_PER_ROW: tl.constexpr,
+    GATHER: tl.constexpr,  # pairs of each row of x; out's rows lie by expert. 0: the reverse
     ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared", "none"
     W_GROUPS: tl.constexpr,  # in 4 bits, rows of the scales of an expert
     X_GROUPS: tl.constexpr,
@@ -216,8 +236,9 @@ def _expert_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION != "relu_squared" and ACTIVATION != "none"
     gdc_launch_and_wait(PDL)
-    expert = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    expert = tl.program_id(2).to(tl.int64)
+    first_feature = tl.program_id(0) * BLOCK_FEATURES
+    feature = first_feature + tl.arange(0, BLOCK_FEATURES)
     is_feature = feature < N
     rows = expert * (2 * N if GATED else N)
     weight += rows * (WORDS if WORDS else K)
@@ -225,17 +246,19 @@ def _expert_kernel(
         w_scales += rows * W_GROUPS
     if w_zeros is not None:
         w_zeros += rows * W_GROUPS
-    count = tl.load(counts + expert)
+    count, start = tl.load(counts + expert), tl.load(starts + expert)
     members += expert * num_pairs
-    for first in range(0, count, BLOCK_ROWS):
+    step = tl.num_programs(1) * BLOCK_ROWS
+    for first in range(tl.program_id(1) * BLOCK_ROWS, count, step):
         member = first + tl.arange(0, BLOCK_ROWS)
         is_pair = member < count
         pair = tl.load(members + member, is_pair, other=0).to(tl.int64)
-        x_row = pair // PAIRS_PER_ROW
+        place = (start + member).to(tl.int64)
+        x_row, out_row = (pair // GATHER, place) if GATHER else (place, pair)
         if WORDS:
             acc = int4_sums(
                 x + x_row[:, None] * K, is_pair, weight, None, w_scales, w_zeros,
-                tl.program_id(1) * BLOCK_FEATURES, N, K, WORDS, one,
+                first_feature, N, K, WORDS, one,
                 GATED, WIDTH, E2M1, FUSED, 1, K % 128 == 0,
                 BLOCK_FEATURES * 2 if GATED else BLOCK_FEATURES,
             )  # fmt: skip
@@ -244,15 +267,16 @@ def _expert_kernel(
                 acc, up = gate_and_up(acc)
         else:
             acc, up = _scaled_sums(
-                x, x_row, is_pair, weight, feature, is_feature, w_scales, x_scales,
-                GATED, N, K, BLOCK_DEPTH, W_GROUPS, X_GROUPS,
+                x, x_tiles, start + first, x_row, is_pair,
+                weight, w_tiles, rows.to(tl.int32) + first_feature, feature, is_feature,
+                w_scales, x_scales, GATED, N, K, BLOCK_DEPTH, W_GROUPS, X_GROUPS,
             )  # fmt: skip
         if biases is not None:
             acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
         dtype = out.dtype.element_ty
         if ACTIVATION != "none":
             acc = activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)
-        at = out + pair[None, :] * N + feature[:, None]
+        at = out + out_row[None, :] * N + feature[:, None]
         tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
 
 
@@ -283,11 +307,11 @@ def moe_forward(
     if not num_rows:
         return out
     groups = RowGroups.of(chosen, experts.num_experts)
-    features = x.new_empty(num_rows * top_k, inner)
     first, second = _biases(experts)
+    features = x.new_empty(num_rows * top_k, inner)  # by expert, so that down's rows lie together
     _product(x, experts.gate_up, first, groups, features, top_k, _activation_of(experts))
     outputs = out.new_empty(num_rows * top_k, hidden)
-    _product(features, experts.down, second, groups, outputs, 1, _Activation("none"))
+    _product(features, experts.down, second, groups, outputs, 0, _Activation("none"))
     combine(outputs, weights, out)
     return out
 
@@ -313,41 +337,62 @@ def _product(
     biases: Tensor | None,
     groups: RowGroups,
     out: Tensor,
-    pairs_per_row: int,
+    gather: int,
     activation: _Activation,
+    tile: ExpertTile | None = None,
 ) -> None:
-    """Multiply each pair's row by its expert's weight into ``out`` [pairs, N]."""
+    """Multiply each pair's row by its expert's weight into ``out`` [pairs, N].
+
+    Args:
+        x: [rows, K] of ``gather`` pairs each; [pairs, K] by expert with ``gather`` 0.
+        stack: the weights.
+        biases: as for ``_expert_kernel``.
+        groups: of all pairs.
+        out: written, by expert; in the order of pairs with ``gather`` 0.
+        gather: the pairs of a row of x, or 0.
+        activation: what follows.
+        tile: by default ``expert_tile``.
+    """
     num_experts, pairs = groups.members.shape
     out_features, in_features = out.shape[1], stack.in_features
-    features = min(max(triton.next_power_of_2(out_features), 16), 64)
-    depth = min(max(triton.next_power_of_2(in_features), 16), 64)
+    is_gated, hopper = stack.out_features > out_features, supports_pdl(x)
     panels = stack if isinstance(stack, Int4Panels) else None
-    x_scales = None
+    x_scales = x_tiles = w_tiles = None
     if isinstance(stack, Int4Panels):
-        features = 32 if stack.out_features > out_features else 64
         matrix, num_groups = stack.words, stack.scales.shape[1]
+        rows = 16 if groups.mean_rows <= 16 else 64
+        tile = ExpertTile(rows, 32 if is_gated else 64, 64, 4, 4)
     else:
         matrix = stack.weight
         num_groups = 1 if stack.scales is None else groups_of(stack.scales[0])
-        if stack.scales is not None:
-            depth = GROUP
         if stack.rounding is not None:
             x, x_scales = rounded(x, stack.rounding)
-    _expert_kernel[(num_experts, triton.cdiv(out_features, features))](
+        tile = tile or expert_tile(
+            groups.mean_rows, out_features, in_features, matrix.itemsize, is_gated, hopper
+        )
+        if tile.tma:
+            w_box, x_box = [tile.features, tile.depth], [tile.rows, tile.depth]
+            w_tiles = TensorDescriptor.from_tensor(matrix.flatten(0, 1), w_box)
+            x_tiles = None if gather else TensorDescriptor.from_tensor(x, x_box)
+    grid = triton.cdiv(out_features, tile.features), tile.shares(groups.mean_rows), num_experts
+    _expert_kernel[grid](
         x,
+        x_tiles,
         matrix,
+        w_tiles,
         stack.scales,
         None if panels is None else panels.offsets,
         x_scales,
         biases,
         groups.counts,
+        groups.starts,
         groups.members,
         out,
         pairs,
         ONE,
         N=out_features,
         K=in_features,
-        PAIRS_PER_ROW=pairs_per_row,
+        GATHER=gather,
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
@@ -357,11 +402,11 @@ def _product(
         WIDTH=0 if panels is None else panels.width,
         E2M1=panels is not None and panels.e2m1,
         FUSED=panels is not None and panels.fused,
-        BLOCK_ROWS=groups.block_rows,
-        BLOCK_FEATURES=features,
-        BLOCK_DEPTH=depth,
-        num_warps=4,
-        num_stages=4,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_FEATURES=tile.features,
+        BLOCK_DEPTH=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **pdl_options(x),
     )
 

@@ -11,6 +11,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
+from sametoken.ops.model import activation
 from sametoken.ops.model import moe as reference
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gemm import fp8
@@ -20,6 +21,8 @@ from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
+from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import _stacked as stacked
@@ -211,6 +214,8 @@ def test_experts_with_gates_of_gelu(dtype):
 
 def test_clamped_experts_compile(tmp_path):
     code = """
+from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.weight import ClampedExperts
 
@@ -271,6 +276,74 @@ def test_rows_of_nan_change_no_other_row(dtype):
     alone = moe_gate(logits[live], Routing(2, True))
     assert torch.equal(chosen[live], alone[0])
     assert torch.equal(got[live], experts.moe_forward(x[live], stacked, *alone))
+
+
+TILES = [
+    ExpertTile(16, 16, 32, 4, 3),
+    ExpertTile(16, 64, 128, 4, 3, tma=True),
+    ExpertTile(64, 128, 64, 8, 4),
+    ExpertTile(128, 128, 64, 8, 3, tma=True),
+]
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gather", [2, 0])
+def test_every_tile_of_a_product(tile, gated, gather):
+    """Sums are exact. Experts have one row, 34 and the rest, which fill several tiles of a program;
+    one has none, and by descriptor a tile holds features and rows of the next expert."""
+    rows, count, out_features, in_features = 150, 4, 40, 72
+    generator = torch.Generator().manual_seed(11)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).half().to(DEVICE)
+
+    chosen = torch.full((rows, 2), 3)
+    chosen[5], chosen[7:40, 0] = torch.tensor([0, 1]), 1
+    chosen = chosen.to(DEVICE)
+    groups = RowGroups.of(chosen, count)
+    assert groups.counts.tolist() == torch.bincount(chosen.flatten(), minlength=count).tolist()
+    order = chosen.flatten().argsort(stable=True)
+    features = 2 * out_features if gated else out_features
+    weight = integers(count, features, in_features)
+    x = integers(rows if gather else 2 * rows, in_features) / 128
+    out = torch.empty(2 * rows, out_features, dtype=torch.half, device=DEVICE)
+    follows = experts._Activation("silu_mul" if gated else "relu_squared")
+    experts._product(x, ExpertStack(weight), None, groups, out, gather, follows, tile)
+    by_pair = x.repeat_interleave(2, dim=0) if gather else torch.empty(2 * rows, in_features)
+    if not gather:
+        by_pair[order.cpu()] = x.cpu().float()
+    chosen_weight = weight.float()[chosen.flatten()]
+    sums = torch.einsum("pk,pnk->pn", by_pair.to(DEVICE).float(), chosen_weight).half()
+    function = activation.silu_mul if gated else activation.relu_squared
+    expected = function(sums.cpu()).to(DEVICE)
+    expected = expected[order] if gather else expected
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(("elements", "mean_rows"), [(2, 4), (2, 60), (2, 300), (1, 4), (1, 300)])
+def test_tiles_of_hopper_compile(elements, mean_rows, tmp_path):
+    """Both products of gated experts and of others, with tiles by descriptor."""
+    code = f"""
+from sametoken.ops.model import moe_triton as experts
+from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_tiles import expert_tile
+from sametoken.ops.weight import Rounding
+
+dtype = torch.bfloat16 if {elements} == 2 else torch.float8_e4m3fn
+groups = RowGroups.of(torch.zeros(4, 2, dtype=torch.int64), 3)
+for gather, name, features in ((2, "silu_mul", 512), (2, "relu_squared", 256), (0, "none", 256)):
+    weight = torch.zeros(3, features, 192, dtype=dtype)
+    scales = None if {elements} == 2 else torch.zeros(3, features)
+    x = torch.zeros(8, 192, dtype=torch.bfloat16)
+    stack = experts.ExpertStack(weight, scales, None if scales is None else Rounding())
+    tile = expert_tile({mean_rows}, 256, 192, {elements}, name == "silu_mul", hopper=True)
+    out = torch.zeros(8, 256, dtype=torch.bfloat16)
+    experts._product(x, stack, None, groups, out, gather, experts._Activation(name), tile)
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 3
 
 
 def test_no_rows():

@@ -1,0 +1,143 @@
+"""Microseconds of a layer's experts on this GPU, by product and tile.
+
+    python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
+
+Choices are random, so experts have about equally many rows. A graph runs over layers that exceed
+L2 in sum. Rates are of the products' own operations and of the chosen experts' bytes. A line marked
+``!`` has other bits than the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from graph_times import microseconds
+from torch import Tensor
+
+from sametoken.ops.backend import Routing
+from sametoken.ops.model.moe_gate_triton import moe_gate
+from sametoken.ops.model.moe_rows_triton import RowGroups, combine
+from sametoken.ops.model.moe_tiles import ExpertTile
+from sametoken.ops.model.moe_triton import ExpertStack, _Activation, _product
+from sametoken.ops.weight import Rounding
+
+
+class Shape(NamedTuple):
+    """Experts of a layer; those without gates square a ReLU."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    gated: bool
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768, True),
+    "glm-4.7-flash": Shape(64, 4, 2048, 1536, True),
+    "lightning-30b-a3b": Shape(128, 6, 2688, 1856, False),
+    "super-120b-a12b": Shape(512, 22, 1024, 2688, False),
+}
+# Besides the default, which has label None.
+TILES = (
+    None,
+    ExpertTile(16, 64, 128, 4, 4, tma=True),
+    ExpertTile(64, 64, 128, 4, 3),
+    ExpertTile(64, 128, 128, 4, 3, tma=True),
+    ExpertTile(128, 128, 64, 8, 4, tma=True),
+    ExpertTile(128, 256, 64, 8, 3, tma=True),
+    ExpertTile(256, 128, 64, 8, 3, tma=True),
+)
+# Several times L2.
+LEAST_BYTES = 256 << 20
+
+
+def stacks_of(shape: Shape, float8: bool) -> list[tuple[ExpertStack, ExpertStack]]:
+    """Experts of enough layers to leave L2."""
+    features = 2 * shape.inner if shape.gated else shape.inner
+    sizes = ((features, shape.hidden), (shape.hidden, shape.inner))
+
+    def stack(n: int, k: int) -> ExpertStack:
+        weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+        if not float8:
+            return ExpertStack(weight)
+        scales = torch.ones(shape.num_experts, n, device="cuda")
+        return ExpertStack(weight.to(torch.float8_e4m3fn), scales, Rounding())
+
+    pair = [stack(*size) for size in sizes]
+    layers = 1 + LEAST_BYTES // sum(one.nbytes for one in pair)
+    return [(pair[0], pair[1]), *((stack(*sizes[0]), stack(*sizes[1])) for _ in range(layers))]
+
+
+def compare(
+    name: str,
+    stacks: Sequence[ExpertStack],
+    x: Tensor,
+    groups: RowGroups,
+    gather: int,
+    out: Tensor,
+    activation: _Activation,
+    used: float,
+) -> None:
+    """Print a line for each tile; ``used`` is the part of the experts that rows chose."""
+    first = None
+    for tile in TILES:
+        if tile and tile.depth != 128 and stacks[0].scales is not None:
+            continue  # Float8 sums are of 128 elements.
+
+        def call(stack: ExpertStack, tile: ExpertTile | None = tile) -> None:
+            _product(x, stack, None, groups, out, gather, activation, tile)
+
+        try:
+            call(stacks[0])
+        except Exception as error:
+            print(f"  {name} {tile}: {type(error).__name__}", flush=True)
+            continue
+        first = out.clone() if first is None else first
+        mark = " " if torch.equal(out, first) else "!"
+        time = microseconds(call, stacks)
+        operations = 2 * out.shape[0] * stacks[0].out_features * stacks[0].in_features
+        per_us = operations / time / 1e6, used * stacks[0].nbytes / time / 1e6
+        rates = "{:5.0f} TFLOP/s {:5.2f} TB/s".format(*per_us)
+        print(f"{mark} {name} {time:8.1f} us {rates}  {tile or 'default'}", flush=True)
+
+
+def run(name: str, float8: bool, rows: int, stacks: list[tuple[ExpertStack, ExpertStack]]) -> None:
+    shape = SHAPES[name]
+    x = torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(rows, shape.num_experts, device="cuda", dtype=torch.bfloat16)
+    routing = Routing(shape.top_k, True)
+    chosen, weights = moe_gate(logits, routing)
+    groups, pairs = RowGroups.of(chosen, shape.num_experts), chosen.numel()
+    inner, outer = (x.new_empty(pairs, size) for size in (shape.inner, shape.hidden))
+    gate = microseconds(lambda _: moe_gate(logits, routing), [None] * 9)
+    group = microseconds(lambda _: RowGroups.of(chosen, shape.num_experts), [None] * 9)
+    add = microseconds(lambda _: combine(outer, weights, x), [None] * 9)
+    form = "float8" if float8 else "bf16"
+    print(f"{name} {form}, {rows} rows: gate {gate:.1f}, group {group:.1f}, combine {add:.1f} us")
+    used = len(chosen.unique()) / shape.num_experts
+    first, second = ([stack[i] for stack in stacks] for i in (0, 1))
+    activation = _Activation("silu_mul" if shape.gated else "relu_squared")
+    compare("up  ", first, x, groups, shape.top_k, inner, activation, used)
+    compare("down", second, inner, groups, 0, outer, _Activation("none"), used)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", default="1,8,64,512,4096")
+    parser.add_argument("--float8", nargs="+", type=int, choices=(0, 1), default=(0, 1))
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for name in arguments.shape:
+        for float8 in arguments.float8:
+            stacks = stacks_of(SHAPES[name], bool(float8))
+            for rows in map(int, arguments.rows.split(",")):
+                run(name, bool(float8), rows, stacks)
+
+
+if __name__ == "__main__":
+    main()

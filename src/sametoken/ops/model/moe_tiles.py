@@ -1,0 +1,80 @@
+"""The tile of a program in the products of experts; none changes the bits of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
+from sametoken.ops.model.gemm.fp8 import GROUP
+
+#: Rows of a tile: of decode steps, of small prompts, and of large ones.
+_FEW, _SOME, _MANY = 16, 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """A program's tile, as ``TritonConfig``.
+
+    Attributes:
+        rows: of activations.
+        features: rows of the weight, of gate and of up each.
+        depth: elements of the sum per loop iteration.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+        tma: load weights, and rows that lie one after the other, through tensor descriptors.
+    """
+
+    rows: int
+    features: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+    def shares(self, mean_rows: float) -> int:
+        """Programs for an expert's rows and a tile of features: two for each tile of the mean."""
+        return cdiv(int(2 * mean_rows), self.rows) or 1
+
+
+# On Hopper. Gated tiles hold gate and up. Products of float8 need a second accumulator, so their
+# tiles are smaller.
+_HOPPER = {
+    (_FEW, 1): ExpertTile(16, 64, 128, 4, 4),
+    (_FEW, 2): ExpertTile(16, 64, 128, 4, 3),
+    (_SOME, 2): ExpertTile(64, 128, 64, 8, 4, tma=True),
+}
+_HOPPER_GATED = _HOPPER | {
+    (_SOME, 1): ExpertTile(64, 64, 128, 4, 4),
+    (_MANY, 2): ExpertTile(128, 128, 64, 8, 3, tma=True),
+}
+_HOPPER_PLAIN = _HOPPER | {
+    (_SOME, 1): ExpertTile(64, 128, 128, 4, 4, tma=True),
+    (_MANY, 2): ExpertTile(128, 256, 64, 8, 3, tma=True),
+}
+
+
+def expert_tile(
+    mean_rows: float,
+    out_features: int,
+    in_features: int,
+    weight_bytes: int,
+    gated: bool,
+    hopper: bool,
+) -> ExpertTile:
+    """The tile of a product.
+
+    Args:
+        mean_rows: rows of an expert, if all have equally many.
+        out_features: after the gate.
+        in_features: elements of a sum.
+        weight_bytes: bytes of an element of the weight.
+        gated: gate and up are one product.
+        hopper: the chip is a Hopper or newer.
+    """
+    if hopper and weight_bytes <= 2 and in_features * weight_bytes % 16 == 0:
+        rows = next((size for size in (_FEW, _SOME) if mean_rows <= size), _MANY)
+        tiles = _HOPPER_GATED if gated else _HOPPER_PLAIN
+        return tiles[rows if weight_bytes == 2 else min(rows, _SOME), weight_bytes]
+    rows = _FEW if mean_rows <= _SOME else _SOME
+    features, depth = (min(max(next_power_of_2(n), 16), 64) for n in (out_features, in_features))
+    return ExpertTile(rows, features, GROUP if weight_bytes == 1 else depth, 4, 4)

@@ -88,10 +88,15 @@ class EngineArgs:
         return (self.model / "tokenizer.json").is_file()
 
     @property
+    def model_config(self) -> dict[str, Any]:
+        """The target's config.json, of its text part."""
+        config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
+        return config.get("text_config") or config
+
+    @property
     def vocab_size(self) -> int:
         """The target's vocabulary size."""
-        config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
-        return int((config.get("text_config") or config)["vocab_size"])
+        return int(self.model_config["vocab_size"])
 
     def options(self, engine: str) -> dict[str, Any]:
         """Return the options that both engines share."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from configs import EngineArgs
@@ -183,6 +183,31 @@ class Sametoken:
         }
 
 
+def _spread_choices() -> Callable[[Any], None]:
+    """A change of vLLM's random weights, after which rows choose unlike experts, as ours do.
+
+    Its weights are at most 0.001, norms' and routers' biases too, so logits of experts are next to
+    equal: all rows would choose the same few, and a step would read few of them.
+    """
+
+    def spread(model: Any) -> None:
+        import torch
+
+        for name, tensor in model.state_dict().items():
+            if "norm" in name and tensor.dim() == 1:
+                tensor.fill_(1)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.zero_()
+            elif name.endswith(".gate.weight"):
+                tensor.copy_(
+                    torch.randn(tensor.shape, device=tensor.device) / tensor.shape[1] ** 0.5
+                )
+            elif name.endswith(".gate.weight_scale"):
+                tensor.fill_(1)
+
+    return spread
+
+
 class VLLM:
     """vLLM's engine behind its ``LLM``, in the process mode that its environment sets.
 
@@ -216,6 +241,8 @@ class VLLM:
             # Latent attention has backends of its own.
             del options["attention_backend"]
         self._llm = LLM(**(options | engine_args.more))
+        if "num_experts_per_tok" in engine_args.model_config:
+            self._llm.apply_model(_spread_choices())
         self._engine = self._llm.llm_engine
         self._has_drafts = k > 0
 

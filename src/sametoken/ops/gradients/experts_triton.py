@@ -94,6 +94,7 @@ def _rows(x: Tensor, weight: Tensor, groups: RowGroups, pairs_per_row: int) -> T
     _rows_kernel[(num_experts, cdiv(features, block_features), shares)](
         x,
         weight,
+        groups.experts,
         groups.counts,
         groups.members,
         out,
@@ -126,6 +127,7 @@ def _weights(
     _weights_kernel[(num_experts, cdiv(m, tiles[0]), cdiv(n, tiles[1]))](
         left,
         right,
+        groups.experts,
         groups.counts,
         groups.members,
         out,
@@ -147,8 +149,9 @@ def _weights(
 def _rows_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
     weight,  # [E, K, N], of any layout within a matrix
-    counts,  # [E]
-    members,  # [E, num_pairs]
+    experts,  # ``RowGroups``, as are the next two
+    counts,
+    members,
     out,  # [num_pairs, N], written
     num_pairs,
     N: tl.constexpr,
@@ -160,10 +163,10 @@ def _rows_kernel(
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    expert = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0)
+    expert, count = tl.load(experts + group).to(tl.int64), tl.load(counts + group)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     is_feature = feature < N
-    count = tl.load(counts + expert)
     members += expert * num_pairs
     w_at = weight + expert * K * N + feature[None, :] * FEATURE_STRIDE
     step = tl.num_programs(2) * BLOCK_ROWS
@@ -191,8 +194,9 @@ def _rows_kernel(
 def _weights_kernel(
     left,  # [rows, M]; pair p reads row p // LEFT_PAIRS
     right,  # [rows, N]; pair p reads row p // RIGHT_PAIRS
-    counts,  # [E]
-    members,  # [E, num_pairs]
+    experts,  # ``RowGroups``, as are the next two
+    counts,
+    members,
     out,  # [E, M, N], written
     num_pairs,
     M: tl.constexpr,
@@ -203,10 +207,10 @@ def _weights_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):
-    expert = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0)
+    expert, count = tl.load(experts + group).to(tl.int64), tl.load(counts + group)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    count = tl.load(counts + expert)
     members += expert * num_pairs
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, count, BLOCK_PAIRS):

@@ -13,7 +13,7 @@ from torch import Tensor
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
-_GROUP_BLOCK = 1024
+_GROUP_BLOCK = 4096
 _COLUMNS = 1024
 
 
@@ -22,12 +22,14 @@ class RowGroups:
     """(row, choice) pairs grouped by expert.
 
     Attributes:
-        counts: [E] int32, pairs of each expert.
-        starts: [E] int32, pairs of all experts before it: where its rows begin, if those of all
-            experts lie one after the other.
-        members: [E, pairs] int32, an expert's pairs in order, at the beginning of its row.
+        experts: [E] int32, all experts; those that a row chose come first.
+        counts: [E] int32, pairs of each of ``experts``.
+        starts: [E] int32, pairs of those before it: where its rows begin, if those of all experts
+            lie one after the other.
+        members: [E, pairs] int32, by id: an expert's pairs in order, at the beginning of its row.
     """
 
+    experts: Tensor
     counts: Tensor
     starts: Tensor
     members: Tensor
@@ -36,26 +38,31 @@ class RowGroups:
     def of(cls, chosen: Tensor, num_experts: int) -> RowGroups:
         """Group [T, top_k] int64 choices below ``num_experts``; T is at least 1."""
         pairs = chosen.numel()
-        counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
-        starts = torch.empty_like(counts)
-        members = torch.empty(num_experts, pairs, dtype=torch.int32, device=chosen.device)
+        block = min(next_power_of_2(pairs), _GROUP_BLOCK)
+        sizes = (num_experts,), (num_experts,), (num_experts,), (num_experts, pairs)
+        parts = [torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes]
         _group_kernel[(num_experts,)](
             chosen,
-            counts,
-            starts,
-            members,
+            *parts,
             pairs,
-            BLOCK=min(next_power_of_2(pairs), _GROUP_BLOCK),
-            num_warps=4,
+            NUM_EXPERTS=num_experts,
+            E_BLOCK=next_power_of_2(num_experts),
+            BLOCK=block,
+            num_warps=4 if block <= 1024 else 8,
             **pdl_options(chosen),
         )
-        return cls(counts, starts, members)
+        return cls(*parts)
 
     @property
     def mean_rows(self) -> float:
         """Pairs of an expert, if all have equally many."""
         num_experts, pairs = self.members.shape
         return pairs / num_experts
+
+    @property
+    def most_chosen(self) -> int:
+        """The most experts that rows can have chosen."""
+        return min(self.members.shape)
 
 
 def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -82,10 +89,13 @@ def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
 @triton.jit(do_not_specialize=["num_pairs"])
 def _group_kernel(
     chosen,  # [num_pairs]
+    experts,  # [E], written
     counts,  # [E], written
     starts,  # [E], written
     members,  # [E, num_pairs], written
     num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -94,17 +104,24 @@ def _group_kernel(
     expert = tl.program_id(0)
     members += expert.to(tl.int64) * num_pairs
     count = 0
-    before = tl.zeros([BLOCK], tl.int32)
+    pairs_of = tl.zeros([E_BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        found = tl.load(chosen + pair, pair < num_pairs, other=expert + 1)
-        mine = (found == expert).to(tl.int32)
+        inside = pair < num_pairs
+        found = tl.load(chosen + pair, inside, other=0).to(tl.int32)
+        mine = (inside & (found == expert)).to(tl.int32)
         place = count + tl.cumsum(mine, axis=0) - 1
         tl.store(members + place, pair, mine > 0)
         count += tl.sum(mine, axis=0)
-        before += (found < expert).to(tl.int32)
-    tl.store(counts + expert, count)
-    tl.store(starts + expert, tl.sum(before, axis=0))
+        pairs_of += tl.histogram(found, E_BLOCK, mask=inside)
+    ids = tl.arange(0, E_BLOCK)
+    is_chosen = ((pairs_of > 0) & (ids < NUM_EXPERTS)).to(tl.int32)
+    rank = tl.sum(tl.where(ids < expert, is_chosen, 0), axis=0)
+    if count == 0:
+        rank = tl.sum(is_chosen, axis=0) + expert - rank
+    tl.store(experts + rank, expert)
+    tl.store(counts + rank, count)
+    tl.store(starts + rank, tl.sum(tl.where(ids < expert, pairs_of, 0), axis=0))
 
 
 @triton.jit

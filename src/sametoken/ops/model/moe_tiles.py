@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.gemm.fp8 import GROUP
 
-#: Rows of a tile: of decode steps, of small prompts, and of large ones.
-_FEW, _SOME, _MANY = 16, 64, 128
+#: The most rows of an expert, in the mean: of a request or two, of decode steps, of small prompts.
+_LONE, _FEW, _SOME = 0.25, 16, 64
+_MANY = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +41,20 @@ class ExpertTile:
 # On Hopper. Gated tiles hold gate and up. Products of float8 need a second accumulator, so their
 # tiles are smaller.
 _HOPPER = {
+    (_LONE, 1): ExpertTile(16, 64, 128, 4, 4, tma=True),
+    (_LONE, 2): ExpertTile(16, 64, 128, 4, 4, tma=True),
     (_FEW, 1): ExpertTile(16, 64, 128, 4, 4),
     (_FEW, 2): ExpertTile(16, 64, 128, 4, 3),
     (_SOME, 2): ExpertTile(64, 128, 64, 8, 4, tma=True),
 }
 _HOPPER_GATED = _HOPPER | {
     (_SOME, 1): ExpertTile(64, 64, 128, 4, 4),
-    (_MANY, 2): ExpertTile(128, 128, 64, 8, 3, tma=True),
+    (_MANY, 1): ExpertTile(64, 64, 128, 4, 4),
+    (_MANY, 2): ExpertTile(128, 128, 64, 8, 4, tma=True),
 }
 _HOPPER_PLAIN = _HOPPER | {
     (_SOME, 1): ExpertTile(64, 128, 128, 4, 4, tma=True),
+    (_MANY, 1): ExpertTile(64, 128, 128, 4, 4, tma=True),
     (_MANY, 2): ExpertTile(128, 256, 64, 8, 3, tma=True),
 }
 
@@ -72,9 +78,8 @@ def expert_tile(
         hopper: the chip is a Hopper or newer.
     """
     if hopper and weight_bytes <= 2 and in_features * weight_bytes % 16 == 0:
-        rows = next((size for size in (_FEW, _SOME) if mean_rows <= size), _MANY)
-        tiles = _HOPPER_GATED if gated else _HOPPER_PLAIN
-        return tiles[rows if weight_bytes == 2 else min(rows, _SOME), weight_bytes]
-    rows = _FEW if mean_rows <= _SOME else _SOME
+        most = next(size for size in (_LONE, _FEW, _SOME, _MANY) if mean_rows <= size)
+        return (_HOPPER_GATED if gated else _HOPPER_PLAIN)[most, weight_bytes]
+    rows = 16 if mean_rows <= _SOME else 64
     features, depth = (min(max(next_power_of_2(n), 16), 64) for n in (out_features, in_features))
     return ExpertTile(rows, features, GROUP if weight_bytes == 1 else depth, 4, 4)

@@ -211,9 +211,10 @@ def _expert_kernel(
     w_zeros,  # of 4 bits, likewise, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
-    counts,  # [E]
-    starts,  # [E]
-    members,  # [E, num_pairs]
+    experts,  # ``RowGroups``, as are the next three
+    counts,
+    starts,
+    members,
     out,  # [num_pairs, N], written; see GATHER
     num_pairs,
     one,  # as for ``int4_sums``
@@ -236,7 +237,9 @@ def _expert_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION != "relu_squared" and ACTIVATION != "none"
     gdc_launch_and_wait(PDL)
-    expert = tl.program_id(2).to(tl.int64)
+    group = tl.program_id(2)
+    expert = tl.load(experts + group).to(tl.int64)
+    count, start = tl.load(counts + group), tl.load(starts + group)
     first_feature = tl.program_id(0) * BLOCK_FEATURES
     feature = first_feature + tl.arange(0, BLOCK_FEATURES)
     is_feature = feature < N
@@ -246,7 +249,6 @@ def _expert_kernel(
         w_scales += rows * W_GROUPS
     if w_zeros is not None:
         w_zeros += rows * W_GROUPS
-    count, start = tl.load(counts + expert), tl.load(starts + expert)
     members += expert * num_pairs
     step = tl.num_programs(1) * BLOCK_ROWS
     for first in range(tl.program_id(1) * BLOCK_ROWS, count, step):
@@ -353,7 +355,6 @@ def _product(
         activation: what follows.
         tile: by default ``expert_tile``.
     """
-    num_experts, pairs = groups.members.shape
     out_features, in_features = out.shape[1], stack.in_features
     is_gated, hopper = stack.out_features > out_features, supports_pdl(x)
     panels = stack if isinstance(stack, Int4Panels) else None
@@ -374,8 +375,8 @@ def _product(
             w_box, x_box = [tile.features, tile.depth], [tile.rows, tile.depth]
             w_tiles = TensorDescriptor.from_tensor(matrix.flatten(0, 1), w_box)
             x_tiles = None if gather else TensorDescriptor.from_tensor(x, x_box)
-    grid = triton.cdiv(out_features, tile.features), tile.shares(groups.mean_rows), num_experts
-    _expert_kernel[grid](
+    shares = tile.shares(groups.mean_rows)
+    _expert_kernel[triton.cdiv(out_features, tile.features), shares, groups.most_chosen](
         x,
         x_tiles,
         matrix,
@@ -384,11 +385,12 @@ def _product(
         None if panels is None else panels.offsets,
         x_scales,
         biases,
+        groups.experts,
         groups.counts,
         groups.starts,
         groups.members,
         out,
-        pairs,
+        out.shape[0],
         ONE,
         N=out_features,
         K=in_features,

@@ -303,7 +303,10 @@ def test_every_tile_of_a_product(tile, gated, gather):
     chosen[5], chosen[7:40, 0] = torch.tensor([0, 1]), 1
     chosen = chosen.to(DEVICE)
     groups = RowGroups.of(chosen, count)
-    assert groups.counts.tolist() == torch.bincount(chosen.flatten(), minlength=count).tolist()
+    assert groups.experts.tolist() == [0, 1, 3, 2]
+    assert (
+        groups.counts.tolist() == chosen.flatten().bincount(minlength=count)[[0, 1, 3, 2]].tolist()
+    )
     order = chosen.flatten().argsort(stable=True)
     features = 2 * out_features if gated else out_features
     weight = integers(count, features, in_features)
@@ -322,7 +325,9 @@ def test_every_tile_of_a_product(tile, gated, gather):
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize(("elements", "mean_rows"), [(2, 4), (2, 60), (2, 300), (1, 4), (1, 300)])
+@pytest.mark.parametrize(
+    ("elements", "mean_rows"), [(2, 0.1), (2, 4), (2, 60), (2, 300), (1, 0.1), (1, 4), (1, 300)]
+)
 def test_tiles_of_hopper_compile(elements, mean_rows, tmp_path):
     """Both products of gated experts and of others, with tiles by descriptor."""
     code = f"""

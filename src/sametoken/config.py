@@ -137,7 +137,7 @@ class EngineConfig:
         choices=(RAW_LOGPROBS, PROCESSED_LOGPROBS),
     )
     enable_return_routed_experts: bool = option(
-        False, "return the experts that computed each token of a finished request; on a CPU"
+        False, "return the experts that computed each token of a finished request"
     )
     load_format: str = option(
         "auto",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import io
+from dataclasses import dataclass
 
 import httpx
 import numpy as np
@@ -13,11 +14,19 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from helpers.chat_model import save_tokenizer, vocab_size, write_chat_model
+from helpers.harness import request
 from helpers.http_server import TOY_ENGINE, running_server
+from helpers.nemotron import write_twin
+from helpers.static_steps import in_steps
+from helpers.thread_ranks import engine_over_threads
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
 from sametoken.engine.resolve import resolve_extraction
 from sametoken.errors import UnsupportedError
+from sametoken.extraction.shards import ExtractedStates
+from sametoken.layers import slices
 
 LAYERS, TOP_K = 3, 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -35,7 +44,7 @@ def theirs():
         intermediate_size=24,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=128,
         eos_token_id=None,
@@ -56,8 +65,9 @@ def model(theirs, tmp_path_factory):
     return save_tokenizer(path)
 
 
-def outputs(model, **options):
+def outputs(model, steps="compact", **options):
     llm = LLM(str(model), **TOY_ENGINE | options, enable_return_routed_experts=True)
+    llm._engine._runner = in_steps(llm._engine._runner, steps)
     asked = [{"prompt_token_ids": one} for one in PROMPTS]
     made = llm.generate(asked, SamplingParams(**SAMPLING))
     return llm, [one.outputs[0] for one in made]
@@ -88,6 +98,105 @@ def test_they_are_those_of_a_reference_router_and_of_no_rejected_draft(theirs, m
         assert drafted == plain
         for one, other in zip(drafted, plain, strict=True):
             assert np.array_equal(one.routed_experts, other.routed_experts)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize("steps", ["static", "kernels"])
+def test_rows_of_padding_and_of_rejected_drafts_are_not_among_them(
+    theirs, model, steps, steps_in_flight
+):
+    """In the shapes of captured steps, whose dead rows are routed too; layers run in slices."""
+    options = {"max_num_batched_tokens": 24, "steps_in_flight": steps_in_flight}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "SLICE_ROWS", 7)
+        llm, drafted = outputs(model, steps, speculative_config=NGRAM, **options)
+    metrics = llm.speculation_metrics
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    for prompt, one in zip(PROMPTS, drafted, strict=True):
+        found = torch.from_numpy(np.sort(one.routed_experts[:, 1:])).long().transpose(0, 1)
+        assert torch.equal(found, reference(theirs, [*prompt, *one.token_ids][:-1]))
+
+
+@dataclass
+class Recorded:
+    """What a core says of requests: their tokens and experts, and drafts accepted."""
+
+    tokens: dict[str, list[int]]
+    experts: dict[str, np.ndarray]
+    accepted: int
+
+
+def recorded(core: EngineCore, prompts) -> Recorded:
+    """Prompts of any length, each with ten tokens more."""
+    tokens, experts, accepted = {}, {}, 0
+    for i, prompt in enumerate(prompts):
+        core.add_request(request(f"r{i}", prompt, max_tokens=10, temperature=0.4 * i, seed=i))
+        tokens[f"r{i}"], experts[f"r{i}"] = [], []
+    while core.has_unfinished:
+        for update in core.step():
+            name = update.request_id
+            tokens[name].extend(update.token_ids)
+            experts[name].append(update.routed_experts)
+            accepted += update.num_accepted
+            if len(tokens[name]) >= 10:
+                core.release(name)
+    whole = {name: np.concatenate(parts) for name, parts in experts.items()}
+    for i, prompt in enumerate(prompts):
+        del tokens[f"r{i}"][10:]
+        whole[f"r{i}"] = whole[f"r{i}"][: len(prompt) + 9]
+    return Recorded(tokens, whole, accepted)
+
+
+def config_of(path, **options) -> EngineConfig:
+    sizes = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    memory = {"block_size": 8, "kv_cache_memory_bytes": 2**20, "device": "cpu"}
+    asked = {"enable_return_routed_experts": True, "skip_tokenizer_init": True}
+    return EngineConfig.from_options(model=str(path), **asked, **sizes, **memory, **options)
+
+
+@pytest.mark.parametrize(("steps", "steps_in_flight"), [("compact", 1), ("static", 3)])
+def test_experts_of_a_drafter_s_module_are_not_among_them(tmp_path, steps, steps_in_flight):
+    """The module's are four as well: rows of its own would fit in."""
+    path = write_twin(tmp_path, seed=6)
+    prompts = [[0, 1, 4], [0, 2, 6, 5, 3, 5, 8, 9], [*range(17)], [0, 7, 7, 7]]
+    plain = recorded(build_engine(config_of(path)), prompts)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    core = build_engine(config_of(path, speculative_config=spec, steps_in_flight=steps_in_flight))
+    core._runner = in_steps(core._runner, steps)
+    drafted = recorded(core, prompts)
+    assert drafted.accepted > 0
+    assert drafted.tokens == plain.tokens
+    assert {one.shape[1:] for one in plain.experts.values()} == {(4, 2)}
+    for name, one in plain.experts.items():
+        assert one.any()
+        assert np.array_equal(drafted.experts[name], one)
+
+
+def test_several_ranks_return_those_of_the_first(theirs, model):
+    found = {}
+    for name, spec in (("plain", None), ("drafted", NGRAM)):
+        config = config_of(model, tensor_parallel_size=2, speculative_config=spec)
+        with engine_over_threads(config) as (core, _):
+            found[name] = recorded(core, PROMPTS)
+    plain, drafted = found["plain"], found["drafted"]
+    assert drafted.accepted > 0
+    assert drafted.tokens == plain.tokens
+    for i, prompt in enumerate(PROMPTS):
+        one = plain.experts[f"r{i}"]
+        assert np.array_equal(drafted.experts[f"r{i}"], one)
+        by_layer = torch.from_numpy(np.sort(one[:, 1:])).long().transpose(0, 1)
+        assert torch.equal(by_layer, reference(theirs, [*prompt, *plain.tokens[f"r{i}"]][:-1]))
+
+
+def test_hidden_states_may_be_written_beside_them(model, tmp_path):
+    _, plain = outputs(model)
+    spec = {"method": "extract_hidden_states", "shared_storage_path": str(tmp_path)}
+    _, extracted = outputs(model, speculative_config=spec)
+    for one, other in zip(extracted, plain, strict=True):
+        assert np.array_equal(one.routed_experts, other.routed_experts)
+    states = ExtractedStates(tmp_path)
+    lengths = sorted(len(states[i].hidden_states) for i in range(len(states)))
+    assert lengths == sorted(len(one.routed_experts) for one in plain)
 
 
 def test_a_stop_inside_a_window_ends_them(model):
@@ -139,27 +248,12 @@ def test_over_http_they_are_a_file_in_base64(model):
         assert streamed.count('"routed_experts"') == 1
 
 
-@pytest.mark.parametrize(
-    ("device", "options", "told"),
-    [
-        ("cuda", {}, "captured steps of a GPU"),
-        ("cpu", {"tensor_parallel_size": 2}, "several ranks"),
-        (
-            "cpu",
-            {
-                "speculative_config": {
-                    "method": "extract_hidden_states",
-                    "shared_storage_path": "/states",
-                }
-            },
-            "extract_hidden_states",
-        ),
-    ],
-)
-def test_where_they_cannot_be_recorded_the_option_is_refused(device, options, told):
-    config = EngineConfig.from_options(model="m", enable_return_routed_experts=True, **options)
-    with pytest.raises(UnsupportedError, match=told):
-        resolve_extraction(config, torch.device(device))
+def test_a_gpu_keeps_its_graphs_and_drops_the_prefix_cache():
+    config = EngineConfig.from_options(model="m", enable_return_routed_experts=True)
+    config, reasons = resolve_extraction(config, torch.device("cuda"))
+    assert not config.enforce_eager
+    assert not config.enable_prefix_caching
+    assert reasons == {"enable_prefix_caching": "off: experts of cached positions are not computed"}
 
 
 def test_a_model_without_experts_is_refused(tmp_path):

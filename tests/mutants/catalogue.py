@@ -53,6 +53,7 @@ from sametoken.ops.step.types import (
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import CacheStates, KeptStates
+from sametoken.runner.routed_experts import RecordingKernels, StepExperts
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import (
@@ -145,6 +146,10 @@ EXTRACTED = (
 )
 TOKEN_MAP = (
     "tests/e2e/test_draft_heads.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+)
+EXPERTS = (
+    "tests/e2e/test_routed_experts.py"
+    "::test_rows_of_padding_and_of_rejected_drafts_are_not_among_them[static-1]"
 )
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
 KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_answer[right]"
@@ -322,6 +327,26 @@ def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
 
     # The compact program takes the reference's rows.
     in_every_program(patch, "catch_up", make, (reference, in_triton))
+
+
+@mutant("experts-of-rejected-drafts-returned", LAW, EXPERTS, "position")
+def experts_of_all_rows_are_returned(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self, index, scheduled, num_accepted, of=StepExperts.of):
+        return of(self, index, scheduled, scheduled.draft_limit)
+
+    patch.setattr(StepExperts, "of", mutant)
+
+
+@mutant("experts-of-a-layer-s-slices-mixed", LAW, EXPERTS, "position")
+def every_slice_of_a_layer_is_its_first(patch: pytest.MonkeyPatch) -> None:
+    next_part = RecordingKernels._next
+
+    def mutant(self, num_rows):
+        layer = self._num_filled // len(self._layers[0])
+        next_part(self, num_rows)
+        return self._layers[layer][:num_rows]
+
+    patch.setattr(RecordingKernels, "_next", mutant)
 
 
 @mutant("rows-past-the-end-extracted", LAW, EXTRACTED, "position")
@@ -1010,8 +1035,8 @@ def the_bias_weighs_too(patch: pytest.MonkeyPatch) -> None:
     """Weights are renormalised with the bias that should only choose."""
     gate = moe.moe_gate
 
-    def mutant(logits, routing, bias=None):
-        chosen, _ = gate(logits, routing, bias)
+    def mutant(logits, routing, bias=None, out=None):
+        chosen, _ = gate(logits, routing, bias, out)
         weights = (logits.sigmoid() + (0 if bias is None else bias)).gather(1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) * routing.scale
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +11,7 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, Drafts, LoadedDrafter, NoDrafter, Placement
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
-from sametoken.models.base import CausalLM, HiddenStates
+from sametoken.models.base import CausalLM
 from sametoken.state.caches import ModelCache
 
 
@@ -25,8 +24,8 @@ class CommittedRows:
         slots, positions: [R] int64.
         token_ids: [R] int64, the token at each position.
         next_token_ids: [R] int64, the committed token at the next position.
-        states: [R, W], what is kept of each row; of hidden states [R, num_layers * hidden], the
-            chosen layers concatenated, as in ``HiddenStates.auxiliary``.
+        states: [R, num_layers * hidden], the chosen layers concatenated, as in
+            ``HiddenStates.auxiliary``.
     """
 
     step_ids: Tensor
@@ -56,21 +55,14 @@ class ExtractDrafter:
     Args:
         inner: proposes drafts; ``NoDrafter`` for plain decoding.
         sink: receives the rows.
-        states: [T, W] of the rows that a pass has run.
     """
 
-    def __init__(
-        self,
-        inner: Drafter,
-        sink: RowSink,
-        states: Callable[[HiddenStates], Tensor] = lambda hidden: hidden.auxiliary,
-    ) -> None:
+    def __init__(self, inner: Drafter, sink: RowSink) -> None:
         self.kv_caches: tuple[ModelCache, ...] = inner.kv_caches
         self.lookahead_slots = inner.lookahead_slots
         self.lookahead_tokens = inner.lookahead_tokens
         self._inner = inner
         self._sink = sink
-        self._states = states
 
     def propose(self, context: DraftContext) -> Drafts:
         """The inner drafter's drafts."""
@@ -83,7 +75,7 @@ class ExtractDrafter:
                 positions=positions,
                 token_ids=context.tokens_at(slots, positions),
                 next_token_ids=context.tokens_at(slots, positions + 1),
-                states=context.kernels.take_rows(self._states(context.hidden), live.source),
+                states=context.kernels.take_rows(context.hidden.auxiliary, live.source),
             )
         )
         return self._inner.propose(context)

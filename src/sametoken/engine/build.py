@@ -67,6 +67,7 @@ from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
+from sametoken.runner.routed_experts import recorder_of, recording
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
@@ -135,7 +136,7 @@ def build_engine(
     """
     requested = _validate(config, announce)
     extraction = open_extraction(
-        requested.config,
+        requested.config.speculative_config,
         requested.path,
         requested.architecture,
         requested.aux_layers,
@@ -151,7 +152,7 @@ def build_engine(
             leader = ranks.lead(runner)
             shared, own = ranks.parallel.size > 1, _weights(loaded, ranks)
             weights = LeadingWeights(own, ranks) if shared else own
-            memory, resolved = memory_of(runner, shared=shared), loaded.resolved
+            memory, resolved = memory_of(runner, loaded.target, shared=shared), loaded.resolved
             return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
     except BaseException:
         extraction.close()
@@ -209,14 +210,15 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         device=device,
     )
     table = SamplingTable.allocate(config.max_num_seqs, device)
-    drafter = loaded.extraction.wrap(_attach_drafter(loaded, table), loaded.target)
+    drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
+    experts = recorder_of(loaded.target, config.max_num_batched_tokens, device)
     steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
     ring = OutputRing.allocate(
         steps + 1, config.max_num_seqs, config.num_speculative_tokens, pinned=on_gpu
     )
     step = Step(
         sequences=sequences,
-        model=loaded.target,
+        model=experts or loaded.target,
         kv=kv,
         kernels=backend.model,
         ops=backend.step,
@@ -240,6 +242,7 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
+        experts=experts,
     )
 
 
@@ -311,7 +314,7 @@ def _load(
     begun = time.monotonic()
     if requested.architecture.also_sees:
         announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
-    target, drafter, backend = _load_models(requested, ranks, extraction)
+    target, drafter, backend = _load_models(requested, ranks)
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
@@ -368,16 +371,10 @@ def _attention_kernels(
     return " and ".join(sorted(found)) or kernels
 
 
-def _load_models(
-    requested: _Requested, ranks: Ranks, extraction: Extraction
-) -> tuple[Decoder, LoadedDrafter, Backend]:
+def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
-    config, device, path, architecture = (
-        requested.config,
-        requested.device,
-        requested.path,
-        requested.architecture,
-    )
+    config, device = requested.config, requested.device
+    path, architecture = requested.path, requested.architecture
     dtype, _ = requested.dtype
     # Only rank 0 drafts, so only rank 0 loads the drafter.
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
@@ -388,9 +385,11 @@ def _load_models(
     own = stored_in((cache.divided(ranks.parallel.size) for cache in declared), stored)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
+    # Each rank routes all rows alike, so rank 0 records them.
+    records = config.enable_return_routed_experts and ranks.parallel.rank == 0
     target = load_model(
         path,
-        kernels=extraction.wrap_kernels(backend.model),
+        kernels=recording(backend.model) if records else backend.model,
         dtype=dtype,
         device=device,
         max_positions=max_positions,

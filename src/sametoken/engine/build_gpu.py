@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.layers.slices import SLICE_ROWS
+from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -28,9 +29,6 @@ MIXED_FULL_BATCH = (4, range(384, MOST_ROWS + 1, 128))
 
 #: Decoding requests of captured steps: powers of two up to the first, then multiples of the other.
 REQUEST_STEPS = (64, 32)
-
-#: Eager steps are padded to this multiple: fewer row counts to prove and kernels to compile.
-ROW_MULTIPLE = 64
 
 
 def gpu_launcher(

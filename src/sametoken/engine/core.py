@@ -193,7 +193,8 @@ class EngineCore:
 
     def _process_oldest(self) -> tuple[RequestUpdate, ...]:
         result = self._in_flight.popleft().wait()
-        return self.scheduler.process_output(self._extraction.process_output(result))
+        self._extraction.process_output(result)
+        return self.scheduler.process_output(result)
 
     def _flush_at_rest(self) -> None:
         if not self.has_unfinished:

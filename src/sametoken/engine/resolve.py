@@ -379,37 +379,15 @@ def _most_kv_bytes(config: EngineConfig, device: torch.device) -> int:
 def resolve_extraction(
     config: EngineConfig, device: torch.device
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """Turn off what extraction of hidden states or experts rules out; returns the reasons too.
-
-    Raises:
-        UnsupportedError: experts are to be returned where they cannot be recorded.
-    """
-    spec = config.speculative_config
-    if config.enable_return_routed_experts:
-        _require_recordable(config, device)
-        cached = "off: experts of cached positions are not computed"
-        reasons = {"enable_prefix_caching": cached} if config.enable_prefix_caching else {}
-        return replace(config, enable_prefix_caching=False), reasons
-    if spec is None or spec.method != EXTRACT:
+    """Turn off what extraction of hidden states or experts rules out; returns the reasons too."""
+    spec, reasons = config.speculative_config, {}
+    extracts = spec is not None and spec.method == EXTRACT
+    if not extracts and not config.enable_return_routed_experts:
         return config, {}
-    reasons = {}
     if config.enable_prefix_caching:
-        reasons["enable_prefix_caching"] = "off: states of cached positions are not computed"
-    if device.type == "cuda" and not config.enforce_eager:
+        what = "states" if extracts else "experts"
+        reasons["enable_prefix_caching"] = f"off: {what} of cached positions are not computed"
+    if extracts and device.type == "cuda" and not config.enforce_eager:
         reasons["enforce_eager"] = "on: states are copied out of eager steps"
-    eager = config.enforce_eager or device.type == "cuda"
+    eager = config.enforce_eager or "enforce_eager" in reasons
     return replace(config, enable_prefix_caching=False, enforce_eager=eager), reasons
-
-
-def _require_recordable(config: EngineConfig, device: torch.device) -> None:
-    spec = config.speculative_config
-    ruled_out = {
-        "captured steps of a GPU": device.type == "cuda",
-        "several ranks": config.tensor_parallel_size > 1,
-        f"the method {EXTRACT}": spec is not None and spec.method == EXTRACT,
-    }
-    for what, rules in ruled_out.items():
-        if rules:
-            raise UnsupportedError(
-                f"enable_return_routed_experts does not go with {what}", "leave one of them out"
-            )

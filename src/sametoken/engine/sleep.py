@@ -268,11 +268,12 @@ class Sleep:
             raise InvariantError(f"a step while {min(self.asleep)} sleeps")
 
 
-def memory_of(runner: StepRunner, *, shared: bool) -> Memory:
+def memory_of(runner: StepRunner, target: Decoder, *, shared: bool) -> Memory:
     """The memory of an engine that was built.
 
     Args:
-        runner: runs its steps; has model, caches and graphs.
+        runner: runs its steps; has caches and graphs.
+        target: the model that it runs.
         shared: whether several ranks share the model.
     """
     if shared:
@@ -280,8 +281,7 @@ def memory_of(runner: StepRunner, *, shared: bool) -> Memory:
     step, launcher = runner.step, runner.launcher
     caches = (step.kv, *step.drafter.kv_caches)
     kv = tuple(tensor for cache in caches for tensor in (*cache.blocks, *cache.slots))
-    assert isinstance(step.model, Decoder)
-    weights = tensors_of(step.model)
+    weights = tensors_of(target)
     if step.sequences.device.type == "cpu":
         return HostMemory(kv, weights)
     graphs = launcher if isinstance(launcher, StepGraphs) else None

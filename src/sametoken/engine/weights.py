@@ -24,7 +24,6 @@ from sametoken.errors import (
     WeightUpdateError,
     shown,
 )
-from sametoken.extraction.routed_experts import plain_kernels
 from sametoken.layers.parallel import TensorParallel
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
@@ -34,6 +33,7 @@ from sametoken.models.load.weights import FLOATING, TensorSource, WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
 from sametoken.models.requantize import requantized
 from sametoken.ops.backend import Kernels
+from sametoken.runner.routed_experts import plain_kernels
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.weight_updates import DRAFTER, MODEL
 

@@ -1,4 +1,4 @@
-"""The engine's interface to what records committed rows, and how its directory is opened."""
+"""The engine's interface to extraction, and how a directory is opened for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from sametoken.config import EngineConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter
 from sametoken.errors import ConfigError
-from sametoken.extraction.routed_experts import ExpertRecorder
 from sametoken.extraction.shards import (
     MANIFEST,
     Manifest,
@@ -22,8 +21,6 @@ from sametoken.extraction.shards import (
 from sametoken.extraction.writer import StateWriter
 from sametoken.io.files import DirectoryLock
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder
-from sametoken.ops.backend import Kernels
 from sametoken.types.outputs import StepResult
 from sametoken.types.plan import StepPlan
 from sametoken.types.speculative_methods import EXTRACT
@@ -33,13 +30,9 @@ SHARD_BYTES = 256 * 2**20
 
 
 class Extraction(Protocol):
-    """Callbacks from the engine to the recorder of hidden states, or of experts."""
+    """Callbacks from the engine to the recorder of hidden states."""
 
-    def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """The kernels that the target is loaded with in place of ``kernels``."""
-        ...
-
-    def wrap(self, drafter: Drafter, target: Decoder) -> Drafter:
+    def wrap(self, drafter: Drafter) -> Drafter:
         """The drafter that the engine uses in place of ``drafter``."""
         ...
 
@@ -47,8 +40,8 @@ class Extraction(Protocol):
         """A step was enqueued."""
         ...
 
-    def process_output(self, result: StepResult) -> StepResult:
-        """The oldest step's result, which was read; calls of ``end`` for its requests follow."""
+    def process_output(self, result: StepResult) -> None:
+        """The oldest step's result was read; calls of ``end`` for its requests follow."""
         ...
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
@@ -67,20 +60,15 @@ class Extraction(Protocol):
 class NoExtraction:
     """Records nothing."""
 
-    def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """The same kernels."""
-        return kernels
-
-    def wrap(self, drafter: Drafter, target: Decoder) -> Drafter:
+    def wrap(self, drafter: Drafter) -> Drafter:
         """The same drafter."""
         return drafter
 
     def launch(self, plan: StepPlan) -> None:
         """A no-op."""
 
-    def process_output(self, result: StepResult) -> StepResult:
-        """The same result."""
-        return result
+    def process_output(self, result: StepResult) -> None:
+        """A no-op."""
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
         """A no-op."""
@@ -93,18 +81,18 @@ class NoExtraction:
 
 
 def open_extraction(
-    config: EngineConfig,
+    spec: SpeculativeConfig | None,
     path: Path,
     model: ModelConfig,
     layers: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Extraction:
-    """The recorder that the options ask for; of hidden states with its directory, locked.
+    """Create and lock the directory, and return its recorder, if the method is extraction.
 
     States of earlier runs are kept; new ones are appended.
 
     Args:
-        config: the options.
+        spec: the speculative config.
         path: the target's checkpoint.
         model: the target's architecture.
         layers: the recorded layers, as in ``Decoder``.
@@ -115,9 +103,6 @@ def open_extraction(
             engine writes to it.
         CheckpointError: its manifest is damaged.
     """
-    if config.enable_return_routed_experts:
-        return ExpertRecorder()
-    spec = config.speculative_config
     if spec is None or spec.method != EXTRACT:
         return NoExtraction()
     source = StateSource(

@@ -23,8 +23,6 @@ from sametoken.extraction.shards import (
     write_shard,
 )
 from sametoken.io.files import DirectoryLock
-from sametoken.models.decoder import Decoder
-from sametoken.ops.backend import Kernels
 from sametoken.state.upload import to_host
 from sametoken.types.outputs import StepResult
 from sametoken.types.plan import Admission, StepPlan
@@ -134,11 +132,7 @@ class StateWriter:
         self._num_bytes = 0
         self._at_rest = True
 
-    def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """The same kernels."""
-        return kernels
-
-    def wrap(self, drafter: Drafter, target: Decoder) -> Drafter:
+    def wrap(self, drafter: Drafter) -> Drafter:
         """The drafter, with every step's committed rows recorded."""
         return ExtractDrafter(drafter, self._rows)
 
@@ -161,8 +155,8 @@ class StateWriter:
             self._write_manifest()
         self._in_flight.append(plan)
 
-    def process_output(self, result: StepResult) -> StepResult:
-        """Take the rows of the oldest step, whose result was read, and return that result.
+    def process_output(self, result: StepResult) -> None:
+        """Take the rows of the oldest step, whose result was read.
 
         Raises:
             InvariantError: the step has no rows, or its rows do not continue their sequence.
@@ -172,7 +166,7 @@ class StateWriter:
             self._write_shard()
         plan = self._in_flight.popleft()
         if not plan.requests:
-            return result
+            return
         rows = self._rows.take(plan.step_id)
         for scheduled, request_result in zip(plan.requests, result.requests, strict=True):
             sequence = self._by_slot[scheduled.slot]
@@ -185,7 +179,6 @@ class StateWriter:
             if slot in self._by_slot and slot not in replays:
                 self._add(self._by_slot[slot], rows, first, last)
             first = last
-        return result
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
         """Keep the rows of the kept tokens; drop all rows of an aborted request.

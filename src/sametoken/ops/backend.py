@@ -302,12 +302,17 @@ class Kernels(Packing, Protocol):
         ...
 
     def moe_gate(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by descending score.
 
         Experts and groups are chosen by score plus ``bias``, [E] fp32; the weights are scores
         without it, rounded to the dtype of ``logits``. The lowest id comes first among equals.
+        ``out``, contiguous, gets the ids; without it they are in new memory.
         """
         ...
 

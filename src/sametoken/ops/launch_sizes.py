@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+#: Eager steps of a GPU are padded to this multiple: fewer row counts to prove and kernels to
+#: compile.
+ROW_MULTIPLE = 64
+
 
 def cdiv(number: int, divisor: int) -> int:
     """``number / divisor``, rounded up."""

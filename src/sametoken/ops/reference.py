@@ -80,9 +80,13 @@ class ComposedKernels:
         return SeparateExperts(tuple(gate_up), tuple(down), *activations, form)
 
     def moe_gate(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return moe.moe_gate(logits, routing, bias)
+        return moe.moe_gate(logits, routing, bias, out)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

@@ -226,9 +226,13 @@ class TritonKernels:
         return self._quantized.watch(StackedExperts(_stacked(gate_up), _stacked(down), form))
 
     def moe_gate(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return moe_gate_triton.moe_gate(logits, routing, bias)
+        return moe_gate_triton.moe_gate(logits, routing, bias, out)
 
     def rope_and_cache(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError, StaleInputsError
 from sametoken.ops.step.types import HAS_NAN, NUM_COUNTS, SOUND
+from sametoken.runner.routed_experts import NO_EXPERTS, StepExperts
 from sametoken.runner.stream import Event
 from sametoken.sampling.logprobs import TokenLogprobs
 from sametoken.state.upload import to_host
@@ -30,15 +31,7 @@ def split_by_owner(
         num_requests: B, scheduled requests of the step.
     """
     positions: list[list[PositionLogprobs]] = [[] for _ in range(num_requests)]
-    columns = (
-        logprobs.owner.tolist(),
-        logprobs.chosen_ids.tolist(),
-        logprobs.chosen_logprobs.tolist(),
-        logprobs.chosen_ranks.tolist(),
-        logprobs.top_ids.tolist(),
-        logprobs.top_logprobs.tolist(),
-        logprobs.num_top.tolist(),
-    )
+    columns = (getattr(logprobs, one.name).tolist() for one in fields(logprobs))
     for owner, chosen, logprob, rank, top_ids, top_logprobs, num_top in zip(*columns, strict=True):
         entry: PositionLogprobs = {chosen: Logprob(logprob, rank)}
         for index in range(num_top):
@@ -61,6 +54,7 @@ class HostBuffer:
             the plan's order; ``NOT_LANDED`` until the copy has landed.
         first_place: index of its first row in the ring.
         logprobs, prompt_logprobs: requested candidates, in host memory.
+        experts: of all rows, in host memory, if they are recorded.
         mask_faults: by request, why its grammar allows no token, where the host knows the cause.
     """
 
@@ -68,6 +62,7 @@ class HostBuffer:
     first_place: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    experts: StepExperts = NO_EXPERTS
     mask_faults: dict[int, MaskFault] = field(default_factory=dict)
 
     def keep(self, logprobs: TokenLogprobs | None, prompt_logprobs: TokenLogprobs | None) -> None:
@@ -101,6 +96,7 @@ class HostBuffer:
                     mask_fault=_cause(fault, self.mask_faults.get(b)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[b],
+                    routed_experts=self.experts.of(b, scheduled, num_accepted),
                 )
             )
         return StepResult(plan.step_id, tuple(results))
@@ -120,8 +116,7 @@ def _cause(fault: int, known: MaskFault | None) -> MaskFault:
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:
     if candidates is None:
         return None
-    names = [one.name for one in fields(candidates)]
-    return TokenLogprobs(**{name: to_host(getattr(candidates, name)) for name in names})
+    return TokenLogprobs(*(to_host(getattr(candidates, one.name)) for one in fields(candidates)))
 
 
 def _require_result_of(step_id: int, found: int) -> None:

@@ -11,6 +11,7 @@ from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
+from sametoken.runner.routed_experts import NO_EXPERTS, ExpertRecorder
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
@@ -91,6 +92,7 @@ class StepRunner:
         stream: the stream that work is enqueued on.
         ring: host buffers for results.
         history: texts of earlier requests, for drafters that read them.
+        experts: copies what the step's ``model`` has recorded to the results; None: nothing.
     """
 
     step: Step
@@ -101,6 +103,7 @@ class StepRunner:
     stream: Stream
     ring: OutputRing
     history: TokenHistory = NO_HISTORY
+    experts: ExpertRecorder | None = None
 
     def submit(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a step; its result is read later from the returned output."""
@@ -116,6 +119,7 @@ class StepRunner:
         slots = [scheduled.slot for scheduled in plan.requests]
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
         self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
+        buffer.experts = self.experts.keep(plan, layout) if self.experts else NO_EXPERTS
         self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sametoken.engine.build_gpu import (
     MOST_ROWS,
-    ROW_MULTIPLE,
     captured_shapes,
     gpu_launcher,
     row_counts,
 )
 from sametoken.layers.slices import in_slices
+from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
 from sametoken.scheduler.plan_draft import max_sampled_rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError, InvariantError
@@ -20,8 +20,7 @@ from sametoken.types.speculative_methods import EXTRACT
 
 
 def opened(path, layers=(1, 2), model=None, **spec):
-    speculation = SpeculativeConfig(EXTRACT, shared_storage_path=str(path), **spec)
-    config = EngineConfig(model="a/model", speculative_config=speculation)
+    config = SpeculativeConfig(EXTRACT, shared_storage_path=str(path), **spec)
     return open_extraction(config, Path("a/model"), model or toy_config(11), layers, torch.bfloat16)
 
 
@@ -58,10 +57,9 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path):
 
 def test_other_methods_record_nothing():
     drafter = NoDrafter()
-    config = EngineConfig(model="a/model")
-    nothing = open_extraction(config, Path("a/model"), toy_config(11), (), torch.float32)
+    nothing = open_extraction(None, Path("a/model"), toy_config(11), (), torch.float32)
     assert isinstance(nothing, NoExtraction)
-    assert nothing.wrap(drafter, None) is drafter
+    assert nothing.wrap(drafter) is drafter
 
 
 def rows(step_id: int) -> CommittedRows:

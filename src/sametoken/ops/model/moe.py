@@ -71,13 +71,17 @@ class SeparateExperts:
         return second.matmul(inner, out_dtype=out_dtype) + form.down[expert]
 
 
-def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
     scores = gate_scores(logits, routing)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    if out is not None:
+        chosen = out.copy_(chosen)
     return chosen, gate_weights(scores, chosen, routing).to(logits.dtype).float()
 
 

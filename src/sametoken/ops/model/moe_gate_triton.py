@@ -111,11 +111,17 @@ def _moe_gate_kernel(
     tl.store(weights + at, rounded, place < TOP_K)
 
 
-def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
     assert logits.is_contiguous()
     num_rows, num_experts = logits.shape
-    chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int64, device=logits.device)
+    chosen = out
+    if chosen is None:
+        chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int64, device=logits.device)
+    assert chosen.is_contiguous()
+    assert chosen.shape == (num_rows, routing.top_k)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=logits.device)
     if num_rows:
         _moe_gate_kernel[(num_rows,)](

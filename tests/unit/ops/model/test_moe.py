@@ -49,6 +49,19 @@ def test_route(rows, count, top_k, normalise):
     assert torch.equal(alone[1], weights[-1:])
 
 
+@pytest.mark.parametrize("route", [moe_gate, reference.moe_gate])
+def test_ids_are_written_where_they_are_wanted(route):
+    logits, memory = noise(5, 7, seed=1), torch.full((2, 9, 3), -1, device=DEVICE)
+    out = memory[1, 2:7]
+    chosen, weights = route(logits, Routing(3, True), None, out)
+    expected, expected_weights = route(logits, Routing(3, True))
+    assert chosen.data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
+    assert torch.equal(weights, expected_weights)
+    memory[1, 2:7] = -1
+    assert memory.eq(-1).all()
+
+
 @pytest.mark.parametrize(
     ("count", "routing"),
     [

@@ -30,7 +30,7 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
     TuningTable,
-    default_config,
+    in_order_config,
     table_name,
 )
 
@@ -61,6 +61,27 @@ SHAPES = {
         GemmShape(3072, 576, "silu_mul"),
         GemmShape(576, 1536),
         GemmShape(49152, 576, "logits"),
+    ],
+    "qwen3-moe": [
+        GemmShape(5120, 2048),
+        GemmShape(2048, 4096),
+        GemmShape(151936, 2048, "logits"),
+    ],
+    "lightning": [
+        GemmShape(10304, 2688),
+        GemmShape(4608, 2688),
+        GemmShape(2688, 4096),
+        GemmShape(3712, 2688),
+        GemmShape(2688, 3712),
+        GemmShape(131072, 2688, "logits"),
+    ],
+    "glm": [
+        GemmShape(1344, 2048),
+        GemmShape(5120, 768),
+        GemmShape(2048, 5120),
+        GemmShape(3072, 2048, "silu_mul"),
+        GemmShape(2048, 1536),
+        GemmShape(154880, 2048, "logits"),
     ],
 }
 MAX_LOGITS_ROWS = 512
@@ -174,7 +195,7 @@ BEYOND = [
 def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
     limits = [(16, UP_TO_16), (32, UP_TO_32), (64, UP_TO_64), (128, UP_TO_128)]
     found = next((configs for limit, configs in limits if rows <= limit), BEYOND)
-    out: list[GemmConfig] = [CublasConfig(), default_config(shape, rows)]
+    out: list[GemmConfig] = [CublasConfig(), in_order_config(shape, rows, hopper=True)]
     out += [config for config in found if config not in out and fits(config, shape)]
     return out
 

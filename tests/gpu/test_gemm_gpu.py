@@ -15,7 +15,7 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
     TuningTable,
-    default_config,
+    in_order_config,
 )
 from sametoken.ops.triton import DeviceWeight
 
@@ -79,13 +79,14 @@ def test_every_kernel_and_row_count_gives_the_same_rows(features, depth, epilogu
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("features", [576, 4096])
-def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue):
+@pytest.mark.parametrize("features", [16, 576, 4096, 8192])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue, hopper):
     x, matrix = normal(2048, 1024), normal(features, 1024, seed=1)
     bias = bias_of(epilogue, features)
     expected = by_canonical(x, matrix, epilogue, bias)
     for rows in ROW_BUCKETS:
-        config = default_config(GemmShape(features, 1024, epilogue), rows)
+        config = in_order_config(GemmShape(features, 1024, epilogue), rows, hopper)
         out = product(config, x[:rows], matrix, epilogue, bias)
         assert torch.equal(out, expected[:rows]), config
 

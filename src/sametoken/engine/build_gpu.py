@@ -53,6 +53,8 @@ def gpu_launcher(
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
+    # A step asks for the kernels of its products; proofs are of those.
+    eager.warm_up(ROW_MULTIPLE)
     reports = kernels.prove(counts, resolved.dtype)
     num_shapes = len(reports)
     num_shapes += kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)

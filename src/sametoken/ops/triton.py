@@ -111,7 +111,10 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self, table: TuningTable | None = None) -> None:
-        self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
+        if table is None:
+            is_hopper = hopper.is_hopper(torch.device("cuda"))
+            table = load_table(torch.cuda.get_device_name(), hopper=is_hopper)
+        self.table = ProvenTable(table)
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
         self._quantized = QuantizedCheck()

@@ -17,7 +17,6 @@ from sametoken.ops.model.gemm.tuning import (
     GemmConfig,
     GemmShape,
     TuningTable,
-    default_config,
     row_bucket,
 )
 
@@ -35,18 +34,20 @@ class ProvenTable:
 
     table: TuningTable
     _proven: dict[GemmShape, frozenset[int]] = field(default_factory=dict)
+    _asked: set[GemmShape] = field(default_factory=set)
 
     def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
         """The kernel for ``rows`` rows of activations."""
+        self._asked.add(shape)
         config = self.table.choose(shape, rows)
         if isinstance(config, CublasConfig) and rows not in self._proven.get(shape, ()):
-            return default_config(shape, rows)
+            return self.table.in_order(shape, rows)
         return config
 
     def prove(
         self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]
     ) -> tuple[GemmReport, ...]:
-        """Check every listed choice for these weights at these row counts.
+        """Check the choices for these weights at these row counts, where tuned or ever asked for.
 
         Args:
             matrices: one weight [N, K] per shape, on the device.
@@ -56,7 +57,7 @@ class ProvenTable:
         for matrix in matrices:
             if matrix.dtype == torch.float32:
                 continue
-            for shape in self.table.entries:
+            for shape in dict.fromkeys([*self.table.entries, *sorted(self._asked, key=str)]):
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
                     self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
                     agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
@@ -120,7 +121,7 @@ def check_gemm(
         if differing := _differing(config, counts, inputs, expected):
             refused.append(Refusal(config, differing))
             keeps_others = isinstance(config, CublasConfig) and len(differing) < len(counts)
-            default = default_config(shape, bucket)
+            default = table.in_order(shape, bucket)
             served = differing if keeps_others else counts
             if also := _differing(default, served, inputs, expected):
                 refused.append(Refusal(default, also))

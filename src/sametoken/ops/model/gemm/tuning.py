@@ -7,10 +7,11 @@ verifies that on the chip in use. ``benchmarks/kernels/gemm_gpu.py`` writes the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Literal, Protocol, get_args
@@ -28,6 +29,9 @@ ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 
 #: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
+
+#: A weight with fewer features has too few programs to fill a Hopper's multiprocessors.
+NARROW = 6144
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ GemmConfig = TritonConfig | CublasConfig
 #: The kernel whose bits define the result; every other choice must equal it.
 CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
 
+_streamed = functools.partial(TritonConfig, tma=True, pdl=True, prefetch_bytes=0)
+
 #: fp32 products do not use tensor cores: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
 
@@ -98,20 +104,30 @@ class GemmChooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuningTable:
-    """Choices by shape and row bucket; other shapes get ``default_config``."""
+    """Choices by shape and row bucket; other shapes get ``default_config``.
+
+    Attributes:
+        entries: measured choices.
+        hopper: as for ``default_config``.
+    """
 
     entries: Mapping[GemmShape, Mapping[int, GemmConfig]] = field(default_factory=dict)
+    hopper: bool = False
 
     def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
         """The kernel for ``rows`` rows of activations."""
         measured = self.entries.get(shape, {})
         chosen = measured.get(row_bucket(rows))
-        return chosen if chosen is not None else default_config(shape, rows)
+        return chosen if chosen is not None else default_config(shape, rows, self.hopper)
+
+    def in_order(self, shape: GemmShape, rows: int) -> TritonConfig:
+        """The default for row counts at which cuBLAS does not serve."""
+        return in_order_config(shape, rows, self.hopper)
 
     def replaced(self, shape: GemmShape, bucket: int, config: GemmConfig) -> TuningTable:
         """This table with another choice for one bucket of one shape."""
         choices = {**self.entries.get(shape, {}), bucket: config}
-        return TuningTable({**self.entries, shape: choices})
+        return replace(self, entries={**self.entries, shape: choices})
 
     def to_json(self) -> str:
         """The table as JSON text for ``from_json``."""
@@ -123,18 +139,19 @@ class TuningTable:
         return json.dumps(rows, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, source: str) -> TuningTable:
+    def from_json(cls, text: str, source: str, hopper: bool = False) -> TuningTable:
         """Read a table.
 
         Args:
             text: from ``to_json``.
             source: the file's name, for error messages.
+            hopper: as for ``default_config``.
 
         Raises:
             ConfigError: the text is not a tuning table.
         """
         try:
-            return cls(dict(_entry(row) for row in json.loads(text)))
+            return cls(dict(_entry(row) for row in json.loads(text)), hopper)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"tuning table {source} is malformed: {error!r}",
@@ -147,8 +164,22 @@ def row_bucket(rows: int) -> int:
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
 
 
-def default_config(shape: GemmShape, rows: int) -> TritonConfig:
-    """The kernel of shapes that have not been tuned."""
+def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
+    """The kernel of shapes that have not been tuned: what won for most of the tuned ones.
+
+    Args:
+        shape: of the product.
+        rows: of activations.
+        hopper: the chip has the wgmma, TMA and programmatic launches of a Hopper.
+    """
+    return CublasConfig() if hopper and rows > 64 else in_order_config(shape, rows, hopper)
+
+
+def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
+    """The Triton kernel of shapes that have not been tuned; arguments as ``default_config``."""
+    # TMA reads rows that begin at multiples of 16 bytes.
+    if hopper and shape.in_features % 8 == 0:
+        return _hopper_config(shape, rows)
     if rows > 64:
         warps = 8 if shape.epilogue == "silu_mul" else 4
         return TritonConfig(128, 64, 64, num_warps=warps, num_stages=3)
@@ -160,15 +191,38 @@ def default_config(shape: GemmShape, rows: int) -> TritonConfig:
     return TritonConfig(block_rows, width, depth, num_warps=4, num_stages=3)
 
 
-def load_table(device_name: str, folder: Traversable | None = None) -> TuningTable:
-    """The tuned table of a device, for example "NVIDIA H200"; empty if there is none.
+def _hopper_config(shape: GemmShape, rows: int) -> TritonConfig:
+    """Few programs, as of a narrow weight, need deep pipelines: 1 us of latency is 4.6 MB."""
+    gated = shape.epilogue == "silu_mul"
+    narrow = shape.out_features < NARROW and not gated
+    if rows <= 16:
+        if narrow:
+            return _streamed(16, 64, 256, 4, 5, tma_rows=False)
+        return TritonConfig(16, 64, 128, 4, 3 if gated else 5, pdl=True, prefetch_bytes=1024)
+    if rows <= 32:
+        return _streamed(32, 64, 128, 4, 9 if narrow else 5)
+    if rows <= 64:
+        if gated:
+            return _streamed(64, 64, 64, 4, 4)
+        return _streamed(32, 64, 128, 4, 7) if narrow else _streamed(64, 64, 128, 4, 6)
+    if rows <= 128 and not gated:
+        return _streamed(64, 64, 128, 4, 4)
+    return _streamed(128, 128, 64, 8, 4)
+
+
+def load_table(
+    device_name: str, folder: Traversable | None = None, hopper: bool = False
+) -> TuningTable:
+    """The tuned table of a device, for example "NVIDIA H200"; without entries if there is none.
 
     Raises:
         ConfigError: the table's file is malformed.
     """
     folder = folder or resources.files(__package__) / "tuned"
     file = folder / table_name(device_name)
-    return TuningTable.from_json(file.read_text(), file.name) if file.is_file() else TuningTable()
+    if not file.is_file():
+        return TuningTable(hopper=hopper)
+    return TuningTable.from_json(file.read_text(), file.name, hopper)
 
 
 def table_name(device_name: str) -> str:

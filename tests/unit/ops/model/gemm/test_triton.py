@@ -138,7 +138,7 @@ def test_selfcheck_drops_a_kernel_whose_bits_differ_at_one_row_count(monkeypatch
     table = TuningTable({SHAPE: {4: SMALL, 8: SMALL}})
     checked, report = check_gemm(integers(24, 32), "none", table, [2, 3, 4, 6])
     assert report.refused == (Refusal(SMALL, (3,)),)
-    assert checked.choose(SHAPE, 4) == default_config(SHAPE, 4)
+    assert checked.choose(SHAPE, 4) == default_config(SHAPE, 4, hopper=False)
     assert checked.choose(SHAPE, 8) == SMALL
 
 
@@ -152,7 +152,18 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
     (report,) = table.prove([integers(24, 32)], (2, 3, 4))
     assert report.refused == (Refusal(CublasConfig(), (3,)),)
     assert table.choose(SHAPE, 2) == table.choose(SHAPE, 4) == CublasConfig()
-    assert table.choose(SHAPE, 3) == default_config(SHAPE, 3)
+    assert table.choose(SHAPE, 3) == default_config(SHAPE, 3, hopper=False)
+
+
+def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
+    matrix, table = integers(24, 32), ProvenTable(TuningTable(hopper=True))
+    assert table.prove([matrix], (70, 80)) == ()
+    in_order = table.choose(SHAPE, 70)
+    assert isinstance(in_order, TritonConfig)
+    (report,) = table.prove([matrix], (70, 80))
+    assert report.shape == SHAPE
+    assert table.choose(SHAPE, 70) == table.choose(SHAPE, 80) == CublasConfig()
+    assert table.choose(SHAPE, 90) == in_order
 
 
 def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):

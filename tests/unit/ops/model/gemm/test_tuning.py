@@ -14,6 +14,7 @@ from sametoken.ops.model.gemm.tuning import (
     TritonConfig,
     TuningTable,
     default_config,
+    in_order_config,
     load_table,
     row_bucket,
     table_name,
@@ -33,15 +34,17 @@ def test_measured_choice_wins_and_the_default_serves_the_rest():
     table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
     assert table.choose(SHAPE, 3) is CONFIG
     assert table.choose(SHAPE, 40) == CublasConfig()
-    assert table.choose(SHAPE, 16) == default_config(SHAPE, 16)
-    assert table.choose(GemmShape(4096, 4096), 3) == default_config(GemmShape(4096, 4096), 3)
+    assert table.choose(SHAPE, 16) == default_config(SHAPE, 16, hopper=False)
+    other = GemmShape(4096, 4096)
+    assert table.choose(other, 3) == table.in_order(other, 3) == default_config(other, 3, False)
 
 
 @pytest.mark.parametrize("epilogue", ["none", "silu_mul", "logits"])
 @pytest.mark.parametrize("features", [64, 576, 4096, 6144, 24576, 151936])
-def test_defaults_fit_shared_memory_and_keep_the_chip_busy(features, epilogue):
+@pytest.mark.parametrize("hopper", [False, True])
+def test_defaults_fit_shared_memory_and_keep_the_chip_busy(features, epilogue, hopper):
     for rows in ROW_BUCKETS:
-        config = default_config(GemmShape(features, 4096, epilogue), rows)
+        config = in_order_config(GemmShape(features, 4096, epilogue), rows, hopper)
         weight_rows = config.block_features * (2 if epilogue == "silu_mul" else 1)
         per_stage = 2 * config.block_depth * (config.block_rows + weight_rows)
         assert per_stage * config.num_stages <= 227 * 1024
@@ -49,9 +52,21 @@ def test_defaults_fit_shared_memory_and_keep_the_chip_busy(features, epilogue):
         assert config.num_warps in (4, 8)
 
 
+def test_defaults_of_hopper_take_tma_where_rows_allow_it_and_cublas_for_many_rows():
+    even, odd = GemmShape(4096, 4096), GemmShape(4096, 4100)
+    for rows in (1, 64):
+        assert default_config(even, rows, hopper=True).tma
+        assert default_config(odd, rows, True) == default_config(odd, rows, False)
+    assert default_config(even, 65, hopper=True) == CublasConfig()
+    assert isinstance(default_config(even, 65, hopper=False), TritonConfig)
+    table = TuningTable({SHAPE: {4: CONFIG}}, hopper=True)
+    assert table.replaced(SHAPE, 64, CONFIG).choose(even, 65) == CublasConfig()
+    assert isinstance(table.in_order(even, 65), TritonConfig)
+
+
 def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
     table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
-    other = default_config(SHAPE, 64)
+    other = default_config(SHAPE, 64, hopper=False)
     changed = table.replaced(SHAPE, 64, other)
     assert changed.choose(SHAPE, 64) == other
     assert changed.choose(SHAPE, 4) is CONFIG

@@ -30,8 +30,9 @@ ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 #: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
 
-#: A weight with fewer features has too few programs to fill a Hopper's multiprocessors.
-NARROW = 6144
+#: A weight with fewer features has too few programs to fill a Hopper's multiprocessors, by far,
+#: or but for deeper pipelines.
+NARROW, MIDDLE = 4608, 8448
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +195,18 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
 def _hopper_config(shape: GemmShape, rows: int) -> TritonConfig:
     """Few programs, as of a narrow weight, need deep pipelines: 1 us of latency is 4.6 MB."""
     gated = shape.epilogue == "silu_mul"
-    narrow = shape.out_features < NARROW and not gated
+    features = shape.out_features // (2 if gated else 1)
+    narrow = features < NARROW
     if rows <= 16:
         if narrow:
-            return _streamed(16, 64, 256, 4, 5, tma_rows=False)
-        return TritonConfig(16, 64, 128, 4, 3 if gated else 5, pdl=True, prefetch_bytes=1024)
+            return _streamed(16, 64, 256, 4, 3 if gated else 5, tma_rows=False)
+        stages = 3 if gated else 7 if features < MIDDLE else 4
+        return TritonConfig(16, 64, 128, 4, stages, pdl=True, prefetch_bytes=1024)
     if rows <= 32:
-        return _streamed(32, 64, 128, 4, 9 if narrow else 5)
+        return _streamed(32, 64, 128, 4, 9 if narrow and not gated else 5)
     if rows <= 64:
         if gated:
-            return _streamed(64, 64, 64, 4, 4)
+            return _streamed(32, 64, 128, 4, 4) if narrow else _streamed(64, 64, 64, 4, 4)
         return _streamed(32, 64, 128, 4, 7) if narrow else _streamed(64, 64, 128, 4, 6)
     if rows <= 128 and not gated:
         return _streamed(64, 64, 128, 4, 4)

@@ -30,8 +30,8 @@ ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 #: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
 
-#: A weight with fewer features has too few programs to fill a Hopper's multiprocessors, by far,
-#: or but for deeper pipelines.
+#: A weight with fewer features than the first leaves most of a Hopper's multiprocessors without a
+#: program; with fewer than the second, each has one to itself.
 NARROW, MIDDLE = 4608, 8448
 
 

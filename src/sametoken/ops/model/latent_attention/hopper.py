@@ -1,10 +1,10 @@
 """Latent attention on Hopper GPUs: which launches it serves, their choice, and the launch.
 
-Where a query tile is full, of 64 queries, two warp groups compute it in turns: all its splits in
-one program (``pair_rows_kernel``), or, where tiles are too few to fill the chip, splits spread over
-programs (``pair_splits_kernel``). Fewer queries a run, as in decode, are spread by
-``splits_kernel``. ``join_kernel`` joins splits. All share one order of sums, so a row has the same
-bits. On other chips the kernels of ``triton`` serve.
+Runs of more than 32 queries (rows x heads) are cut into tiles of 64, which pairs of warp groups
+compute: all splits of a tile in one program (``pair_rows_kernel``), or, where tiles are too few to
+fill the chip, splits spread over programs (``pair_splits_kernel``). Runs of fewer, as in decode,
+are spread by ``splits_kernel``. ``join_kernel`` joins splits. All share one order of sums, so a row
+has the same bits. On other chips the kernels of ``triton`` serve.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RANK, WIDTH = 512, 576
 MULTIPROCESSORS = 132
 
 #: Multiprocessors that programs of whole rows have to keep busy, over all their rounds. Below, it
-#: is faster to share splits evenly and to join them, which costs a tenth to a fourth.
+#: is faster to share splits evenly and to join them, which costs a sixth to a fourth.
 BUSY_PROGRAMS = 100
 
 #: Most query tiles of a launch of splits: each program looks at all of them.

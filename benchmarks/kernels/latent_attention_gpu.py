@@ -7,7 +7,7 @@ A case is batch x window x context. Times are of one layer, inside a CUDA graph 
 vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s of the products of
 visible positions; both stand beside what a copy and a square bf16 product of torch reach here.
 Every configuration is listed by form, queries, warps, stages and "l" where vectors are the left
-operand, or of the Gluon kernels by form, queries, warps, slots and programs, the fastest first.
+operand, or of the Gluon kernels by form, programs and queries, the fastest first.
 ``*`` is the choice of its kernels, ``!`` marks other bits than the first of its kernels has.
 
 Then the products with W_UK and W_UV of GLM-4.7-Flash (20 heads) at the cases' row counts.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from graph_times import microseconds
@@ -53,13 +52,8 @@ MANY_ROWS = 64
 #: Most rows of a launch of splits: beyond, their results take gigabytes.
 MAX_ROWS = 512
 
-#: Queries, slots, warps, registers and programs of the Gluon kernels' launches of splits. With one
-#: slot two programs share a multiprocessor, and one multiplies while the other loads.
-HOPPER = (
-    (16, 2, 4, 128, 128), (16, 1, 4, 128, 256),
-    (32, 2, 4, 128, 128), (32, 2, 4, 160, 128), (32, 2, 8, 168, 128), (32, 1, 4, 128, 256),
-    (64, 2, 8, 168, 128), (64, 2, 8, 168, 132),
-)  # fmt: skip
+#: Queries and programs of the Gluon kernels' launches of splits.
+HOPPER = ((16, 128), (16, 132), (32, 128), (32, 132), (64, 128), (64, 132))
 
 Case = tuple[int, int, int]
 Config = LatentConfig | LatentHopperConfig
@@ -123,15 +117,13 @@ def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
     least = min(next_power_of_2(heads), 64)
     found = [LatentHopperConfig(*sizes) for sizes in HOPPER
              if sizes[0] >= least and rows <= MAX_ROWS]  # fmt: skip
-    whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
-    return found + [config for config in whole if config.queries >= least]
+    return [*found, hopper.WHOLE_ROWS]
 
 
 def name_of(config: Config) -> str:
     if isinstance(config, LatentHopperConfig):
         form = f"splits{config.programs}" if config.programs else "rows"
-        regs = config.max_registers
-        return f"gluon_{form}_q{config.queries}w{config.num_warps}s{config.slots}r{regs}"
+        return f"gluon_{form}_q{config.queries}"
     left = "l" if config.kv_left else ""
     return f"{config.form}{config.block_queries}w{config.num_warps}s{config.num_stages}{left}"
 

@@ -39,8 +39,8 @@ FORMS = [
     LatentConfig("sequential", 32, 64, num_warps=4, num_stages=2, kv_left=True),
     LatentConfig("split_kv", 32, 64, num_warps=8, num_stages=1, kv_left=True),
     *hopper.CONFIGS.values(),
-    *(replace(config, programs=0) for config in hopper.CONFIGS.values()),
-    replace(hopper.CONFIGS[32], programs=7),
+    hopper.WHOLE_ROWS,
+    *(replace(hopper.CONFIGS[queries], programs=7) for queries in (32, 64)),
 ]
 ON_HOPPER = torch.cuda.is_available() and hopper.is_hopper(torch.device("cuda"))
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -129,13 +129,28 @@ def test_prompts_windows_and_single_rows_have_equal_bits(scene, config):
 
 
 @needs_hopper
-def test_many_rows_have_equal_bits_by_splits_and_by_whole_rows(scene):
-    _, one = scene
-    where, config = [(0, at) for at in range(4900, 5200)], hopper.CONFIGS[64]
-    whole = one.run(where, 300, kernels=hopper, config=replace(config, programs=0))
-    for programs in (128, 7):
-        config = replace(config, programs=programs)
-        assert torch.equal(one.run(where, 300, kernels=hopper, config=config), whole)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "prompt"),
+    [(1, torch.float16, 300), (33, torch.bfloat16, 90), (128, torch.float16, 23)],
+    ids=str,
+)
+def test_all_launches_on_hopper_have_equal_bits(heads, dtype, prompt):
+    """Prompts, windows and single rows in uneven runs with dead rows."""
+    one = Scene(heads, dtype, block_size=64)
+    where = [(0, at) for at in range(5200 - prompt, 5200)] + [(4, 0)]
+    where += [(1, at) for at in range(1017, 1030)] + [(4, 0), (4, 0)]
+    where += [(2, 255), (2, 256), (2, 257), (3, 0), (4, 0)]
+    runs = runs_of([prompt + 1, 15, 0, 3, 2], device="cuda")
+    live = torch.tensor([slot < 4 for slot, _ in where], device="cuda")
+    expected = one.run(where, runs=runs, kernels=hopper, config=hopper.CONFIGS[16])
+    picked = [0, prompt - 1, prompt + 13, len(where) - 3, len(where) - 2]
+    exact = torch.stack([one.exact(*where[row]) for row in picked])
+    torch.testing.assert_close(expected[picked].double(), exact, rtol=2e-2, atol=2e-2)
+    several = [replace(config, programs=7) for config in hopper.CONFIGS.values()]
+    for config in (*hopper.CONFIGS.values(), *several, hopper.WHOLE_ROWS, None):
+        found = one.run(where, runs=runs, kernels=hopper, config=config)
+        assert torch.equal(found, expected)
+        assert not found[~live].any()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -157,7 +172,7 @@ def test_blocks_of_every_size_have_equal_bits_on_hopper(block_size):
     where = [(0, position) for position in BORDERS]
     expected = Scene(20, block_size=64).run(where, kernels=hopper)
     one = Scene(20, block_size=block_size)
-    for config in (None, replace(hopper.CONFIGS[64], programs=0)):
+    for config in (None, hopper.CONFIGS[64], hopper.WHOLE_ROWS):
         assert torch.equal(one.run(where, kernels=hopper, config=config), expected)
 
 
@@ -166,8 +181,7 @@ def test_a_faulty_key_spoils_only_rows_that_see_it_on_hopper():
     one, where = Scene(20), [(0, at) for at in range(290, 310)]
     expected = one.run(where, 20, kernels=hopper)
     one.memory.vectors[one.table[0, 300 // 16], 300 % 16, RANK:] = torch.nan
-    whole = [replace(config, programs=0) for config in hopper.CONFIGS.values()]
-    for config in (*hopper.CONFIGS.values(), *whole):
+    for config in (*hopper.CONFIGS.values(), hopper.WHOLE_ROWS):
         found = one.run(where, 20, kernels=hopper, config=config)
         assert torch.equal(found[:10], expected[:10])
         assert found[10:].isnan().all()

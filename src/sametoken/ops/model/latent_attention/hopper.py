@@ -1,15 +1,17 @@
 """Latent attention on Hopper GPUs: which launches it serves, their choice, and the launch.
 
-``rows_kernel`` computes all splits of a query tile in one program. Where query tiles are too few
-to fill the chip, ``splits_kernel`` spreads splits over programs and ``join_kernel`` joins them.
-All share one arithmetic, so a row has the same bits. On other chips the kernels of ``triton``
-serve.
+Runs of more than 32 queries (rows x heads) are cut into tiles of 64, which pairs of warp groups
+compute: all splits of a tile in one program (``pair_rows_kernel``), or, where tiles are too few to
+fill the chip, splits spread over programs (``pair_splits_kernel``). Runs of fewer, as in decode,
+are spread by ``splits_kernel``. ``join_kernel`` joins splits. All share one order of sums, so a row
+has the same bits. On other chips the kernels of ``triton`` serve.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -21,10 +23,10 @@ from sametoken.ops.backend import AttentionRows, RunGroup
 from sametoken.ops.model.attention.hopper import is_hopper
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
-from sametoken.ops.model.latent_attention.hopper_kernels import (
-    join_kernel,
-    rows_kernel,
-    splits_kernel,
+from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
+from sametoken.ops.model.latent_attention.hopper_pair_kernels import (
+    pair_rows_kernel,
+    pair_splits_kernel,
 )
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.pdl import pdl_options
@@ -35,11 +37,14 @@ RANK, WIDTH = 512, 576
 MULTIPROCESSORS = 132
 
 #: Multiprocessors that programs of whole rows have to keep busy, over all their rounds. Below, it
-#: is faster to share splits evenly and to join them, which costs about a fifth.
+#: is faster to share splits evenly and to join them, which costs a sixth to a fourth.
 BUSY_PROGRAMS = 100
 
 #: Most query tiles of a launch of splits: each program looks at all of them.
 MAX_TILES = 1024
+
+#: Queries of a tile of the kernels of whole rows.
+PAIR_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +53,31 @@ class LatentHopperConfig:
 
     Attributes:
         queries: rows x heads of a query tile: 16, 32 or 64.
-        slots: tiles of 64 vectors that shared memory holds.
-        num_warps: that multiply: 4 or 8.
-        max_registers: per thread, on average over warps.
-        programs: of a launch of splits; 0: a program computes whole rows.
+        programs: of a launch of splits; 0, with 64 queries: a program computes whole rows.
     """
 
     queries: int
-    slots: int
-    num_warps: int
-    max_registers: int
     programs: int
 
+
+#: By queries of a tile.
+CONFIGS = {queries: LatentHopperConfig(queries, 128) for queries in (16, 32, 64)}
+
+WHOLE_ROWS = LatentHopperConfig(PAIR_QUERIES, 0)
+
+#: Of ``splits_kernel``, by queries of a tile: tiles of 64 vectors that shared memory holds, warps
+#: that multiply, and registers of a thread, on average over warps.
+FEW_SIZES = {
+    16: {"SLOTS": 2, "WARPS": 4, "num_warps": 4, "maxnreg": 128},
+    32: {"SLOTS": 2, "WARPS": 8, "num_warps": 8, "maxnreg": 168},
+}
+
+#: Of kernels of pairs: warps of the first of both groups, and registers as above.
+PAIR_SIZES = {"num_warps": 4, "maxnreg": 168}
 
 #: Splits that a program of ``join_kernel`` loads at once. Without a number of registers the
 #: compiler moves each load to its use, to save some, and every load waits for the one before it.
 JOIN_SIZES = {"AHEAD": 8, "num_warps": 4, "maxnreg": 80}
-
-#: By queries of a tile, as tuned by benchmarks/kernels/latent_attention_gpu.py.
-CONFIGS = {
-    16: LatentHopperConfig(16, 2, 4, 128, 128),
-    32: LatentHopperConfig(32, 2, 8, 168, 128),
-    64: LatentHopperConfig(64, 2, 8, 168, 128),
-}
 
 
 def serves(
@@ -92,16 +99,15 @@ def choose(
 
     ``num_rows`` limits the rows of all runs together.
     """
-    queries = min(max(16, triton.next_power_of_2(width * num_heads)), 64)
-    config = CONFIGS[queries]
+    queries = min(max(16, triton.next_power_of_2(width * num_heads)), PAIR_QUERIES)
     tiles = num_runs * triton.cdiv(width * num_heads, queries)
     partial_bytes = 4 * num_runs * width * num_heads * RANK * max_splits(max_seq_len)
     fits = tiles <= MAX_TILES and partial_bytes <= MAX_PARTIAL_BYTES
     programs = most_tiles(num_runs, width, num_rows, num_heads, queries)
     few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
     if fits and (few or width * num_heads <= queries):
-        return config
-    return replace(config, programs=0)
+        return CONFIGS[queries]
+    return WHOLE_ROWS
 
 
 def most_tiles(num_runs: int, width: int, num_rows: int, num_heads: int, queries: int) -> int:
@@ -152,49 +158,82 @@ def _launch(
     config: LatentHopperConfig,
 ) -> None:
     assert rows.runs is not None
-    heads, table, starts = q.shape[1], rows.block_table, rows.runs.starts
-    inputs = (q, _boxes(memory.vectors), rows.positions, rows.slots, starts, table)
+    where = (rows.positions, rows.slots, rows.runs.starts)
+    queries = _query_boxes(q) if config.queries == PAIR_QUERIES else q
+    inputs = (queries, _boxes(memory.vectors), *where, rows.block_table)
     constants = {
-        "HEADS": heads,
-        "QUERIES": config.queries,
+        "HEADS": q.shape[1],
         "BLOCK_SIZE": memory.vectors.shape[1],
-        "SLOTS": config.slots,
-        "WARPS": config.num_warps,
-        "num_warps": config.num_warps,
-        "maxnreg": config.max_registers,
         **pdl_options(q),
     }
-    if not config.programs:
-        tiles = most_tiles(group.num_runs, group.max_rows, len(q), heads, config.queries)
-        running = q.new_empty(tiles * config.queries * RANK, dtype=torch.float32)
-        rows_kernel[(tiles,)](
-            *inputs, running, out, group.first, group.max_rows, group.num_runs, table.stride(0),
-            scale, BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)), **constants,
-        )  # fmt: skip
-        return
+    if config.programs:
+        _launch_splits(q, scale, inputs, out, group, config, constants)
+    else:
+        _launch_rows(q, scale, inputs, out, group, config, constants)
+
+
+def _launch_rows(
+    q: Tensor,
+    scale: float,
+    inputs: tuple[Any, ...],
+    out: Tensor,
+    group: RunGroup,
+    config: LatentHopperConfig,
+    constants: dict[str, int],
+) -> None:
+    assert config.queries == PAIR_QUERIES
+    tiles = most_tiles(group.num_runs, group.max_rows, len(q), q.shape[1], PAIR_QUERIES)
+    running = q.new_empty(tiles * PAIR_QUERIES * RANK, dtype=torch.float32)
+    pair_rows_kernel[(tiles,)](
+        *inputs, running, out, group.first, group.max_rows, group.num_runs, inputs[-1].stride(0),
+        scale, BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)),
+        **constants, **PAIR_SIZES,
+    )  # fmt: skip
+
+
+def _launch_splits(
+    q: Tensor,
+    scale: float,
+    inputs: tuple[Any, ...],
+    out: Tensor,
+    group: RunGroup,
+    config: LatentHopperConfig,
+    constants: dict[str, int],
+) -> None:
+    heads, (*_, positions, slots, starts, table) = q.shape[1], inputs
+    pair = config.queries == PAIR_QUERIES
     tiles_per_run = triton.cdiv(group.max_rows * heads, config.queries)
     num_tiles = group.num_runs * tiles_per_run
-    most = max_splits(table.shape[1] * memory.vectors.shape[1])
+    most = max_splits(table.shape[1] * constants["BLOCK_SIZE"])
     parts = (group.num_runs * group.max_rows, heads, most)
     sums = q.new_empty(prod(parts) * RANK, dtype=torch.float32)
     stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
-    splits_kernel[(config.programs,)](
+    kernel = pair_splits_kernel if pair else splits_kernel
+    sizes = PAIR_SIZES if pair else {"QUERIES": config.queries, **FEW_SIZES[config.queries]}
+    kernel[(config.programs,)](
         *inputs, sums, stats, group.first, group.max_rows, tiles_per_run, num_tiles,
         table.stride(0), most, scale,
-        BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants,
+        BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants, **sizes,
     )  # fmt: skip
     join_kernel[parts[:2]](
-        sums, stats, rows.positions, rows.slots, starts, out, group.first, group.max_rows, most,
-        scale, HEADS=heads, **JOIN_SIZES, **pdl_options(q),
+        sums, stats, positions, slots, starts, out, group.first, group.max_rows, most,
+        scale, HEADS=heads, PAIR=pair, **JOIN_SIZES, **pdl_options(q),
     )  # fmt: skip
 
 
 def _boxes(memory: Tensor) -> TensorDescriptor:
     """What one TMA load reads of vectors: at most 64 positions x 64 elements of one block."""
-    lines = memory.view(-1, memory.shape[-1])
+    return _described(memory, min(memory.shape[1], 64))
+
+
+def _query_boxes(q: Tensor) -> TensorDescriptor:
+    """What one TMA load reads of queries: 64 adjacent ones x 64 elements; 0 beyond the last."""
+    return _described(q, PAIR_QUERIES)
+
+
+def _described(vectors: Tensor, height: int) -> TensorDescriptor:
+    lines, box = vectors.view(-1, vectors.shape[-1]), [height, 64]
     assert len(lines) < 2**31
-    box = [min(memory.shape[1], 64), 64]
-    dtype = gl.float16 if memory.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor.from_tensor(
-        lines, box, gl.NVMMASharedLayout.get_default_for(box, dtype)
-    )
+    dtype = gl.float16 if vectors.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor.from_tensor(lines, box, layout)

@@ -1,8 +1,8 @@
-"""Latent attention on Hopper in Gluon: a warp loads vectors by TMA while warp groups multiply them.
+"""Latent attention on Hopper in Gluon, of fewer than 64 queries a tile, and the join of splits.
 
-A query tile is a range of a run's rows x heads, whatever row it begins in. ``rows_kernel`` computes
-all splits of one. ``splits_kernel`` spreads the splits of few or uneven rows evenly over its
-programs, and ``join_kernel`` joins what they stored.
+A warp loads vectors by TMA while warp groups multiply them. ``splits_kernel`` spreads the splits of
+tiles of 16 or 32 queries evenly over its programs. ``join_kernel`` joins what it or
+``hopper_pair_kernels`` stored.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -14,33 +14,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
-from sametoken.ops.model.attention.hopper_kernels import added, jit_over_runs
+from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
 from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, rows_of_run
-from sametoken.ops.model.attention.schedule import begin_of, split_of, splits_before
+from sametoken.ops.model.attention.schedule import begin_of, splits_before
+from sametoken.ops.model.latent_attention.hopper_pair_results import dim_of as pair_dim_of
+from sametoken.ops.model.latent_attention.hopper_shares import own_share, own_splits, tile_of
 from sametoken.ops.model.latent_attention.hopper_tiles import (
-    HALF,
     RANK,
     TILE,
     WIDTH,
     attend_split,
     dim_of,
-    join_half,
     load_queries,
     load_tiles,
     memory_of,
     products,
     store_part,
 )
-
-
-@gluon.jit
-def _end_tile(position, first, num_queries, HEADS: gl.constexpr, QUERIES: gl.constexpr):
-    """The KV tile after the last that a query tile sees, of a run that begins at ``position``.
-
-    Dead rows at a run's end count too: they read vectors and give nothing.
-    """
-    last_row = (gl.minimum(first + QUERIES, num_queries) - 1) // HEADS
-    return (position + last_row + TILE) // TILE
 
 
 @gluon.jit
@@ -53,13 +43,12 @@ def _load_by_splits(
     """The loading warp of ``splits_kernel``: the tiles of ``_attend_by_splits``, in its order."""
     count = 0
     while (tile < num_tiles) & (start < high):
-        begin, stop = rows_of_run(first_run + tile // tiles_per_run, starts, width)
-        first, num_queries = tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
+        run = first_run + tile // tiles_per_run
+        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            final = gl.load(positions + begin).to(gl.int32)
-            end = _end_tile(final, first, num_queries, HEADS, QUERIES)
-            split = splits_before(max(low - start, 0) * TILE)
-            last = splits_before(min(high - start, end) * TILE)
+            final, end, split, last = own_splits(
+                positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
+            )
             if split < last:
                 table = block_table + gl.load(slots + begin) * table_stride
                 count = load_tiles(
@@ -85,13 +74,12 @@ def _attend_by_splits(
     column = gl.arange(0, QUERIES, layout=COLUMN)
     count = 0
     while (tile < num_tiles) & (start < high):
-        begin, stop = rows_of_run(first_run + tile // tiles_per_run, starts, width)
-        first, num_queries = tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
+        run = first_run + tile // tiles_per_run
+        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            position = gl.load(positions + begin).to(gl.int32)
-            end = _end_tile(position, first, num_queries, HEADS, QUERIES)
-            split = splits_before(max(low - start, 0) * TILE)
-            last = splits_before(min(high - start, end) * TILE)
+            position, end, split, last = own_splits(
+                positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
+            )
             if split < last:
                 if PDL:
                     cuda.gdc_wait()
@@ -137,29 +125,17 @@ def splits_kernel(
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     BLOCK_TILES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Splits spread evenly over programs, whatever the lengths of rows.
+    """Splits of tiles of few queries spread evenly over programs, whatever the lengths of rows.
 
     The KV tiles of all query tiles form a line. Program i of G computes the splits that begin in
     the i-th of G equal parts of it, and stores each one's result.
     """
     if PDL:
         cuda.gdc_launch_dependents()
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    tile = gl.arange(0, BLOCK_TILES, layout=LINE)
-    run = first_run + gl.minimum(tile, num_tiles - 1) // tiles_per_run
-    begin, stop = rows_of_run(run, starts, width)
-    first, num_queries = tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
-    exists = (tile < num_tiles) & (first < num_queries)
-    position = gl.load(positions + begin, mask=exists, other=0).to(gl.int32)
-    length = gl.where(exists, _end_tile(position, first, num_queries, HEADS, QUERIES), 0)
-    ends = gl.associative_scan(length, 0, added)
-    share, programs = gl.max(ends, 0).to(gl.int64), gl.num_programs(0)
-    low = ((gl.program_id(0) * share + programs - 1) // programs).to(gl.int32)
-    high = (((gl.program_id(0) + 1) * share + programs - 1) // programs).to(gl.int32)
-    behind = ends <= low
-    first_tile = gl.sum(behind.to(gl.int32), 0)
-    start = gl.max(gl.where(behind, ends, 0), 0)
-
+    first_tile, start, low, high = own_share(
+        positions, starts, first_run, width, tiles_per_run, num_tiles,
+        HEADS, QUERIES, BLOCK_TILES, WARPS,
+    )  # fmt: skip
     queries, weights, ring, tiles, full, free = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
     gl.warp_specialize(
         [
@@ -182,7 +158,7 @@ def splits_kernel(
 
 @jit_over_runs
 def join_kernel(
-    sums,  # as for splits_kernel
+    sums,  # as ``splits_kernel`` or ``pair_splits_kernel`` wrote them
     stats,
     positions,
     slots,
@@ -192,9 +168,12 @@ def join_kernel(
     width,
     most,
     scale,
-    HEADS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, AHEAD: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Join the stored splits of one query in order, and store its output; dead rows are 0."""
+    """Join the stored splits of one query in order, and store its output; dead rows are 0.
+
+    PAIR: the kernel of ``hopper_pair_kernels`` stored them, which orders elements otherwise.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if PDL:
         cuda.gdc_launch_dependents()
@@ -226,138 +205,5 @@ def join_kernel(
     acc = acc / gl.where(total == 0.0, 1.0, total)
     acc = gl.where(live, acc, 0.0)
     at = (row.to(gl.int64) * HEADS + head) * RANK
-    gl.store(out + at + dim_of(element), acc.to(out.dtype.element_ty))
-
-
-@gluon.jit
-def _load_all(
-    vectors, table, last_block, final, end, ring, full, free,
-    BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The loading warp of ``rows_kernel``."""
-    load_tiles(
-        vectors, table, last_block, final, 0, end, 0 * end, ring, full, free,
-        BLOCK_SIZE, SLOTS, PDL,
-    )  # fmt: skip
-    if PDL:
-        cuda.gdc_wait()
-
-
-@gluon.jit
-def _attend_all(
-    q, slots, running, out, queries, weights, tiles, full, free,
-    begin, first, num_queries, position, end, scale,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
-    RAGGED: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The multiplying warps of ``rows_kernel``: a query tile over all splits."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, products((4, WARPS // 4), QUERIES))
-    column = gl.arange(0, QUERIES, layout=COLUMN)
-    row = (first + column) // HEADS
-    live = first + column < num_queries
-    if RAGGED:
-        slot = gl.load(slots + begin)
-        live = gl.load(slots + begin + row, mask=live, other=-1) == slot
-    base, left = begin.to(gl.int64) * HEADS + first, num_queries - first
-    if PDL:
-        cuda.gdc_wait()
-    load_queries(q + base * WIDTH, queries, left, WARPS)
-    top = gl.full([QUERIES], LOWEST, gl.float32, COLUMN)
-    total = gl.zeros([QUERIES], gl.float32, COLUMN)
-    running += gl.program_id(0).to(gl.int64) * (QUERIES * RANK)
-    last = split_of(end * TILE - 1)
-    for split in range(last + 1):
-        from_tile, to_tile = begin_of(split) // TILE, min(begin_of(split + 1) // TILE, end)
-        sum_low, sum_high, split_total, split_top = attend_split(
-            queries, weights, tiles, full, free, from_tile, from_tile, to_tile, position + row,
-            (position + first // HEADS + 1) // TILE, scale, SLOTS, WARPS,
-        )  # fmt: skip
-        top, total, old, new = joined(top, total, split_top, split_total, scale)
-        join_half(
-            running, out + base * RANK, sum_low, old, new, total, live, left,
-            split > 0, split == last, 0, WARPS,
-        )  # fmt: skip
-        join_half(
-            running, out + base * RANK, sum_high, old, new, total, live, left,
-            split > 0, split == last, HALF, WARPS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _own_tile(
-    starts, first_run, num_runs, width, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-    BLOCK_RUNS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """First row of this program's run, the row after its last, and the tile's first query in it.
-
-    Of a run, the tiles with the most KV come first. A program without a tile gets an empty run.
-    """
-    place = gl.program_id(0)
-    if starts is None:
-        begin = (first_run + place % num_runs) * width
-        stop = begin + width
-        tile = (width * HEADS + QUERIES - 1) // QUERIES - 1 - place // num_runs
-    else:
-        # Tiles are counted by run, since padded steps have many runs without rows.
-        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        run = gl.arange(0, BLOCK_RUNS, layout=LINE)
-        at = starts + first_run + run
-        begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
-        stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
-        tiles = ((stops - begins) * HEADS + QUERIES - 1) // QUERIES
-        following = gl.associative_scan(tiles, 0, added)
-        own = (following - tiles <= place) & (place < following)
-        begin = gl.sum(gl.where(own, begins, 0), 0)
-        stop = gl.sum(gl.where(own, stops, 0), 0)
-        tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
-    return begin, stop, tile * QUERIES
-
-
-@jit_over_runs
-def rows_kernel(
-    q,  # as for splits_kernel
-    vectors,
-    positions,
-    slots,
-    starts,
-    block_table,
-    running,  # [programs, QUERIES, 512] fp32, this kernel's own, in the order of ``dim_of``
-    out,  # [num_rows, HEADS, 512], written
-    first_run,
-    width,
-    num_runs,
-    table_stride,
-    scale,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
-    BLOCK_RUNS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """All splits of one query tile a program."""
-    if PDL:
-        cuda.gdc_launch_dependents()
-    begin, stop, first = _own_tile(
-        starts, first_run, num_runs, width, HEADS, QUERIES, BLOCK_RUNS, WARPS
-    )
-    num_queries = (stop - begin) * HEADS
-    if first >= num_queries:
-        if PDL:
-            cuda.gdc_wait()
-        return
-    RAGGED: gl.constexpr = starts is not None
-    position = gl.load(positions + begin).to(gl.int32)
-    end = _end_tile(position, first, num_queries, HEADS, QUERIES)
-    table = block_table + gl.load(slots + begin) * table_stride
-    queries, weights, ring, tiles, full, free = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
-    gl.warp_specialize(
-        [
-            (_attend_all, (
-                q, slots, running, out, queries, weights, tiles, full, free,
-                begin, first, num_queries, position, end, scale,
-                HEADS, QUERIES, SLOTS, WARPS, RAGGED, PDL,
-            )),
-            (_load_all, (
-                vectors, table, table_stride - 1, position, end, ring, full, free,
-                BLOCK_SIZE, SLOTS, PDL,
-            )),
-        ],
-        [1], [24],
-    )  # fmt: skip
+    dim = pair_dim_of(element) if PAIR else dim_of(element)
+    gl.store(out + at + dim, acc.to(out.dtype.element_ty))

@@ -1,13 +1,14 @@
-"""Query tiles over latent vectors on Hopper, in Gluon: the arithmetic of every launch form.
+"""Query tiles over latent vectors on Hopper, in Gluon: the arithmetic of 16 or 32 queries a tile.
 
 Positions are the rows of each product and queries its columns. A tile of 64 positions is the left
 operand of both, scores ``[64, queries]`` and weighted latents ``[512, queries]``, so few queries
 fill the matrix units and a program needs no more columns than it has queries. A query's sums stay
-in its column, so the number of columns changes no bit. Splits follow ``attention.schedule``; in a
-split, tiles run in order through an online softmax, and splits are joined in order by ``joined``.
-A tile or a split that a query cannot see leaves it unchanged to the bit.
+in its column, so the number of columns changes no bit. ``hopper_pair_tiles`` has the same sums in
+the same order for 64 queries.
 
-Latents in memory are finite (``rope_and_cache``), so weight 0 hides them.
+Splits follow ``attention.schedule``; in a split, tiles run in order through an online softmax, and
+splits are joined in order by ``joined``. A tile or a split that a query cannot see leaves it
+unchanged to the bit. Latents in memory are finite (``rope_and_cache``), so weight 0 hides them.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -36,7 +37,7 @@ HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(576)
 
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -73,9 +74,9 @@ def load_tiles(
             row = block * BLOCK_SIZE + at % BLOCK_SIZE
             for part in gl.static_range(HALF // 64):
                 place = (slot * (HALF // 64) + part) * BOXES + box
-                _load_box(vectors, [row, part * 64], filled, low.index(place))
-                _load_box(vectors, [row, HALF + part * 64], filled, high.index(place))
-            _load_box(vectors, [row, RANK], filled, keys.index(slot * BOXES + box))
+                load_box(vectors, [row, part * 64], filled, low.index(place))
+                load_box(vectors, [row, HALF + part * 64], filled, high.index(place))
+            load_box(vectors, [row, RANK], filled, keys.index(slot * BOXES + box))
         count += 1
     return count
 
@@ -175,18 +176,6 @@ def attend_split(
 
 
 @gluon.jit
-def _store_half(
-    target, sums, num_columns, stride, BEGIN: gl.constexpr
-):  # fmt: skip
-    """Store [256, queries] as elements from ``BEGIN`` of lines ``stride`` elements apart."""
-    dim = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
-    query = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
-    at = query[None, :] * stride + BEGIN + dim[:, None]
-    mask = (query < num_columns)[None, :] & (dim < HALF)[:, None]
-    gl.store(target + at, sums.to(target.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
 def dim_of(place):
     """Which element of a latent lies at a place 0 .. 511 of a line.
 
@@ -221,14 +210,6 @@ def _lines_of(sums, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _sums_of(lines, SUMS: gl.constexpr):
-    """The sums of ``_lines_of``."""
-    QUERIES: gl.constexpr = lines.shape[0]
-    sums = lines.reshape([QUERIES, 8, 8, 2, 2]).permute((3, 1, 4, 2, 0)).reshape([HALF, QUERIES])
-    return gl.convert_layout(sums, SUMS)
-
-
-@gluon.jit
 def _places(lines, stride):
     """Queries [queries, 1] of lines, and where elements lie if lines are ``stride`` apart."""
     LINES: gl.constexpr = lines.type.layout
@@ -250,29 +231,6 @@ def store_part(
     line = stats + part * 2 + query.to(gl.int64) * most * 2
     gl.store(line, total, mask=query < num_columns)
     gl.store(line + 1, top, mask=query < num_columns)
-
-
-@gluon.jit
-def join_half(
-    running, out, sums, old, new, total, live, num_columns, some, last,
-    BEGIN: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Join a split's half to ``running``; after the last split, divide and store outputs."""
-    SUMS: gl.constexpr = sums.type.layout
-    BY_SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
-    before = _lines_of(gl.zeros_like(sums), WARPS)
-    _, at = _places(before, RANK)
-    if some:
-        before = gl.load(running + BEGIN + at)
-    new = gl.convert_layout(new, BY_SUM)[None, :]
-    old = gl.convert_layout(old, BY_SUM)[None, :]
-    joined_sums = gl.fma(_sums_of(before, SUMS), old, sums * new)
-    if last:
-        divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), BY_SUM)[None, :]
-        shown = gl.convert_layout(live, BY_SUM)[None, :]
-        _store_half(out, gl.where(shown, joined_sums / divisor, 0.0), num_columns, RANK, BEGIN)
-    else:
-        gl.store(running + BEGIN + at, _lines_of(joined_sums, WARPS))
 
 
 @gluon.jit

@@ -7,7 +7,6 @@ interpreter.
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
@@ -19,7 +18,14 @@ from helpers.compiled import compile_launches
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
 from sametoken.ops.model.attention import schedule
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
-from sametoken.ops.model.latent_attention import hopper, hopper_kernels, hopper_tiles
+from sametoken.ops.model.latent_attention import (
+    hopper,
+    hopper_kernels,
+    hopper_pair_results,
+    hopper_pair_tiles,
+    hopper_shares,
+    hopper_tiles,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,9 @@ from sametoken.ops.model.latent_attention import hopper, hopper_kernels, hopper_
         (1, 1, 16, 16, False), (8, 1, 20, 32, False), (64, 1, 20, 32, False),
         (256, 1, 20, 32, False), (8, 4, 20, 64, False), (64, 4, 20, 64, True),
         (1, 2048, 20, 64, True), (1, 300, 20, 64, False), (8, 1, 128, 64, False),
-        (2000, 1, 20, 32, True),
+        (2000, 1, 20, 64, True), (64, 3, 20, 64, False), (256, 3, 20, 64, False),
+        # Tiles of more than 32 queries are a pair's.
+        (8, 2, 16, 32, False), (8, 2, 20, 64, False), (8, 3, 16, 64, False), (3, 1, 33, 64, False),
         # Programs of whole rows would leave most of the chip idle in their last round.
         (1, 512, 20, 64, False), (1, 630, 20, 64, False), (1, 640, 20, 64, True),
         (1, 840, 20, 64, True), (1, 846, 20, 64, False), (1, 1024, 20, 64, True),
@@ -36,8 +44,8 @@ from sametoken.ops.model.latent_attention import hopper, hopper_kernels, hopper_
 )  # fmt: skip
 def test_few_queries_are_spread_over_programs(num_runs, width, heads, queries, whole):
     chosen = hopper.choose(num_runs, width, num_runs * width, heads, 4096)
-    config = hopper.CONFIGS[queries]
-    assert chosen == (replace(config, programs=0) if whole else config)
+    assert chosen == (hopper.WHOLE_ROWS if whole else hopper.CONFIGS[queries])
+    assert chosen.queries == queries
 
 
 def test_results_of_splits_stay_within_their_memory():
@@ -68,7 +76,7 @@ class Memory:
 
 
 class OneProgram:
-    """The part of Gluon's language that ``_own_tile`` and ``join_kernel`` use, for one program."""
+    """The part of Gluon's language that ``own_tile`` and ``join_kernel`` use, for one program."""
 
     constexpr = int
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
@@ -114,7 +122,7 @@ class OneProgram:
 @pytest.fixture
 def join(monkeypatch):
     """``join_kernel`` as a function of its program and its arguments."""
-    for name in ("dim_of", "joined", "rows_of_run", "splits_before"):
+    for name in ("dim_of", "pair_dim_of", "joined", "rows_of_run", "splits_before"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
     for name in ("RANK", "LOWEST"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
@@ -140,11 +148,53 @@ def test_lines_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
     element = hopper_tiles.dim_of.fn(torch.arange(512))
     assert torch.equal(lines, element[:256] + 1000 * torch.arange(32)[:, None])
     assert torch.equal(element[256:], element[:256] + 256)
-    assert torch.equal(hopper_tiles._sums_of.fn(lines, None), sums)
 
 
+def test_chunks_of_a_pair_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
+    monkeypatch.setattr(hopper_pair_results, "CHUNK", 64)
+    language = SimpleNamespace(convert_layout=lambda values, layout: values)
+    monkeypatch.setattr(hopper_pair_results, "gl", language)
+    sums = torch.arange(512) + 1000 * torch.arange(64)[:, None]
+    chunks = [hopper_pair_results._lines_of.fn(one) for one in sums.split(64, dim=1)]
+    element = hopper_pair_results.dim_of.fn(torch.arange(512))
+    assert torch.equal(torch.cat(chunks, dim=1), element + 1000 * torch.arange(64)[:, None])
+
+
+def test_halves_are_the_lower_and_the_upper_columns(monkeypatch):
+    language = SimpleNamespace(constexpr=int, split=lambda values: values.unbind(-1))
+    monkeypatch.setattr(hopper_pair_results, "gl", language)
+    sums = torch.arange(64 * 256).view(64, 256)
+    low, high = hopper_pair_results._halves.fn(sums)
+    assert torch.equal(torch.cat((low, high), dim=1), sums)
+
+
+def test_a_pair_sums_weights_over_positions_in_the_order_of_rows(monkeypatch):
+    language = SimpleNamespace(
+        constexpr=int, static_range=range, sum=lambda values, axis: values.sum(axis),
+        convert_layout=lambda values, layout: values,
+    )  # fmt: skip
+    monkeypatch.setattr(hopper_pair_tiles, "gl", language)
+    monkeypatch.setattr(hopper_pair_tiles, "QUERIES", 64)
+    weights = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) ** 8
+    # Rows of a warp group's products: bit 3 is in a thread, 2 to 0 in a warp, 5 and 4 over warps.
+    rows = weights.T
+    for bit in (3, 2, 1, 0, 5, 4):
+        kept = torch.tensor([at for at in range(64) if not at & 1 << bit])
+        rows = torch.zeros_like(rows).index_add_(0, kept, rows[kept] + rows[kept + (1 << bit)])
+    assert torch.equal(hopper_pair_tiles._total.fn(weights), rows[0])
+
+
+#: Places of elements in a line: a thread's four lie side by side. They differ in bits 7 and 3 of
+#: the element, or of a pair's in bits 3 and 0.
+STORED = {
+    False: torch.arange(512).view(2, 2, 8, 2, 8).permute(0, 2, 4, 1, 3).reshape(512),
+    True: torch.arange(512).view(32, 2, 4, 2).permute(0, 2, 1, 3).reshape(512),
+}
+
+
+@pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES["AHEAD"]])
-def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
+def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair):
     # The first run is of an earlier launch, the second has a dead row, the third no row.
     positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
     heads, first_run, width, most, scale = 2, 1, 3, 20, 0.25
@@ -159,11 +209,10 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
     memory = (Memory(one.view(-1)) for one in (sums, stats))
     tensors = (*memory, *map(Memory, (positions, slots, starts)), Memory(out.view(-1)))
     for place, head in product(range(3 * width), range(heads)):
-        join((place, head), *tensors, first_run, width, most, scale, HEADS=heads, AHEAD=ahead)
+        sizes = {"HEADS": heads, "AHEAD": ahead, "PAIR": pair}
+        join((place, head), *tensors, first_run, width, most, scale, **sizes)
     assert (out[0] == 77).all()
     assert (out[3] == 0).all()
-    # A thread's four elements of a query lie side by side: dim bits 7 and 3.
-    stored = torch.arange(512).view(2, 2, 8, 2, 8).permute(0, 2, 4, 1, 3).reshape(512)
     for row, place in ((1, 0), (2, 1), (4, 6)):
         for head in range(heads):
             top, total, acc = torch.tensor(-1e30), torch.tensor(0.0), torch.zeros(512)
@@ -174,7 +223,7 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead):
                 new = torch.exp2((peak - highest) * scale)
                 acc = acc * old + sums[place, head, split] * new
                 total, top = total * old + weight * new, highest
-            assert torch.equal(out[row, head, stored], acc / total)
+            assert torch.equal(out[row, head, STORED[pair]], acc / total)
 
 
 @pytest.mark.parametrize("first_run", [0, 2])
@@ -184,8 +233,8 @@ def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run,
     sizes = sizes[first_run:]
     found = []
     for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), heads, queries)):
-        monkeypatch.setattr(hopper_kernels, "gl", OneProgram(program))
-        own_tile = hopper_kernels._own_tile.fn
+        monkeypatch.setattr(hopper_shares, "gl", OneProgram(program))
+        own_tile = hopper_shares.own_tile.fn
         begin, stop, first = own_tile(
             Memory(starts), first_run, len(sizes), 110, heads, queries, 128, 8
         )
@@ -211,7 +260,6 @@ def compiled(tmp_path_factory):
     """A folder with every form as compiled, for launches of many counts."""
     folder = tmp_path_factory.mktemp("compiled")
     code = """
-from dataclasses import replace
 from sametoken.ops.model.latent_attention import hopper
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -223,7 +271,7 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     q = torch.zeros(len(at), 20, 576, dtype=torch.bfloat16)
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
     rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
-    for config in (hopper.CONFIGS[32], replace(hopper.CONFIGS[64], programs=0)):
+    for config in (hopper.CONFIGS[32], hopper.CONFIGS[64], hopper.WHOLE_ROWS):
         hopper.attention(q, 0.07, rows, memory, config=config)
 """
     compile_launches(code, folder)
@@ -231,14 +279,39 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
 
 
 def test_every_form_compiles_once_for_all_counts(compiled):
-    assert len(list(compiled.rglob("*_kernel.ptx"))) == 3
+    found = sorted(path.stem for path in compiled.rglob("*_kernel.ptx"))
+    joins = ["join_kernel"] * 2  # of either order of elements
+    assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", "splits_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [("bfloat16", 16), ("float16", 32), ("float16", 128)]
+)
+def test_pairs_compile_for_blocks_of_every_size(tmp_path, dtype, block_size):
+    code = f"""
+from sametoken.ops.model.latent_attention import hopper
+from sametoken.ops.model.latent_attention.shape import LayerLatent
+from sametoken.ops.backend import AttentionRows, RowRuns
+
+table = torch.zeros(64, 256, dtype=torch.int64)
+memory = LayerLatent(torch.zeros(2, {block_size}, 576, dtype=torch.{dtype}), 512)
+at = torch.zeros(100, dtype=torch.int64)
+q = torch.zeros(len(at), 16, 576, dtype=torch.{dtype})
+rows = AttentionRows(at, at, at, table, RowRuns.even(2, 50))
+for config in (hopper.CONFIGS[64], hopper.WHOLE_ROWS):
+    hopper.attention(q, 0.07, rows, memory, config=config)
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("pair_*_kernel.ptx"))) == 2
 
 
 def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
-    (cubin,) = compiled.rglob("join_kernel.cubin")
-    command = [knobs.nvidia.nvdisasm.path, str(cubin)]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    loads, sep, folds = code.partition("MUFU.EX2")
-    assert sep
-    assert loads.count("LDG.E.128") == hopper.JOIN_SIZES["AHEAD"]
-    assert "LDG" not in folds
+    cubins = list(compiled.rglob("join_kernel.cubin"))
+    assert cubins
+    for cubin in cubins:
+        command = [knobs.nvidia.nvdisasm.path, str(cubin)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        loads, sep, folds = code.partition("MUFU.EX2")
+        assert sep
+        assert loads.count("LDG.E.128") == hopper.JOIN_SIZES["AHEAD"]
+        assert "LDG" not in folds

@@ -1,0 +1,110 @@
+"""Which query tiles, KV tiles and splits a program computes, in Gluon, whatever its arithmetic.
+
+A query tile is a range of a run's rows x heads, whatever row it begins in.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sametoken.ops.model.attention.hopper_kernels import added
+from sametoken.ops.model.attention.hopper_tiles import rows_of_run
+from sametoken.ops.model.attention.schedule import splits_before
+from sametoken.ops.model.latent_attention.hopper_tiles import TILE
+
+
+@gluon.jit
+def end_tile(position, first, num_queries, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+    """The KV tile after the last that a query tile sees, of a run that begins at ``position``.
+
+    Dead rows at a run's end count too: they read vectors and give nothing.
+    """
+    last_row = (gl.minimum(first + QUERIES, num_queries) - 1) // HEADS
+    return (position + last_row + TILE) // TILE
+
+
+@gluon.jit
+def tile_of(
+    tile, run, starts, width, tiles_per_run, HEADS: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
+    """The first row of a tile's run, the tile's first query in it, and the run's queries.
+
+    A tile exists if its first query is one of the run's.
+    """
+    begin, stop = rows_of_run(run, starts, width)
+    return begin, tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
+
+
+@gluon.jit
+def own_splits(
+    positions, begin, first, num_queries, start, low, high,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Of a query tile whose KV tiles begin at ``start`` of the line: its run's first position,
+    their number, and the first of its splits that begin in ``low .. high - 1`` and the one after
+    their last.
+    """
+    position = gl.load(positions + begin).to(gl.int32)
+    end = end_tile(position, first, num_queries, HEADS, QUERIES)
+    split = splits_before(max(low - start, 0) * TILE)
+    last = splits_before(min(high - start, end) * TILE)
+    return position, end, split, last
+
+
+@gluon.jit
+def own_share(
+    positions, starts, first_run, width, tiles_per_run, num_tiles,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_TILES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """This program's equal part ``low .. high - 1`` of the line of all query tiles' KV tiles.
+
+    Returns the query tile that it begins in, where that tile's KV tiles begin, low and high.
+    """
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tile = gl.arange(0, BLOCK_TILES, layout=LINE)
+    run = first_run + gl.minimum(tile, num_tiles - 1) // tiles_per_run
+    begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+    exists = (tile < num_tiles) & (first < num_queries)
+    position = gl.load(positions + begin, mask=exists, other=0).to(gl.int32)
+    length = gl.where(exists, end_tile(position, first, num_queries, HEADS, QUERIES), 0)
+    ends = gl.associative_scan(length, 0, added)
+    share, programs = gl.max(ends, 0).to(gl.int64), gl.num_programs(0)
+    low = ((gl.program_id(0) * share + programs - 1) // programs).to(gl.int32)
+    high = (((gl.program_id(0) + 1) * share + programs - 1) // programs).to(gl.int32)
+    behind = ends <= low
+    first_tile = gl.sum(behind.to(gl.int32), 0)
+    start = gl.max(gl.where(behind, ends, 0), 0)
+    return first_tile, start, low, high
+
+
+@gluon.jit
+def own_tile(
+    starts, first_run, num_runs, width, HEADS: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_RUNS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """First row of this program's run, the row after its last, and the tile's first query in it.
+
+    Of a run, the tiles with the most KV come first. A program without a tile gets an empty run.
+    """
+    place = gl.program_id(0)
+    if starts is None:
+        begin = (first_run + place % num_runs) * width
+        stop = begin + width
+        tile = (width * HEADS + QUERIES - 1) // QUERIES - 1 - place // num_runs
+    else:
+        # Tiles are counted by run, since padded steps have many runs without rows.
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        run = gl.arange(0, BLOCK_RUNS, layout=LINE)
+        at = starts + first_run + run
+        begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
+        stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
+        tiles = ((stops - begins) * HEADS + QUERIES - 1) // QUERIES
+        following = gl.associative_scan(tiles, 0, added)
+        own = (following - tiles <= place) & (place < following)
+        begin = gl.sum(gl.where(own, begins, 0), 0)
+        stop = gl.sum(gl.where(own, stops, 0), 0)
+        tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
+    return begin, stop, tile * QUERIES

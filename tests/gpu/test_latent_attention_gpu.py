@@ -60,7 +60,8 @@ class Scene:
         reserved = torch.full((1, max_blocks), num_blocks, device="cuda")
         self.table = torch.cat((order.view(len(LENGTHS), max_blocks), reserved))
         size = (num_blocks + 1, block_size, RANK + ROPE)
-        vectors = torch.full(size, 1e30, dtype=dtype, device="cuda")
+        huge = min(1e30, torch.finfo(dtype).max)
+        vectors = torch.full(size, huge, dtype=dtype, device="cuda")
         vectors[..., RANK:] = torch.nan
         vectors[-1] = 0
         size = (len(LENGTHS), max(LENGTHS), RANK + ROPE)

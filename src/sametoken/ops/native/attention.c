@@ -9,6 +9,7 @@
  * Values may have fewer elements than keys, and lie in the same memory as they (MLA). Both may
  * be e4m3, which becomes the queries' dtype as it is packed; scales join scores and results.
  * A head's sink, if there are any, joins the merged splits as one more split, without values. */
+#include "kernels.h"
 #include "kv.h"
 #include "threads.h"
 #include "tile.h"

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
-from sametoken.ops.model.attention.kv import FLOAT8
+from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
+from sametoken.ops.native.layer import NativeLayer, norm_is_bf16, stored_form
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.weights import (
@@ -71,6 +72,9 @@ class NativeKernels(ComposedKernels):
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> QuantizedWeight:
         return pack_integers(self._library, self._memory, matrix, dtype)
 
+    def whole_layer(self, parts: LayerParts) -> NativeLayer | None:
+        return NativeLayer.of(self._library, parts)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
 
@@ -97,7 +101,7 @@ class NativeKernels(ComposedKernels):
             x.shape[1] // num_groups,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return out
 
@@ -121,7 +125,7 @@ class NativeKernels(ComposedKernels):
             h,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return x, residual
 
@@ -167,7 +171,7 @@ class NativeKernels(ComposedKernels):
         t, dim = qkv.shape[0], shape.head_dim
         qkv = qkv.contiguous()
         self.require(shape)
-        e4m3, scales = _stored_form(qkv, kv)
+        e4m3, scales = stored_form(qkv, kv)
         require(rotary.cos, torch.float32)
         require(rotary.sin, torch.float32)
         q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
@@ -192,7 +196,7 @@ class NativeKernels(ComposedKernels):
             kv.keys.shape[2],
             e4m3,
             is_bf16(qkv),
-            qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
+            qk_norm is not None and norm_is_bf16(qk_norm.q_weight, qkv.dtype),
         )
         return q
 
@@ -205,7 +209,7 @@ class NativeKernels(ComposedKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         t, table = q.shape[0], rows.block_table
-        e4m3, scales = _stored_form(q, kv)
+        e4m3, scales = stored_form(q, kv)
         require(table, torch.int64)
         if sinks is not None:
             require(sinks, torch.float32)
@@ -309,23 +313,6 @@ class NativeKernels(ComposedKernels):
             h,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return out
-
-
-def _stored_form(x: Tensor, kv: LayerKV) -> tuple[bool, tuple[int | None, ...]]:
-    """Whether KV is float8 rather than of the dtype of ``x``, and the addresses of its scales."""
-    e4m3 = kv.keys.dtype is FLOAT8
-    require(x, x.dtype if e4m3 else kv.keys.dtype)
-    scales = (kv.k_scales, kv.v_scales)
-    for one in scales:
-        if one is not None:
-            require(one, torch.float32)
-    return e4m3, tuple(None if one is None else one.data_ptr() for one in scales)
-
-
-def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
-    """Whether a norm's weight, of the dtype of ``x`` or fp32, is bf16."""
-    require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
-    return is_bf16(weight)

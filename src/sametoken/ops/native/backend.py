@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+    SampledRows,
+)
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
@@ -45,7 +52,7 @@ class NativeKernels(ComposedKernels):
         self._library = library
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
         self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
-        self._attention, self._sample = library.attention, library.sample
+        self._attention = library.attention
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -262,6 +269,12 @@ class NativeKernels(ComposedKernels):
     ) -> Tensor:
         return latent_attention.attention(self._library, q, scale, rows, memory)
 
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        parameters = (temperature, seeds, rows.slots)
+        return self._chosen(logits, parameters, rows.positions, None, as_keys=True)[:, None]
+
     def sample(
         self,
         logits: Tensor,
@@ -271,34 +284,51 @@ class NativeKernels(ComposedKernels):
         token_ids: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        if slots is not None:
-            temperature, seeds = temperature[slots], seeds[slots]
+        parameters = (temperature, seeds, slots)
+        return self._chosen(logits, parameters, positions, token_ids, as_keys=False)
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
+        return NativePass.begin(rows, folded, self._library)
+
+    def _chosen(
+        self,
+        logits: Tensor,
+        parameters: tuple[Tensor, Tensor, Tensor | None],
+        positions: Tensor,
+        token_ids: Tensor | None,
+        *,
+        as_keys: bool,
+    ) -> Tensor:
+        """[L] int64: tokens of ``positions``, or the keys of tokens one position later.
+
+        ``parameters`` are temperatures and seeds, by row or, with the rows' slots, by slot.
+        """
+        temperature, seeds, slots = parameters
         count, num_columns = logits.shape
         require(logits, torch.float32)
         require(temperature, torch.float32)
-        require(seeds, torch.int64)
-        require(positions, torch.int64)
-        if token_ids is not None:
-            require(token_ids, torch.int64)
-            if token_ids.shape != (num_columns,):
-                raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
+        for numbers in (seeds, slots, positions, token_ids):
+            if numbers is not None:
+                require(numbers, torch.int64)
+        if token_ids is not None and token_ids.shape != (num_columns,):
+            raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
         out = torch.empty(count, dtype=torch.int64)
-        done = self._sample(
+        done = self._library.sample(
             logits.data_ptr(),
             temperature.data_ptr(),
             seeds.data_ptr(),
+            None if slots is None else slots.data_ptr(),
             positions.data_ptr(),
             None if token_ids is None else token_ids.data_ptr(),
             out.data_ptr(),
             count,
             num_columns,
+            as_keys,
+            as_keys,
         )
         if not done:
             raise MemoryError(f"no memory to sample {count} rows")
         return out
-
-    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
-        return NativePass.begin(rows, folded, self._library)
 
     def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         t, h = x.shape

@@ -50,7 +50,7 @@ _SIGNATURES = {
     "decoder_layer": ("ppppfi" + "ppppi" + "ppppii" + "i", True),
     "head_products": ("pppiiiiiiiii", False),
     "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
-    "sample": ("ppppppii", True),
+    "sample": ("pppppppiiii", True),
     "gated_delta": ("pip" + "pppp" + "iiiii", True),
     "mamba2": ("pip" + "ppppp" + "iiii" + "ff" + "i", True),
 }

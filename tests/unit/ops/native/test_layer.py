@@ -142,7 +142,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(name, dtype, threads, one_
         assert_same_bits(layer, make_scene, rows_of_slot)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,7 +153,7 @@ def test_a_whole_layer_has_the_bits_of_its_operations(name, dtype, threads, one_
         {"shape": replace(SHAPE, score_factor=0.3)},
         {"shape": AttentionShape(2, 2, 40)},
     ],
-    ids=str,
+    ids=["biases", "norms of heads", "sinks", "window", "score factor", "one KV head a head"],
 )
 def test_a_whole_layer_keeps_every_option(options, dtype, make_scene):
     assert_same_bits(layer_of(plain, dtype, **options), make_scene, 3)

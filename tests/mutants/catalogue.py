@@ -38,6 +38,7 @@ from sametoken.ops.model.attention.kv import as_read
 from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded
+from sametoken.ops.native.layer import NativeLayer
 from sametoken.ops.native.recurrent import NativePass, part_table
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
@@ -117,6 +118,9 @@ SINKS_ONCE = (
 )
 SHARED_HEAD = (
     "tests/e2e/test_shared_weight_updates.py::test_a_shared_lm_head_follows_the_target[2-False]"
+)
+WHOLE_LAYER = (
+    "tests/unit/ops/native/test_layer.py::test_a_whole_layer_keeps_every_option[window-bf16]"
 )
 FLOAT8_ROWS = (
     "tests/unit/ops/model/attention/test_kv.py"
@@ -933,6 +937,21 @@ def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
 @mutant("draft-head-keeps-the-lm-head-of-older-weights", LAW, SHARED_HEAD, "acceptance")
 def no_shared_lm_head_is_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eagle, "SharedHead", lambda weight, made_of: None)
+
+
+# A layer in one call
+
+
+@mutant("whole-layer-without-its-window", LAW, WHOLE_LAYER, "position")
+def a_layer_in_one_call_sees_more(patch: pytest.MonkeyPatch) -> None:
+    """Few rows see positions that the same rows in a longer chunk do not."""
+    init = NativeLayer.__init__
+
+    def mutant(self, library, parts, dtype) -> None:
+        everything = replace(parts.shape, sliding_window=None)
+        init(self, library, replace(parts, shape=everything), dtype)
+
+    patch.setattr(NativeLayer, "__init__", mutant)
 
 
 # Attention sinks

@@ -22,6 +22,7 @@ from sametoken.ops.backend import (
     RotaryTable,
     Routing,
 )
+from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.moe import SeparateExperts, moe_gate
 from sametoken.ops.model.norm_rope import add_rms_norm, normed_and_rotated, rms_norm
@@ -127,6 +128,9 @@ class DifferentiableKernels:
     def pack(self, weight: Tensor) -> DifferentiableWeight:
         """See ``Packing.pack``; ``weight`` carries gradients to the parameters."""
         return DifferentiableWeight(self._kernels.pack(weight.detach()), weight)
+
+    def whole_layer(self, parts: LayerParts) -> None:
+        """None: gradients go through a layer's operations one by one."""
 
     def pack_experts(
         self,

@@ -1,4 +1,4 @@
-"""The blocks of a layer, and what may stand between them and the residual stream."""
+"""Layers and their blocks, and what may stand between them and the residual stream."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ class NoNorm:
         """``x + residual`` (rounded to dtype), twice the same tensor."""
         total = x + residual
         return total, total
+
+
+class Layer(Protocol):
+    """A layer of the residual stream; its first norm runs with the layer before."""
+
+    @property
+    def input_norm(self) -> RMSNorm | NoNorm:
+        """The norm of the layer's input."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's matrices."""
+        ...
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on the residual stream [T, hidden].
+
+        Args:
+            x: [T, hidden], ``input_norm`` of ``residual``; its memory may be reused.
+            residual: [T, hidden]; likewise.
+            following: the norm after the layer.
+            cache: the pass's rows and the layer's memory, for its token mixer (``_memory``).
+
+        Returns:
+            ``following`` of the residual stream after the layer, and that stream.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

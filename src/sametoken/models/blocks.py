@@ -9,10 +9,14 @@ from torch import Tensor
 
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
+from sametoken.layers.linear import Linear
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block, NoNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.layer import LayerParts
 
 
 class Biases(NamedTuple):
@@ -57,6 +61,26 @@ def load_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def layer_parts(attention: Block, norm: RMSNorm | NoNorm, mlp: Block) -> LayerParts | None:
+    """A layer of these blocks as a backend may run it in one call; None: it has others."""
+    if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
+        return None
+    qkv, output, down = attention.qkv, attention.output, mlp.down
+    if not (isinstance(output, Linear) and isinstance(down, Linear) and isinstance(norm, RMSNorm)):
+        return None
+    return LayerParts(
+        attention.shape,
+        attention.rotary,
+        attention.qk_norm,
+        attention.sinks,
+        (qkv.weight, qkv.bias),
+        (output.weight, output.bias),
+        norm,
+        mlp.gate_up.weight,
+        down.weight,
+    )
 
 
 def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.residual import Block, NoNorm
+from sametoken.layers.residual import Block, Layer, NoNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import Biases, attention_cache, load_attention, load_mlp
+from sametoken.models.blocks import Biases, attention_cache, layer_parts, load_attention, load_mlp
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
@@ -24,6 +24,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
+from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayer
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
@@ -37,49 +38,27 @@ _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
 
-class Layer(Protocol):
-    """A layer of the residual stream; its first norm runs with the layer before."""
-
-    @property
-    def input_norm(self) -> RMSNorm | NoNorm:
-        """The norm of the layer's input."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's matrices."""
-        ...
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layer on the residual stream [T, hidden].
-
-        Args:
-            x: [T, hidden], ``input_norm`` of ``residual``.
-            residual: [T, hidden]; its memory may be reused.
-            following: the norm after the layer.
-            cache: the pass's rows and the layer's memory, for its token mixer (``_memory``).
-
-        Returns:
-            ``following`` of the residual stream after the layer, and that stream.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: norm, attention or another token mixer, norm, MLP."""
+    """One layer: norm, attention or another token mixer, norm, MLP.
+
+    Attributes:
+        whole: all of it in one call, for few rows; None: the backend or the blocks have none.
+    """
 
     input_norm: RMSNorm | NoNorm
     attention: Block
     post_attention_norm: RMSNorm | NoNorm
     mlp: Block
+    whole: WholeLayer | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
     ) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
+        if self.whole is not None and x.shape[0] <= WHOLE_LAYER_ROWS:
+            assert isinstance(following, RMSNorm)
+            return self.whole(x, residual, following, *cache)
         x, residual = self.post_attention_norm.add(self.attention(x, *cache), residual)
         return following.add(self.mlp(x), residual)
 
@@ -346,12 +325,14 @@ class Decoder:
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"
-        return DecoderLayer(
+        layer = DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
             self._load_attention(weights, index, rotary),
             self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
             self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
         )
+        parts = layer_parts(layer.attention, layer.post_attention_norm, layer.mlp)
+        return layer if parts is None else replace(layer, whole=weights.kernels.whole_layer(parts))
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         return self._self_attention(weights, index, rotary)

@@ -22,7 +22,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, NoNorm
+from sametoken.layers.residual import Block, Layer, NoNorm
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.squared_relu import (
     Latent,
@@ -32,7 +32,7 @@ from sametoken.layers.squared_relu import (
 )
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_attention
-from sametoken.models.decoder import Decoder, Layer
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader

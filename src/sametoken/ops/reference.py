@@ -23,6 +23,7 @@ from sametoken.ops.backend import (
     Routing,
     SampledRows,
 )
+from sametoken.ops.layer import LayerParts, WholeLayer
 from sametoken.ops.model import activation, moe, norm_rope, partial_sum
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model.attention import reference as attention
@@ -66,6 +67,9 @@ class ComposedKernels:
         return embedding_reference.embed_beside(
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        return None
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)

@@ -21,6 +21,7 @@ from sametoken.ops.backend import (
     Routing,
     SampledRows,
 )
+from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import embedding_triton, moe_gate_triton
@@ -216,6 +217,9 @@ class TritonKernels:
 
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
         return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
+
+    def whole_layer(self, parts: LayerParts) -> None:
+        """None: captured graphs launch a step's kernels at once."""
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)

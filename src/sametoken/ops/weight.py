@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sametoken.ops.layer import LayerParts, WholeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,10 @@ class Packing(Protocol):
 
         The C kernels round activations to 8 bits (``ops.model.gemm.integers``).
         """
+        ...
+
+    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        """A layer that this backend runs in one call; None: it has none for these parts."""
         ...
 
     def stack(self, weights: Sequence[Weight]) -> Weight:

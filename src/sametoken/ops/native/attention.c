@@ -9,6 +9,7 @@
  * Values may have fewer elements than keys, and lie in the same memory as they (MLA). Both may
  * be e4m3, which becomes the queries' dtype as it is packed; scales join scores and results.
  * A head's sink, if there are any, joins the merged splits as one more split, without values. */
+#include "kernels.h"
 #include "kv.h"
 #include "threads.h"
 #include "tile.h"
@@ -45,7 +46,8 @@ typedef struct {
 typedef struct {
     int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
     u32v *keys;           /* [SPLIT / GROUP][units][GROUP] words */
-    float *values;          /* [v_dim / GROUP][SPLIT][GROUP] */
+    float *values;          /* [v_dim / GROUP][SPLIT][GROUP], or NULL: not packed */
+    float *memory_of_values;
     char *queries;          /* [rows * group][dim] */
     float *scores;          /* [rows * group][SPLIT] */
 } workspace;
@@ -185,17 +187,60 @@ INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
     return (span){larger(0, smaller(stop, first)), stop};
 }
 
-/* Add one row's weighted values of some positions, if any. */
-INLINE void weigh_row(const float *weights, const float *columns, int64_t first, int64_t stop,
-                      float *sums) {
-    if (first < stop)
-        multiply_tile(1, weights + first, SPLIT * 4, columns + first * GROUP, stop - first,
-                      sums, 0);
+/* Add the weighted values of some positions, a group of elements from `i` on, as the cache has
+ * them: in the order and with the operations of a product with packed ones. */
+INLINE void weigh_cached(const int rows, const attention_job *job, const workspace *work,
+                         const float *weights, int64_t i, span seen, float *sums,
+                         const int bf16, const int whole) {
+    f32v sum[MAX_ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) memcpy(sum[r], sums + r * GROUP, sizeof *sum);
+    const int64_t *offsets = work->offsets;
+    for (int64_t position = seen.first; position < seen.stop; position++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+            int64_t element = i + p * LANES, count = whole ? LANES : job->v_dim - element;
+            if (count <= 0) continue;
+            f32v values = load_kv(job->values, offsets[position] + element, count, bf16,
+                                  whole ? 0 : job->e4m3);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++)
+                sum[r][p] = multiply_add(splat(weights[r * SPLIT + position]), values, sum[r][p]);
+        }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) memcpy(sums + r * GROUP, sum[r], sizeof *sum);
+}
+
+/* Add the weighted values of some positions, if any. Few queries read the cache: packed values are
+ * for more than one tile of them. */
+INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *work,
+                       const float *weights, int64_t i, span seen, float *sums, int bf16) {
+    if (seen.first >= seen.stop) return;
+    if (work->values) {
+        const float *columns = work->values + i * SPLIT + seen.first * GROUP;
+        multiply_tile(rows, weights + seen.first, SPLIT * 4, columns, seen.stop - seen.first, sums,
+                      0);
+        return;
+    }
+    int whole = !job->e4m3 && i + GROUP <= job->v_dim;
+#define CASE(n)                                                                              \
+    case n:                                                                                  \
+        if (whole) weigh_cached(n, job, work, weights, i, seen, sums, bf16, 1);              \
+        else weigh_cached(n, job, work, weights, i, seen, sums, bf16, 0);                    \
+        return;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MAX_ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+#undef CASE
 }
 
 /* Weighted values: positions that all rows see in one product, those before and after by row. */
 INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work,
-                  int64_t start, int64_t group, float *partials, int64_t stride) {
+                  int64_t start, int64_t group, float *partials, int64_t stride,
+                  const int bf16) {
     int64_t queries = tile->rows * group;
     span common = {0, SPLIT};
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -203,29 +248,26 @@ INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *wor
         common = (span){larger(common.first, seen.first), smaller(common.stop, seen.stop)};
     }
     common.first = smaller(common.first, common.stop);
-    for (int64_t i = 0; i < job->v_dim; i += GROUP) {
-        const float *columns = work->values + i * SPLIT;
+    for (int64_t i = 0; i < job->v_dim; i += GROUP)
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
             float sums[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
             const float *weights = work->scores + first * SPLIT;
             for (int64_t q = 0; q < rows && job->window; q++) {
-                span seen = visible(job, tile->first + (first + q) / group, start);
-                weigh_row(weights + q * SPLIT, columns, seen.first, common.first,
-                          sums + q * GROUP);
+                span before = visible(job, tile->first + (first + q) / group, start);
+                before.stop = common.first;
+                weigh_span(1, job, work, weights + q * SPLIT, i, before, sums + q * GROUP, bf16);
             }
-            multiply_tile(rows, weights + common.first, SPLIT * 4,
-                          columns + common.first * GROUP, common.stop - common.first, sums, 0);
+            weigh_span(rows, job, work, weights, i, common, sums, bf16);
             for (int64_t q = 0; q < rows; q++) {
                 int64_t row = (first + q) / group, head = (first + q) % group;
-                span seen = visible(job, tile->first + row, start);
-                weigh_row(weights + q * SPLIT, columns, larger(seen.first, common.stop),
-                          seen.stop, sums + q * GROUP);
+                span after = visible(job, tile->first + row, start);
+                after.first = larger(after.first, common.stop);
+                weigh_span(1, job, work, weights + q * SPLIT, i, after, sums + q * GROUP, bf16);
                 float *partial = partials + (row * job->heads + head) * stride;
                 memcpy(partial + LANES + i, sums + q * GROUP, GROUP * sizeof *sums);
             }
         }
-    }
 }
 
 /* Phase one for one row tile, KV head and split. */
@@ -242,7 +284,8 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
     if (!count) return;
     locate(job, job->slots[tile->first], kv_head, start, count, work->offsets);
     pack_keys(job, work, count, bf16);
-    pack_values(job, work, count, bf16);
+    work->values = tile->rows * group > MAX_ROWS ? work->memory_of_values : NULL;
+    if (work->values) pack_values(job, work, count, bf16);
     float scale = job->scale * scale_of(job->k_scales, kv_head);
     score(job, work, tile->rows * group, count, scale, bf16);
 
@@ -254,7 +297,7 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
             exponentiate(work->scores + (r * group + g) * SPLIT,
                          visible(job, tile->first + r, start),
                          partials + (r * job->heads + g) * stride);
-    weigh(job, tile, work, start, group, partials, stride);
+    weigh(job, tile, work, start, group, partials, stride, bf16);
 }
 
 /* Merge a sink into a row's splits: both on their common maximum, so that neither overflows. */
@@ -315,7 +358,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
     work->keys = (u32v *)memory;
-    work->values = (float *)(memory + keys);
+    work->memory_of_values = (float *)(memory + keys);
     work->queries = memory + keys + values;
     work->scores = (float *)(memory + keys + values + rows);
     return 1;

@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
-from sametoken.ops.model.attention.kv import FLOAT8
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+    SampledRows,
+)
+from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
+from sametoken.ops.native.layer import NativeLayer, norm_is_bf16, stored_form
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.weights import (
@@ -44,7 +52,7 @@ class NativeKernels(ComposedKernels):
         self._library = library
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
         self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
-        self._attention, self._sample = library.attention, library.sample
+        self._attention = library.attention
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -70,6 +78,9 @@ class NativeKernels(ComposedKernels):
 
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> QuantizedWeight:
         return pack_integers(self._library, self._memory, matrix, dtype)
+
+    def whole_layer(self, parts: LayerParts) -> NativeLayer | None:
+        return NativeLayer.of(self._library, parts)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
@@ -97,7 +108,7 @@ class NativeKernels(ComposedKernels):
             x.shape[1] // num_groups,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return out
 
@@ -121,7 +132,7 @@ class NativeKernels(ComposedKernels):
             h,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return x, residual
 
@@ -167,7 +178,7 @@ class NativeKernels(ComposedKernels):
         t, dim = qkv.shape[0], shape.head_dim
         qkv = qkv.contiguous()
         self.require(shape)
-        e4m3, scales = _stored_form(qkv, kv)
+        e4m3, scales = stored_form(qkv, kv)
         require(rotary.cos, torch.float32)
         require(rotary.sin, torch.float32)
         q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
@@ -192,7 +203,7 @@ class NativeKernels(ComposedKernels):
             kv.keys.shape[2],
             e4m3,
             is_bf16(qkv),
-            qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
+            qk_norm is not None and norm_is_bf16(qk_norm.q_weight, qkv.dtype),
         )
         return q
 
@@ -205,7 +216,7 @@ class NativeKernels(ComposedKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         t, table = q.shape[0], rows.block_table
-        e4m3, scales = _stored_form(q, kv)
+        e4m3, scales = stored_form(q, kv)
         require(table, torch.int64)
         if sinks is not None:
             require(sinks, torch.float32)
@@ -258,6 +269,12 @@ class NativeKernels(ComposedKernels):
     ) -> Tensor:
         return latent_attention.attention(self._library, q, scale, rows, memory)
 
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        parameters = (temperature, seeds, rows.slots)
+        return self._chosen(logits, parameters, rows.positions, None, as_keys=True)[:, None]
+
     def sample(
         self,
         logits: Tensor,
@@ -267,34 +284,51 @@ class NativeKernels(ComposedKernels):
         token_ids: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        if slots is not None:
-            temperature, seeds = temperature[slots], seeds[slots]
+        parameters = (temperature, seeds, slots)
+        return self._chosen(logits, parameters, positions, token_ids, as_keys=False)
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
+        return NativePass.begin(rows, folded, self._library)
+
+    def _chosen(
+        self,
+        logits: Tensor,
+        parameters: tuple[Tensor, Tensor, Tensor | None],
+        positions: Tensor,
+        token_ids: Tensor | None,
+        *,
+        as_keys: bool,
+    ) -> Tensor:
+        """[L] int64: tokens of ``positions``, or the keys of tokens one position later.
+
+        ``parameters`` are temperatures and seeds, by row or, with the rows' slots, by slot.
+        """
+        temperature, seeds, slots = parameters
         count, num_columns = logits.shape
         require(logits, torch.float32)
         require(temperature, torch.float32)
-        require(seeds, torch.int64)
-        require(positions, torch.int64)
-        if token_ids is not None:
-            require(token_ids, torch.int64)
-            if token_ids.shape != (num_columns,):
-                raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
+        for numbers in (seeds, slots, positions, token_ids):
+            if numbers is not None:
+                require(numbers, torch.int64)
+        if token_ids is not None and token_ids.shape != (num_columns,):
+            raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
         out = torch.empty(count, dtype=torch.int64)
-        done = self._sample(
+        done = self._library.sample(
             logits.data_ptr(),
             temperature.data_ptr(),
             seeds.data_ptr(),
+            None if slots is None else slots.data_ptr(),
             positions.data_ptr(),
             None if token_ids is None else token_ids.data_ptr(),
             out.data_ptr(),
             count,
             num_columns,
+            as_keys,
+            as_keys,
         )
         if not done:
             raise MemoryError(f"no memory to sample {count} rows")
         return out
-
-    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
-        return NativePass.begin(rows, folded, self._library)
 
     def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         t, h = x.shape
@@ -309,23 +343,6 @@ class NativeKernels(ComposedKernels):
             h,
             eps,
             is_bf16(x),
-            _norm_is_bf16(weight, x),
+            norm_is_bf16(weight, x.dtype),
         )
         return out
-
-
-def _stored_form(x: Tensor, kv: LayerKV) -> tuple[bool, tuple[int | None, ...]]:
-    """Whether KV is float8 rather than of the dtype of ``x``, and the addresses of its scales."""
-    e4m3 = kv.keys.dtype is FLOAT8
-    require(x, x.dtype if e4m3 else kv.keys.dtype)
-    scales = (kv.k_scales, kv.v_scales)
-    for one in scales:
-        if one is not None:
-            require(one, torch.float32)
-    return e4m3, tuple(None if one is None else one.data_ptr() for one in scales)
-
-
-def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
-    """Whether a norm's weight, of the dtype of ``x`` or fp32, is bf16."""
-    require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
-    return is_bf16(weight)

@@ -1,4 +1,5 @@
 /* Linear layers, logits and embedding lookup over one packed copy of a weight. */
+#include "kernels.h"
 #include "threads.h"
 #include "tile.h"
 

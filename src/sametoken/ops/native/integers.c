@@ -9,6 +9,7 @@
  * Rows of the weight are columns here, as in tile.h. 32 features of a group of columns are
  * [scales][minima][words]; byte b of a word has feature 4 * word + b of a column or, of 4 bits,
  * feature 8 * word + b in its low half and 4 more in its high one. */
+#include "kernels.h"
 #include "scales.h"
 #include "threads.h"
 #include "tile.h"
@@ -260,11 +261,11 @@ static int64_t integer_part(const void *x, const char *packed, const format *f, 
 }
 
 /* Returns 0 if memory for the rows is lacking. */
-EXPORT int64_t integer_gemm(const void *x, const void *packed, const format *f, const void *bias,
+EXPORT int64_t integer_gemm(const void *x, const void *packed, const void *form, const void *bias,
                             void *out, int64_t t, int64_t n, int64_t bf16, int64_t out_bf16) {
     int64_t done = 1;
 #pragma omp parallel reduction(&& : done)
-    done = integer_part(x, packed, f, bias, out, t, n, bf16, out_bf16);
+    done = integer_part(x, packed, form, bias, out, t, n, bf16, out_bf16);
     return done;
 }
 

@@ -57,12 +57,15 @@ INLINE f32v load_kv(const void *base, int64_t index, int64_t count, int bf16, in
 /* `count` words of activations, one fp32 or two bf16 elements each, from a key's elements from
  * `index` on; further lanes are 0. Every e4m3 number is one of bf16. */
 INLINE u32v kv_words(const void *base, int64_t index, int64_t count, int bf16, int64_t e4m3) {
-    u32v words = {0};
     if (!e4m3) {
         const char *from = (const char *)base + index * (bf16 ? 2 : 4);
-        if (count == LANES) memcpy(&words, from, sizeof words);
-        else memcpy(&words, from, count * 4);
-        return words;
+        u32v words, some = {0};
+        if (count == LANES) {
+            memcpy(&words, from, sizeof words);
+            return words;
+        }
+        memcpy(&some, from, count * 4);
+        return some;
     }
     if (!bf16) return (u32v)load_e4m3(base, index, count);
     u16v pairs = {0};

@@ -47,9 +47,10 @@ _SIGNATURES = {
     "gated_group_norm": ("ppppiiifii", False),
     "rope_and_cache": ("ppppppppppppfiiiiiiiii", False),
     "attention": ("ppppppppppiiiiiiiiifi", True),
+    "decoder_layer": ("ppppfi" + "ppppi" + "ppppii" + "i", True),
     "head_products": ("pppiiiiiiiii", False),
     "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
-    "sample": ("ppppppii", True),
+    "sample": ("pppppppiiii", True),
     "gated_delta": ("pip" + "pppp" + "iiiii", True),
     "mamba2": ("pip" + "ppppp" + "iiii" + "ff" + "i", True),
 }
@@ -84,6 +85,7 @@ class NativeLibrary:
     gated_group_norm: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
+    decoder_layer: Callable[..., int]
     head_products: Callable[..., None]
     latent_rope_and_cache: Callable[..., None]
     sample: Callable[..., int]

@@ -4,6 +4,7 @@
  * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
  * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
  * from a multiple of 64 bytes on. A word has neighbouring codes of a column, lowest bits first. */
+#include "kernels.h"
 #include "scales.h"
 #include "threads.h"
 #include "tile.h"
@@ -264,9 +265,10 @@ INLINE int64_t quantized_part(const void *x, const char *packed, const format *f
 }
 
 /* Returns 0 if memory for the rows is lacking. `fixed` is the scale of FIXED rounding, else 0. */
-EXPORT int64_t quantized_gemm(const void *x, const void *packed, const format *f,
+EXPORT int64_t quantized_gemm(const void *x, const void *packed, const void *form,
                               const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
                               int64_t out_bf16, int64_t rounding, float fixed) {
+    const format *f = form;
     int64_t done = 1;
 #pragma omp parallel reduction(&& : done)
     {

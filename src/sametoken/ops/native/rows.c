@@ -1,4 +1,5 @@
 /* Row-wise operations: norms, activations, rotary embedding and the KV write. */
+#include "kernels.h"
 #include "kv.h"
 #include "threads.h"
 #include "vector.h"

@@ -10,6 +10,7 @@
 typedef struct {
     float value;
     int64_t column;
+    int has_nan; /* whether any value was NaN */
 } candidate;
 
 /* High and low words of the 64-bit products with `factor`. */
@@ -90,7 +91,7 @@ INLINE f32v gumbel(u32v word) {
 
 typedef struct {
     f32v value;
-    i32v column;
+    i32v column, is_nan;
 } candidates;
 
 INLINE void consider(candidates *best, f32v value, int64_t first, int64_t count) {
@@ -98,12 +99,13 @@ INLINE void consider(candidates *best, f32v value, int64_t first, int64_t count)
     i32v better = (value > best->value) & (lane < (int32_t)smaller(LANES, count));
     best->value = select_lanes(better, value, best->value);
     best->column = (better & (lane + (int32_t)first)) | (~better & best->column);
+    best->is_nan |= value != value;
 }
 
 /* The best of columns first .. last-1; -infinity and `first` if all are NaN or -inf. */
 static candidate best_of(const float *logits, const int64_t *token_ids, int64_t first,
                          int64_t last, float temperature, int64_t seed, int64_t position) {
-    candidates best = {splat(-INFINITY), (i32v){0} + (int32_t)first};
+    candidates best = {splat(-INFINITY), (i32v){0} + (int32_t)first, {0}};
     if (temperature == 0.0f) {
         for (int64_t i = first; i < last; i += LANES)
             consider(&best, load_some(logits, i, last - i, 0), i, last - i);
@@ -123,40 +125,55 @@ static candidate best_of(const float *logits, const int64_t *token_ids, int64_t 
             }
         }
     }
-    candidate winner = {best.value[0], best.column[0]};
+    candidate winner = {best.value[0], best.column[0], best.is_nan[0] != 0};
     for (int i = 1; i < LANES; i++) {
-        candidate other = {best.value[i], best.column[i]};
-        if (other.value > winner.value ||
-            (other.value == winner.value && other.column < winner.column))
-            winner = other;
+        winner.has_nan |= best.is_nan[i] != 0;
+        if (best.value[i] > winner.value ||
+            (best.value[i] == winner.value && best.column[i] < winner.column))
+            winner = (candidate){best.value[i], best.column[i], winner.has_nan};
     }
     return winner;
 }
 
 static _Thread_local buffer candidate_memory;
 
-/* token_ids[i] is the token of column i, ascending; NULL: column i is token i.
- * Returns 0 if out of memory. */
+/* A row's key (ops/sampling/sample.py): its logit as an ordered integer, and the token. */
+static int64_t key_of(float logit, int has_nan, int64_t token) {
+    int32_t bits;
+    logit += 0.0f; /* -0 is 0 */
+    memcpy(&bits, &logit, sizeof bits);
+    int32_t rank = has_nan ? INT32_MAX : bits ^ ((bits >> 31) & INT32_MAX);
+    return (int64_t)((uint64_t)(uint32_t)rank << 32) | (UINT32_MAX - token);
+}
+
+/* Row r has the parameters of slots[r], or, if NULL, its own, and samples the token of position
+ * positions[r] + ahead. token_ids[i] is the token of column i, ascending; NULL: column i is token
+ * i. Writes tokens, or their keys. Returns 0 if out of memory. */
 EXPORT int64_t sample(const float *logits, const float *temperature, const int64_t *seeds,
-                      const int64_t *positions, const int64_t *token_ids, int64_t *out,
-                      int64_t rows, int64_t columns) {
+                      const int64_t *slots, const int64_t *positions, const int64_t *token_ids,
+                      int64_t *out, int64_t rows, int64_t columns, int64_t ahead, int64_t keys) {
     if (!rows) return 1;
     int64_t parts = ceil_div(columns, UNIT);
     candidate *found = reserve(&candidate_memory, rows * parts * sizeof *found);
     if (!found) return 0;
 #pragma omp parallel for schedule(static)
     for (int64_t unit = 0; unit < rows * parts; unit++) {
-        int64_t row = unit / parts, first = unit % parts * UNIT;
+        int64_t row = unit / parts, first = unit % parts * UNIT, at = slots ? slots[row] : row;
         found[unit] = best_of(logits + row * columns, token_ids, first,
-                              smaller(first + UNIT, columns), temperature[row], seeds[row],
-                              positions[row]);
+                              smaller(first + UNIT, columns), temperature[at], seeds[at],
+                              positions[row] + ahead);
     }
     for (int64_t row = 0; row < rows; row++) {
         candidate winner = found[row * parts];
-        for (int64_t part = 1; part < parts; part++)
+        int has_nan = winner.has_nan;
+        for (int64_t part = 1; part < parts; part++) {
+            has_nan |= found[row * parts + part].has_nan;
             if (found[row * parts + part].value > winner.value)
                 winner = found[row * parts + part];
-        out[row] = token_ids ? token_ids[winner.column] : winner.column;
+        }
+        int64_t token = token_ids ? token_ids[winner.column] : winner.column;
+        float logit = logits[row * columns + winner.column];
+        out[row] = keys ? key_of(logit, has_nan, token) : token;
     }
     return 1;
 }

@@ -104,32 +104,42 @@ INLINE u16v narrow(f32v v) {
 #endif
 }
 
-/* Up to LANES elements of a bf16 or fp32 array from `index`; the other lanes are 0. */
+INLINE f32v widen_lanes(u16v half) { return (f32v)(__builtin_convertvector(half, u32v) << 16); }
+
+/* Up to LANES elements of a bf16 or fp32 array from `index`; the other lanes are 0. Whole vectors
+ * have variables of their own: those that are copied in part live in memory. */
 INLINE f32v load_some(const void *base, int64_t index, int64_t count, int bf16) {
     if (bf16) {
-        u16v half = {0};
+        u16v half, some = {0};
         const uint16_t *from = (const uint16_t *)base + index;
-        if (count >= LANES) memcpy(&half, from, sizeof half);
-        else memcpy(&half, from, count * sizeof *from);
-        return (f32v)(__builtin_convertvector(half, u32v) << 16);
+        if (count >= LANES) {
+            memcpy(&half, from, sizeof half);
+            return widen_lanes(half);
+        }
+        memcpy(&some, from, count * sizeof *from);
+        return widen_lanes(some);
     }
-    f32v full = {0};
+    f32v full, some = {0};
     const float *from = (const float *)base + index;
-    if (count >= LANES) memcpy(&full, from, sizeof full);
-    else memcpy(&full, from, count * sizeof *from);
-    return full;
+    if (count >= LANES) {
+        memcpy(&full, from, sizeof full);
+        return full;
+    }
+    memcpy(&some, from, count * sizeof *from);
+    return some;
 }
 
 INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32v v) {
     if (bf16) {
-        u16v half = narrow(v);
+        u16v half = narrow(v), some = half;
         uint16_t *to = (uint16_t *)base + index;
         if (count >= LANES) memcpy(to, &half, sizeof half);
-        else memcpy(to, &half, count * sizeof *to);
+        else memcpy(to, &some, count * sizeof *to);
     } else {
+        f32v some = v;
         float *to = (float *)base + index;
         if (count >= LANES) memcpy(to, &v, sizeof v);
-        else memcpy(to, &v, count * sizeof *to);
+        else memcpy(to, &some, count * sizeof *to);
     }
 }
 

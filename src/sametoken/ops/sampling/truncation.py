@@ -41,8 +41,11 @@ def truncate(logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
         slots: [L] int64, the slot of each row.
         truncation: by slot.
     """
+    samples = truncation.temperature > 0
+    if not samples.any():
+        return
     truncates = (truncation.min_p > 0) | (truncation.top_k > 0) | (truncation.top_p < 1)
-    rows = (truncates & (truncation.temperature > 0))[slots].nonzero().squeeze(1)
+    rows = (truncates & samples)[slots].nonzero().squeeze(1)
     for first in range(0, rows.shape[0], _ROWS_AT_A_TIME):
         some = rows[first : first + _ROWS_AT_A_TIME]
         at = slots[some]

@@ -10,12 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+    SampledRows,
+)
 from sametoken.ops.model import activation
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.library import load_library
 from sametoken.ops.native.weights import silu_mul
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.sampling.sample import has_nan, has_no_valid_token, make_keys, token_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 native, reference = NativeKernels(), ReferenceKernels()
@@ -278,6 +286,35 @@ def test_sample_with_parameters_by_slot():
     for kernels in (native, reference):
         found = kernels.sample(logits[:4], temperature, seeds, positions[:4], None, slots)
         assert torch.equal(found, kernels.sample(*rows))
+
+
+@few
+@given(st.integers(1, 9), st.sampled_from([1, 40, 8192, 20000]), st.booleans(), seeds)
+def test_token_keys(rows, vocabulary, ties, seed):
+    logits, temperature, parameters, positions = sampling_inputs(rows, vocabulary, seed)
+    logits = logits.round() if ties else logits
+    slots = torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(seed))
+    at = SampledRows(None, slots, positions, slots, slots)
+    inputs = logits, temperature, parameters, at
+    keys = native.token_keys(*inputs)
+    assert torch.equal(keys, reference.token_keys(*inputs))
+    sampled = native.sample(logits, temperature, parameters, positions + 1, None, slots)
+    assert torch.equal(token_of(keys[:, 0]), sampled)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", [0, 77, 8192, 19999])
+def test_token_keys_of_broken_rows(temperature, place):
+    logits = torch.full((4, 20000), -float("inf"))
+    logits[0, place] = logits[1, 3] = logits[1, 4] = float("nan")
+    logits[1, 5], logits[3, place] = 1e30, -0.0
+    slots = torch.arange(4)
+    at = SampledRows(None, slots, slots, slots, slots)
+    keys = native.token_keys(logits, torch.full((4,), temperature), slots, at)[:, 0]
+    assert has_nan(keys).tolist() == [True, True, False, False]
+    assert has_no_valid_token(keys).tolist() == [False, False, True, False]
+    assert keys[3] == make_keys(torch.tensor(0.0), torch.tensor(place))
+    assert ((token_of(keys) >= 0) & (token_of(keys) < 20000)).all()
 
 
 def test_native_refuses_a_map_that_does_not_fit_the_columns():

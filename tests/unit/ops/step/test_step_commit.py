@@ -22,7 +22,7 @@ from helpers.step_scenes import (
     scenes,
 )
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.step import compact, reference
+from sametoken.ops.step import reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.ops.step.types import HAS_NAN, NO_TOKEN, SOUND, Chances
 
@@ -116,7 +116,6 @@ def check(scene: Scene, judgement, by_chance: bool = False) -> None:
             x = ops.prepare_inputs(sequences, scene.table(sequences))
             verdict = ops.verify(keys, x, chances)
             check_verdict(verdict, wanted, scene)
-            check_verdict(compact.verify(keys, x, chances), wanted, scene)
             lengths = ops.commit(sequences, x, verdict.num_accepted, verdict.next_token)
             check_committed(sequences, scene, wanted)
             ops.publish(sequences, x, draft_ids, counts)

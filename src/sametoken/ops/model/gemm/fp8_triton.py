@@ -96,6 +96,10 @@ def default_config(
     if block_rows == 128 and row_bytes == 1 and programs >= _WAVES and fits:
         tile = large
     depth_bytes = DEPTH * (row_bytes * block_rows + tile.features)
+    num_stages = min(tile.num_stages, memory // depth_bytes)
+    # An iteration waits for its product, which is summed apart: two at a time wait together. A
+    # stage then holds both.
+    unroll = 2 if narrow and block_rows == 16 and row_bytes == 1 else None
     # TMA reads rows that begin at multiples of 16 bytes.
     many = pdl and block_rows == 128 and shape.in_features % 16 == 0
     return TritonConfig(
@@ -103,11 +107,12 @@ def default_config(
         tile.features // (2 if gated else 1),
         DEPTH,
         num_warps=tile.num_warps,
-        num_stages=min(tile.num_stages, memory // depth_bytes),
+        num_stages=num_stages // (unroll or 1),
         tma=many,
         tma_rows=many,
         pdl=pdl,
         prefetch_bytes=1024 if narrow and rows <= 32 else 0,
+        unroll=unroll,
     )
 
 

@@ -44,6 +44,7 @@ def sums(
     EVEN_DEPTH: tl.constexpr,
     W_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
@@ -59,7 +60,7 @@ def sums(
     up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     if WEIGHTS_FIRST:
         x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
-    for k in tl.range(0, in_features, DEPTH):
+    for k in tl.range(0, in_features, DEPTH, loop_unroll_factor=UNROLL):
         inside = k + depth < in_features
         if WEIGHTS_FIRST:
             if k == 0:
@@ -273,6 +274,7 @@ def tiled_product(
         W_GROUPS=groups_of(None if scaling is None else scaling.features),
         X_GROUPS=groups_of(None if scaling is None else scaling.rows),
         GROUPED=scaling is not None and scaling.grouped,
+        UNROLL=config.unroll,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
         BLOCK_DEPTH=config.block_depth,
@@ -309,6 +311,7 @@ def _product_kernel(
     W_GROUPS: tl.constexpr,
     X_GROUPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -344,7 +347,7 @@ def _product_kernel(
         x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
         half, out_features, in_features, w_scales, up_scales, x_scales,
         EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
-        1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0,
+        1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0, UNROLL,
     )  # fmt: skip
     gdc_launch_dependents(RELEASE == "late")
 

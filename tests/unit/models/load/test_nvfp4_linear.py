@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
     """A model, and the library's logits of the tokens."""
     folder = tmp_path_factory.mktemp("nvfp4")
     return folder, written(
-        folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, num_key_value_heads=2
+        folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64
     )
 
 

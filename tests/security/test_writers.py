@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.extraction.recording import open_extraction
@@ -36,8 +36,7 @@ time.sleep(600)
 
 def opened(directory: Path):
     spec = SpeculativeConfig(EXTRACT, shared_storage_path=str(directory))
-    config = EngineConfig(model="a/model", speculative_config=spec)
-    return open_extraction(config, Path("a/model"), toy_config(VOCAB), LAYERS, torch.float32)
+    return open_extraction(spec, Path("a/model"), toy_config(VOCAB), LAYERS, torch.float32)
 
 
 def record(writer, name: str, num_rows: int, first: int = 0) -> None:

@@ -59,6 +59,11 @@ _HOPPER_PLAIN = _HOPPER | {
 }
 
 
+def panels_tile(mean_rows: float, gated: bool) -> ExpertTile:
+    """The tile of a product of weights in 4 bits; arguments as ``expert_tile``."""
+    return ExpertTile(16 if mean_rows <= _FEW else 64, 32 if gated else 64, 64, 4, 4)
+
+
 def expert_tile(
     mean_rows: float,
     out_features: int,

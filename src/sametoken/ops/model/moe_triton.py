@@ -22,7 +22,7 @@ from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
-from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile
+from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options, supports_pdl
 from sametoken.ops.weight import ClampedExperts, ExpertForm, Rounding
 
@@ -361,8 +361,7 @@ def _product(
     x_scales = x_tiles = w_tiles = None
     if isinstance(stack, Int4Panels):
         matrix, num_groups = stack.words, stack.scales.shape[1]
-        rows = 16 if groups.mean_rows <= 16 else 64
-        tile = ExpertTile(rows, 32 if is_gated else 64, 64, 4, 4)
+        tile = panels_tile(groups.mean_rows, is_gated)
     else:
         matrix = stack.weight
         num_groups = 1 if stack.scales is None else groups_of(stack.scales[0])

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sametoken.errors import UnsupportedError
-from sametoken.ops.model import moe_rows_triton, moe_triton
+from sametoken.ops.model import moe_triton
 from sametoken.ops.model.gemm import fp8
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import BY_ROW, ClampedExperts, Fp8Matrix, Int4Matrix, Rounding
 
@@ -57,7 +58,9 @@ FORMS = [plain, float8_by_row, float8_by_group, four_bits, mxfp4]
 def packed(monkeypatch):
     """Kernels that have packed experts of a form twice."""
     # The interpreter's products of floats depend on the tile.
-    monkeypatch.setattr(moe_rows_triton, "_LARGE_TILE", 16)
+    tile = ExpertTile(16, 32, 128, 4, 4)
+    for choose in ("expert_tile", "panels_tile"):
+        monkeypatch.setattr(moe_triton, choose, lambda *_: tile)
     # The interpreter does not round to float8 as a GPU does.
     monkeypatch.setattr(moe_triton, "rounded", lambda x, how: fp8.rounded_by(how, x))
 
@@ -76,11 +79,13 @@ def spoil(monkeypatch, is_spoilt):
     """Let products of some pairs have another last bit."""
     product = moe_triton._product
 
-    def spoilt(x, stack, biases, groups, out, *rest):
-        product(x, stack, biases, groups, out, *rest)
-        for count, members in zip(groups.counts.tolist(), groups.members, strict=True):
-            if is_spoilt(groups.members.shape[1], count):
-                out[members[:count].long()] *= 1 + 2**-22
+    def spoilt(x, stack, biases, groups, out, gather, *rest):
+        product(x, stack, biases, groups, out, gather, *rest)
+        parts = zip(*(one.tolist() for one in (groups.experts, groups.counts)), strict=True)
+        for expert, count in parts:
+            # Only those of down lie in the order of pairs.
+            if not gather and is_spoilt(groups.members.shape[1], count):
+                out[groups.members[expert, :count].long()] *= 1 + 2**-22
 
     monkeypatch.setattr(moe_triton, "_product", spoilt)
 

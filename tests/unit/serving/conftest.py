@@ -2,13 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 
 import pytest
+from fastapi import routing
 from fastapi.testclient import TestClient
 
 from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
+
+# The same for every application, of which each test has its own: half of the time to make one.
+routing.create_model_field = cache(routing.create_model_field)
 
 
 @pytest.fixture

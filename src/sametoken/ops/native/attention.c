@@ -229,10 +229,7 @@ INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *
         else weigh_cached(n, job, work, weights, i, seen, sums, bf16, 0);                    \
         return;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MAX_ROWS > 6
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        EACH_ROW_COUNT(CASE)
     }
 #undef CASE
 }

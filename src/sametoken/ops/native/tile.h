@@ -101,6 +101,15 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v
             memcpy(sums + r * GROUP + p * LANES, &sum[r][p], sizeof(f32v));
 }
 
+/* CASE(n) for every number of rows of a tile, for code of a fixed number. */
+#if MAX_ROWS > 6
+#define EACH_ROW_COUNT(CASE)                                                                 \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                          \
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#else
+#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
+
 /* fixed_tile for any 1 <= rows <= MAX_ROWS; `stride` is in bytes. */
 INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *columns,
                           int64_t depth, float *sums, int bf16) {
@@ -110,10 +119,7 @@ INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *c
         else fixed_tile(n, x, stride, columns, depth, sums, 0);                              \
         return;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MAX_ROWS > 6
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        EACH_ROW_COUNT(CASE)
     }
 #undef CASE
 }

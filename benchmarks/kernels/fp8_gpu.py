@@ -6,7 +6,7 @@ Times include the quantization of the activations, which is also shown alone. We
 from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
 kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
 bit is marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
-descriptors, tt activations too, p bytes of a weight's row prefetched, f weights before the wait.
+descriptors, tt activations too, p bytes of a weight's row prefetched.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ ROWS = (1, 4, 8, 32, 64, 256)
 SHOWN = 5
 
 
-def tiles(block_rows: int, features: int, warps: int, stages: int, **more) -> TritonConfig:
-    config = TritonConfig(block_rows, features, DEPTH, warps, stages, pdl=True, **more)
+def tiles(
+    block_rows: int, features: int, warps: int, stages: int, depth: int = DEPTH, **more
+) -> TritonConfig:
+    config = TritonConfig(block_rows, features, depth, warps, stages, pdl=True, **more)
     return config if "prefetch_bytes" in more else replace(config, prefetch_bytes=0)
 
 
 def label(config: TritonConfig) -> str:
     loads = "" if not config.tma else "tt" if config.tma_rows else "t"
     early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
-    early += "f" if config.weights_first else ""
-    shape = f"{config.block_rows}x{config.block_features}"
+    shape = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
 
 
@@ -84,7 +85,8 @@ def narrow(size: int) -> list[TritonConfig]:
         tiles(size, 64, 4, stages[2], tma=True, tma_rows=False),
         tiles(size, 64, 4, stages[3], tma=True, tma_rows=False),
         tiles(size, 64, 8, stages[1]),
-        *(tiles(size, 64, 4, depth, weights_first=True) for depth in stages[1:3]),
+        *(tiles(size, 64, 4, depth // 2, 2 * DEPTH, prefetch_bytes=1024) for depth in stages[1:]),
+        tiles(size, 64, 4, stages[3] // 4, 4 * DEPTH, tma=True),
     ]
 
 
@@ -95,7 +97,7 @@ def gated(size: int) -> list[TritonConfig]:
         *(tiles(size, 64, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
         *(tiles(size, 64, 4, depth, tma=True) for depth in (3, 4, 6)),
         tiles(size, 64, 4, 4, tma=True, tma_rows=False),
-        *(tiles(size, 64, 4, depth, weights_first=True) for depth in (3, 4)),
+        *(tiles(size, 64, 4, depth) for depth in (6, 7)),
         tiles(size, 128, 8, 3),
         tiles(size, 128, 8, 3, tma=True),
     ]
@@ -123,7 +125,8 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
             *(tiles(128, 128, 8, depth, tma=True) for depth in (3, 4)),
         ]
     found = [tiles(128, 64, 4, depth, tma=tma) for depth in (4, 6) for tma in (False, True)]
-    found += [tiles(128, 128, 8, depth, tma=True) for depth in (3, 4, 6)]
+    found += [tiles(128, 128, 8, depth, tma=True) for depth in (3, 4, 7)]
+    found += [tiles(128, 256, 8, 4, tma=True), tiles(64, 64, 4, 8, tma=True)]
     if shape.out_features < NARROW:
         return [*found, tiles(64, 64, 4, 6), tiles(64, 64, 4, 8, tma=True), tiles(64, 128, 4, 4)]
     found += [tiles(64, 128, 8, 4)]

@@ -63,6 +63,8 @@ CONFIGS = [
     TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(256, 64, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(128, 128, DEPTH, num_warps=8, num_stages=4, tma=True),
+    TritonConfig(128, 256, DEPTH, num_warps=8, num_stages=4, tma=True),
+    TritonConfig(16, 64, 4 * DEPTH, num_warps=4, num_stages=5, tma=True),
 ]
 GATED_CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, pdl=True),
@@ -106,9 +108,8 @@ def logits(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 def test_logits_are_those_of_the_reference(features, depth):
     x, weight = normal(64, depth), weight_of(features, depth)
     expected = logits(x, by_reference(weight))
-    # Of 33 terms the unit cuts off up to 2**-13 of the largest, a sum of 128 products
-    # or one of them: below 2**5 deviations of a product. K / 32 times 33 such errors, each
-    # as often up as down, make up to sqrt(33 / 32) * 2**-8 of the deviation of K products.
+    # An instruction adds 32 products to the sum and cuts off up to 2**-13 of the largest of these
+    # 33 terms, soon the sum itself: half of that in the mean, K / 32 times.
     bound = 2**-7
     for rows in (1, 4, 32, 64):
         got = logits(x[:rows], weight)
@@ -134,19 +135,25 @@ def test_results_in_bf16_are_those_of_the_reference(depth):
         assert (got.float() - wanted.float()).norm() / wanted.float().norm() < 2**-6
 
 
+def integers(rows: int, features: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 1 to 7: rows [rows, depth], the largest 7 and so with a scale of 2**-6, and a matrix."""
+    options = {"device": CUDA, "generator": torch.Generator("cuda").manual_seed(0)}
+    x = torch.randint(1, 8, (rows, depth), **options).float()
+    x[:, 100 % depth :: fp8.GROUP] = 7
+    x *= 2.0 ** (torch.arange(rows, device=CUDA) % 7 - 3)[:, None]
+    return x, torch.randint(1, 8, (features, depth), **options).float().to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
-def test_sums_of_integers_beyond_14_bits_are_exact(out_dtype):
-    """A turn's sum stays below 2**13 steps; that of all turns, added in fp32, passes 2**16."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    options = {"device": CUDA, "generator": generator}
-    x = torch.randint(1, 8, (70, 8192), **options).float()
-    # A largest of 7 has the scale 2**-6: every element is one of e4m3.
-    x[:, 100] = 7
-    x *= 2.0 ** (torch.arange(70, device=CUDA) % 7 - 3)[:, None]
-    matrix = torch.randint(1, 8, (1024, 8192), **options).float().to(torch.float8_e4m3fn)
-    weight = Fp8DeviceWeight(matrix, torch.ones(1024, device=CUDA))
+@pytest.mark.parametrize(("depth", "by_group"), [(288, False), (8192, True)])
+def test_sums_of_integers_are_exact(depth, by_group, out_dtype):
+    """A sum stays below 2**13 steps; by group each does, and all of them pass 2**16 in fp32."""
+    x, matrix = integers(70, 1024, depth)
+    groups = (depth // fp8.GROUP,) if by_group else ()
+    weight = Fp8DeviceWeight(matrix, torch.ones(1024, *groups, device=CUDA))
     expected = (x.double() @ matrix.double().T).float()
-    assert expected.max() > 2**19
+    if by_group:
+        assert expected.max() > 2**19
     for rows in (1, 16, 33, 70):
         assert torch.equal(weight.matmul(x[:rows], out_dtype=out_dtype), expected[:rows])
 

@@ -174,20 +174,29 @@ def _scaled_sums(
     W_STEP: tl.constexpr = 1 if W_GROUPS > 1 else 0
     X_STEP: tl.constexpr = 1 if X_GROUPS > 1 else 0
     x_at, w_at = x + x_row[:, None] * K, weight + feature[:, None] * K
+    w_scale, up_scale, x_scale = None, None, None
     w_at_groups, up_at_groups, x_at_groups = None, None, None
-    if GROUPED and w_scales is not None:
-        w_at_groups = w_scales + feature * W_GROUPS
-        up_at_groups = w_at_groups + N * W_GROUPS
-    if GROUPED and x_scales is not None:
-        x_at_groups = x_scales + x_row * X_GROUPS
+    if w_scales is not None:
+        if GROUPED:
+            w_at_groups = w_scales + feature * W_GROUPS
+            up_at_groups = w_at_groups + N * W_GROUPS
+        else:
+            w_scale = tl.load(w_scales + feature, is_feature, other=0)
+            if GATED:
+                up_scale = tl.load(w_scales + N + feature, is_feature, other=0)
+    if x_scales is not None:
+        if GROUPED:
+            x_at_groups = x_scales + x_row * X_GROUPS
+        else:
+            x_scale = tl.load(x_scales + x_row, is_row, other=0)
     acc, up = _sums(
         x_tiles, x_first, x_at, is_row, w_tiles, w_first, w_at, is_feature,
         w_at_groups, up_at_groups, x_at_groups, GATED, N, K, DEPTH, W_STEP, X_STEP,
     )  # fmt: skip
-    if not GROUPED:
-        acc = scaled(acc, w_scales, feature, is_feature, x_scales, x_row, is_row)
+    if w_scale is not None:
+        acc = scaled(acc, w_scale, x_scale)
         if GATED:
-            up = scaled(up, w_scales, feature + N, is_feature, x_scales, x_row, is_row)
+            up = scaled(up, up_scale, x_scale)
     return acc, up
 
 

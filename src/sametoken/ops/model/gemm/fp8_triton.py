@@ -1,7 +1,8 @@
 """fp8 products on a GPU: a float8 e4m3 matrix, activations rounded to it or not, sums fp32.
 
-The kernel is that of ``gemm.triton``. Tensor cores may keep only 14 bits of the sum of an
-iteration's ``DEPTH`` products, so every configuration has that depth and the same bits
+The kernel is that of ``gemm.triton``. Tensor cores keep about 14 bits of a sum of float8 products.
+With a scale a row and a feature they add up the whole sum, in one order, whatever the tiles; scales
+of groups end a sum every ``DEPTH`` elements. So all configurations have the same bits
 (tests/gpu/test_fp8_gpu.py).
 """
 
@@ -24,14 +25,15 @@ from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import BY_ROW, Rounding
 
-#: Elements of the sum per loop iteration.
+#: Elements of the sum per loop iteration of few rows, and of a group of scales.
 DEPTH = 128
 
 #: Features per instruction of Hopper's wgmma (operands in shared memory).
 FEATURES = 64
 
-#: Bytes of shared memory per program on Hopper.
+#: Bytes of shared memory per program on Hopper, and its multiprocessors.
 HOPPER_MEMORY = 227 << 10
+MULTIPROCESSORS = 132
 
 #: A weight with fewer features has fewer programs than a large chip has multiprocessors: each has
 #: one to itself, and all of its shared memory for loads in flight.
@@ -43,35 +45,64 @@ MIDDLE = 16_384
 #: From this number of features, programs run in many waves and small ones share a multiprocessor.
 WIDE = 100_000
 
+#: From this depth of the sum, the largest tiles gain more than a launch loses by having fewer.
+LONG = 8192
+
+#: Rows above which a tile is chosen by how well a launch fills the chip.
+FEW_ROWS = 64
+
 
 class Tile(NamedTuple):
     """A program's tile.
 
     Attributes:
+        rows: of the activations.
         features: rows of the weight that an iteration reads, gate and up together.
         num_warps: warps of the program.
         num_stages: depth of the load pipeline, if shared memory suffices.
+        depth: elements of the sum per iteration.
+        rate: of many rows, of a busy multiprocessor, beside those of other tiles.
     """
 
+    rows: int
     features: int
     num_warps: int
     num_stages: int
+    depth: int = DEPTH
+    rate: float = 1.0
 
 
-# By a tile's rows, as tuned by ``benchmarks/kernels/fp8_gpu.py``.
-_NARROW = {16: Tile(64, 4, 14), 32: Tile(64, 4, 12), 64: Tile(64, 4, 9), 128: Tile(64, 4, 6)}
-_SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
-_MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}
-_GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(128, 8, 3)}
+# By rows up to which a tile serves, as tuned inside whole decode steps of Qwen3-8B's shape
+# (``benchmarks/kernels/fp8_gpu.py`` times one product alone).
+_NARROW = {16: Tile(16, 64, 4, 7, 256), 32: Tile(32, 64, 4, 6, 256), 64: Tile(64, 64, 4, 5, 256)}
+_SHARED = {size: Tile(size, 64, 4, 6) for size in (16, 32, 64)}
+_MIDDLE = {16: Tile(16, 128, 4, 5), 32: Tile(32, 128, 4, 4), 64: Tile(64, 128, 4, 4)}
+_GATED = {16: Tile(16, 128, 4, 7), 32: Tile(32, 128, 4, 4), 64: Tile(64, 128, 4, 4)}
 
-# Large tiles, so that fewer bytes come from L2 for each product, where they still make several
-# waves of programs; of gated products half of the features are up's.
-_MANY, _MANY_GATED = Tile(128, 8, 4), Tile(256, 8, 4)
-_WAVES = 2 * 132
+# Of more rows, for products and for gated ones.
+_MANY = (
+    Tile(128, 256, 8, 4, rate=0.97),
+    Tile(128, 128, 8, 8),
+    Tile(128, 64, 4, 8, rate=0.9),
+    Tile(64, 128, 4, 8, rate=0.88),
+    Tile(64, 64, 4, 8, rate=0.75),
+)
+_MANY_GATED = (
+    Tile(128, 256, 8, 4),
+    Tile(128, 128, 8, 6, rate=0.97),
+    Tile(64, 128, 4, 6, rate=0.82),
+)
+#: Of the largest tile of ``_MANY`` in long sums.
+_LONG_RATE = 1.05
 
 
 def default_config(
-    shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY, row_bytes: int = 1
+    shape: GemmShape,
+    rows: int,
+    pdl: bool,
+    memory: int = HOPPER_MEMORY,
+    row_bytes: int = 1,
+    grouped: bool = False,
 ) -> TritonConfig:
     """The kernel for a shape.
 
@@ -81,39 +112,70 @@ def default_config(
         pdl: the chip is a Hopper or newer: programmatic dependent launch and TMA loads.
         memory: bytes of shared memory per program.
         row_bytes: bytes of an element of the activations.
+        grouped: sums are multiplied by scales every ``DEPTH`` elements.
     """
-    features, gated = shape.out_features, shape.epilogue == "silu_mul"
-    narrow = features < NARROW and not gated
-    shared = features < MIDDLE or features >= WIDE
-    tiles = _GATED if gated else _NARROW if narrow else _SHARED if shared else _MIDDLE
-    block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
-    if narrow and 32 < rows <= 128:
-        # Two programs share a weight tile, so that twice as many programs load.
-        block_rows //= 2
-    tile, large = tiles[block_rows], _MANY_GATED if gated else _MANY
-    programs = triton.cdiv(rows, block_rows) * (features // large.features)
-    fits = memory >= 3 * DEPTH * (block_rows + large.features)
-    if block_rows == 128 and row_bytes == 1 and programs >= _WAVES and fits:
-        tile = large
-    depth_bytes = DEPTH * (row_bytes * block_rows + tile.features)
-    num_stages = min(tile.num_stages, memory // depth_bytes)
-    # An iteration waits for its product, which is summed apart: two at a time wait together. A
-    # stage then holds both.
-    unroll = 2 if narrow and block_rows == 16 and row_bytes == 1 else None
+    gated = shape.epilogue == "silu_mul"
+    narrow = shape.out_features < NARROW and not gated
+    small = grouped or row_bytes > 1
+    if rows <= FEW_ROWS:
+        tile = _of_few(shape, rows, row_bytes)
+        if small and tile.depth > DEPTH:
+            # As many bytes in flight, in smaller steps.
+            stages = tile.num_stages * tile.depth // DEPTH
+            tile = tile._replace(depth=DEPTH, num_stages=stages)
+    else:
+        tile = _of_many(shape, rows, memory, row_bytes, grouped)
+    stage = tile.depth * (row_bytes * tile.rows + tile.features)
     # TMA reads rows that begin at multiples of 16 bytes.
-    many = pdl and block_rows == 128 and shape.in_features % 16 == 0
+    tma = pdl and rows > FEW_ROWS and shape.in_features % 16 == 0
     return TritonConfig(
-        block_rows,
+        tile.rows,
         tile.features // (2 if gated else 1),
-        DEPTH,
+        tile.depth,
         num_warps=tile.num_warps,
-        num_stages=num_stages // (unroll or 1),
-        tma=many,
-        tma_rows=many,
+        num_stages=min(tile.num_stages, memory // stage),
+        tma=tma,
         pdl=pdl,
-        prefetch_bytes=1024 if narrow and rows <= 32 else 0,
-        unroll=unroll,
+        prefetch_bytes=1024 if narrow and rows <= FEW_ROWS else 0,
     )
+
+
+def _of_few(shape: GemmShape, rows: int, row_bytes: int) -> Tile:
+    """The tile of at most ``FEW_ROWS`` rows: of all rows, except for the narrowest weights."""
+    size = next(size for size in (16, 32, FEW_ROWS) if rows <= size)
+    if shape.epilogue == "silu_mul":
+        return _GATED[size]
+    if shape.out_features >= NARROW:
+        shared = shape.out_features < MIDDLE or shape.out_features >= WIDE
+        return (_SHARED if shared else _MIDDLE)[size]
+    if size == FEW_ROWS and 2 * triton.cdiv(shape.out_features, FEATURES) <= MULTIPROCESSORS:
+        # Two programs share a weight tile, so that twice as many programs load.
+        size //= 2
+    return _NARROW[size]
+
+
+def _of_many(shape: GemmShape, rows: int, memory: int, row_bytes: int, grouped: bool) -> Tile:
+    """The tile that keeps most multiprocessors busy with products, in the launch's rounds."""
+    gated, features = shape.epilogue == "silu_mul", shape.out_features
+    best, most = None, 0.0
+    for tile in _MANY_GATED if gated else _MANY:
+        # Wider weights are widened in registers; sums of groups take registers of their own.
+        wide = tile.features > FEATURES * (2 if gated else 1) and row_bytes > 1
+        if wide or (grouped and tile is _MANY[0]):
+            continue
+        stage = tile.depth * (row_bytes * tile.rows + tile.features)
+        if memory < 3 * stage:
+            continue
+        programs = triton.cdiv(rows, tile.rows) * triton.cdiv(features, tile.features)
+        rounds = triton.cdiv(programs, MULTIPROCESSORS)
+        rate = _LONG_RATE if tile is _MANY[0] and shape.in_features >= LONG else tile.rate
+        done = rate * rows * features / (rounds * tile.rows * tile.features)
+        if done > most:
+            # Programs that share a multiprocessor hide each other's waits.
+            shared = rounds > 1 and memory >= 6 * stage
+            best, most = tile._replace(num_stages=3) if shared else tile, done
+    assert best is not None
+    return best
 
 
 class Fp8DeviceWeight(Fp8Weight):
@@ -143,7 +205,7 @@ def product(
         x: [T, K], contiguous.
         weight: [N, K].
         epilogue, bias: as in ``gemm.triton.product``.
-        config: by default ``default_config``; its depth must be ``DEPTH``.
+        config: by default ``default_config``; its depth must be ``DEPTH`` if scales are of groups.
     """
     rows, in_features = x.shape
     assert in_features == weight.in_features
@@ -152,12 +214,12 @@ def product(
     values, x_scale = x, None
     if weight.rounding is not None:
         values, x_scale = rounded(x, weight.rounding)
-    config = config or default_config(
-        shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size()
-    )
-    assert config.block_depth == DEPTH == GROUP
-    assert config.block_features % FEATURES == 0
     scaling = Scaling(weight.scale, x_scale, x.dtype)
+    config = config or default_config(
+        shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped
+    )
+    assert config.block_depth == DEPTH == GROUP or not scaling.grouped
+    assert config.block_features % FEATURES == 0
     return gemm.tiled_product(config, values, weight.matrix, epilogue, bias, scaling)
 
 

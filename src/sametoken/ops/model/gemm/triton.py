@@ -44,7 +44,6 @@ def sums(
     EVEN_DEPTH: tl.constexpr,
     W_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
@@ -57,10 +56,10 @@ def sums(
     DEPTH: tl.constexpr = w_at.shape[1]
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
-    up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    up = acc
     if WEIGHTS_FIRST:
         x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
-    for k in tl.range(0, in_features, DEPTH, loop_unroll_factor=UNROLL):
+    for k in tl.range(0, in_features, DEPTH):
         inside = k + depth < in_features
         if WEIGHTS_FIRST:
             if k == 0:
@@ -109,20 +108,22 @@ def with_products(
     W_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
 ):
-    """``acc + w_tile @ x_tile.T``, times scales of the group, if any: [features, rows] fp32."""
-    if w_tile.dtype == x_tile.dtype and w_tile.dtype != tl.float8e4nv:
+    """``acc + w_tile @ x_tile.T``, times scales of the group, if any: [features, rows] fp32.
+
+    Without groups the tensor cores' sum runs on from tile to tile, of float8 too.
+    """
+    # Exact: every float8 number is one of the wider formats.
+    w_tile = w_tile.to(x_tile.dtype)
+    if w_scales is None:
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
     else:
-        # Exact: every float8 number is one of the wider formats.
-        products = tl.dot(w_tile.to(x_tile.dtype), x_tile.T, input_precision="ieee")
-        if w_scales is not None:
-            w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)[:, None]
-            if x_scales is not None:
-                x_scale = tl.load(x_scales + group * X_STEP, mask=row_present, other=0)
-                products *= w_scale * x_scale[None, :]
-            else:
-                products *= w_scale
-        # Hopper keeps about 14 bits in a sum of fp8 products, so each tile is summed separately.
+        products = tl.dot(w_tile, x_tile.T, input_precision="ieee")
+        w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)[:, None]
+        if x_scales is not None:
+            x_scale = tl.load(x_scales + group * X_STEP, mask=row_present, other=0)
+            products *= w_scale * x_scale[None, :]
+        else:
+            products *= w_scale
         acc += products
     return acc
 
@@ -240,6 +241,7 @@ def tiled_product(
     dtype = x.dtype if scaling is None else scaling.dtype
     if epilogue == "logits":
         dtype = torch.float32
+    assert scaling is None or not config.weights_first
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
@@ -274,7 +276,6 @@ def tiled_product(
         W_GROUPS=groups_of(None if scaling is None else scaling.features),
         X_GROUPS=groups_of(None if scaling is None else scaling.rows),
         GROUPED=scaling is not None and scaling.grouped,
-        UNROLL=config.unroll,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
         BLOCK_DEPTH=config.block_depth,
@@ -311,7 +312,6 @@ def _product_kernel(
     W_GROUPS: tl.constexpr,
     X_GROUPS: tl.constexpr,
     GROUPED: tl.constexpr,
-    UNROLL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -320,63 +320,65 @@ def _product_kernel(
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
     first_row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS
     first_feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES
-    row = first_row + tl.arange(0, BLOCK_ROWS)
-    feature = first_feature + tl.arange(0, BLOCK_FEATURES)
+    row, feature = (
+        first_row + tl.arange(0, BLOCK_ROWS),
+        first_feature + tl.arange(0, BLOCK_FEATURES),
+    )
     depth = tl.arange(0, BLOCK_DEPTH)
     w_row = weight + feature.to(tl.int64) * in_features
     half = tl.cast(out_features, tl.int64) * in_features
+    is_feature, is_row = feature < out_features, row < rows
 
     if PDL:
-        present = feature < out_features
-        w_start = tl.where(present, w_row, weight)
+        w_start = tl.where(is_feature, w_row, weight)
         launch_and_prefetch(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
+    # Scales are loaded before the sums, whose end would wait for them.
+    w_scale, up_scale, x_scale, w_scales, up_scales, x_scales = None, None, None, None, None, None
+    if feature_scales is not None:
+        w_scales = feature_scales + feature * W_GROUPS
+        up_scales = w_scales + out_features * W_GROUPS
+        if not GROUPED:
+            w_scale = tl.load(w_scales, mask=is_feature, other=0)
+            if EPILOGUE == "silu_mul":
+                up_scale = tl.load(up_scales, mask=is_feature, other=0)
     if not WEIGHTS_FIRST:
         gdc_wait(PDL)
+    if row_scales is not None:
+        x_scales = row_scales + row * X_GROUPS
+        if not GROUPED:
+            x_scale = tl.load(x_scales, mask=is_row, other=0)
 
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
-    w_scales = None
-    up_scales = None
-    x_scales = None
-    if GROUPED:
-        w_scales = feature_scales + feature * W_GROUPS
-        up_scales = w_scales + out_features * W_GROUPS
-        if row_scales is not None:
-            x_scales = row_scales + row * X_GROUPS
     acc, up = sums(
-        x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
-        half, out_features, in_features, w_scales, up_scales, x_scales,
+        x_tiles, first_row, x_at, is_row, w_tiles, first_feature, w_at, is_feature,
+        half, out_features, in_features, w_scales if GROUPED else None,
+        up_scales if GROUPED else None, x_scales if GROUPED else None,
         EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
-        1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0, UNROLL,
+        1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0,
     )  # fmt: skip
     gdc_launch_dependents(RELEASE == "late")
 
-    stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
-    if not GROUPED:
-        is_feature, is_row = feature < out_features, row < rows
-        acc = scaled(acc, feature_scales, feature, is_feature, row_scales, row, is_row)
+    if w_scale is not None:
+        acc = scaled(acc, w_scale, x_scale)
         if EPILOGUE == "silu_mul":
-            up_feature = feature + out_features
-            up = scaled(up, feature_scales, up_feature, is_feature, row_scales, row, is_row)
+            up = scaled(up, up_scale, x_scale)
     if EPILOGUE == "bias":
-        acc += tl.load(bias + feature, mask=feature < out_features, other=0)[:, None]
+        acc += tl.load(bias + feature, mask=is_feature, other=0)[:, None]
     elif EPILOGUE == "silu_mul":
         acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
-    tl.store(out + at, acc.to(dtype), mask=stored)
+    tl.store(out + at, acc.to(dtype), mask=is_row[None, :] & is_feature[:, None])
 
 
 @triton.jit
-def scaled(acc, feature_scales, feature, present, row_scales, row, row_present):
-    """Multiply sums of fp8 products by the scales of the operands that have them."""
-    if feature_scales is not None:
-        w_scale = tl.load(feature_scales + feature, mask=present, other=0)[:, None]
-        if row_scales is not None:
-            acc *= w_scale * tl.load(row_scales + row, mask=row_present, other=0)[None, :]
-        else:
-            acc *= w_scale
-    return acc
+def scaled(acc, w_scale, x_scale):
+    """Sums [features, rows] times scales of the features and, if not None, of the rows."""
+    factor = w_scale[:, None]
+    if x_scale is not None:
+        factor *= x_scale[None, :]
+    return acc * factor
 
 
 @triton.jit

@@ -64,7 +64,6 @@ class TritonConfig:
             sums are done, "never" before this kernel ends.
         weights_first: with ``pdl``, also fill the load pipeline with weights before the wait;
             activations then pass through registers, which limits ``block_rows``.
-        unroll: iterations of the loop that the compiler makes one; None: it is not asked to.
     """
 
     block_rows: int
@@ -78,7 +77,6 @@ class TritonConfig:
     tma_rows: bool = True
     release: Release = "early"
     weights_first: bool = False
-    unroll: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

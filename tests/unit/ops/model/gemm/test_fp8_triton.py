@@ -33,7 +33,7 @@ CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
     TritonConfig(32, 128, DEPTH, num_warps=4, num_stages=3),
     TritonConfig(64, 64, DEPTH, num_warps=8, num_stages=2, tma=True),
-    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=3, tma=True, tma_rows=False),
+    TritonConfig(16, 64, 2 * DEPTH, num_warps=4, num_stages=3, tma=True, tma_rows=False),
 ]
 EPILOGUES = ("none", "bias", "silu_mul", "logits")
 
@@ -169,10 +169,16 @@ FORMS = {torch.float32: "logits", torch.float16: "none"}
 
 
 def test_a_depth_or_features_that_would_change_bits_are_refused():
-    x, weight = activations(3, 128), weight_of(48, 128)
-    for config in (TritonConfig(16, 64, 64, 4, 2), TritonConfig(16, 32, DEPTH, 4, 2)):
+    x, weight = activations(3, 256), weight_of(48, 256)
+    grouped = grouped_weight(48, 256, True, "row")
+    for refused, config in (
+        (grouped, TritonConfig(16, 64, 2 * DEPTH, 4, 2)),
+        (grouped, TritonConfig(16, 64, DEPTH // 2, 4, 2)),
+        (weight, TritonConfig(16, 32, DEPTH, 4, 2)),
+        (weight, TritonConfig(16, 64, DEPTH, 4, 2, pdl=True, weights_first=True)),
+    ):
         with pytest.raises(AssertionError):
-            product(x, weight, config=config)
+            product(x, refused, config=config)
 
 
 def test_no_rows_give_no_rows():
@@ -324,7 +330,7 @@ SHAPES = [
 
 def test_more_rows_have_larger_tiles():
     for shape in SHAPES[1:]:
-        sizes = [default_config(shape, rows, True).block_rows for rows in (16, 32, 64, 300)]
+        sizes = [default_config(shape, rows, True).block_rows for rows in (16, 32, 64, 4096)]
         assert sizes == [16, 32, 64, 128]
 
 
@@ -334,21 +340,37 @@ def test_two_programs_share_a_tile_of_a_narrow_weight():
     assert sizes == [16, 32, 32, 32, 64, 64, 128, 128]
 
 
+def test_tiles_of_many_rows_keep_a_chip_busy():
+    """The largest tiles whose rounds are full: a last round of few programs takes as long."""
+    shape, chip = GemmShape(4096, 4096), 132
+    for rows in (256, 512, 768, 1024, 2048, 4096):
+        config = default_config(shape, rows, True)
+        programs = -(-rows // config.block_rows) * (4096 // config.block_features)
+        assert programs / (-(-programs // chip) * chip) > 0.9, rows
+    long = GemmShape(4096, 12288)
+    assert default_config(long, 4096, True).block_features == 256
+    assert default_config(long, 4096, True, grouped=True).block_features == 128
+
+
 def test_tiles_fit_every_chip_with_fp8_products():
-    sizes = (1, 16, 17, 32, 33, 64, 65, 128, 2048)
+    sizes = (1, 16, 17, 32, 33, 64, 65, 128, 192, 2048)
     # What a program may have on compute capability 8.9, and on Hopper.
-    for shape, rows, memory in itertools.product(SHAPES, sizes, (99 << 10, 227 << 10)):
-        config = default_config(shape, rows, True, memory)
+    memories = (99 << 10, 227 << 10)
+    cases = itertools.product(SHAPES, sizes, memories, (1, 2), (False, True))
+    for shape, rows, memory, row_bytes, grouped in cases:
+        config = default_config(shape, rows, True, memory, row_bytes, grouped)
         assert config.block_features % 64 == 0
+        assert config.block_depth == DEPTH or not (grouped or row_bytes > 1)
         read = config.block_features * (2 if shape.epilogue == "silu_mul" else 1)
-        assert config.num_stages >= 3
-        assert config.num_stages * (config.block_rows + read) * DEPTH <= memory
+        assert config.num_stages >= 2
+        stage = (row_bytes * config.block_rows + read) * config.block_depth
+        assert config.num_stages * stage <= memory
 
 
 def test_narrow_weights_give_many_programs_that_read_far_ahead():
     narrow, wider = (default_config(GemmShape(n, 4096), 1, True) for n in (NARROW - 1, NARROW))
     assert narrow.block_features == wider.block_features == 64
-    assert narrow.num_stages * narrow.unroll > 2 * wider.num_stages
+    assert narrow.num_stages * narrow.block_depth > 2 * wider.num_stages * wider.block_depth
 
 
 def test_narrow_weights_alone_are_asked_for_early():

@@ -38,8 +38,8 @@ class ExpertTile:
         return cdiv(int(2 * mean_rows), self.rows) or 1
 
 
-# On Hopper. Gated tiles hold gate and up. Products of float8 need a second accumulator, so their
-# tiles are smaller.
+# On Hopper. Gated tiles hold gate and up. Float8 sums by group need a second accumulator, and rows
+# of 16 bits more shared memory, so their tiles are smaller than those of whole float8 sums.
 _HOPPER = {
     (_LONE, 1): ExpertTile(16, 64, 128, 4, 4, tma=True),
     (_LONE, 2): ExpertTile(16, 64, 128, 4, 4, tma=True),
@@ -57,6 +57,8 @@ _HOPPER_PLAIN = _HOPPER | {
     (_MANY, 1): ExpertTile(64, 128, 128, 4, 4, tma=True),
     (_MANY, 2): ExpertTile(128, 256, 64, 8, 3, tma=True),
 }
+_WHOLE_SUMS_GATED = ExpertTile(128, 128, 128, 8, 4, tma=True)
+_WHOLE_SUMS_PLAIN = ExpertTile(128, 256, 128, 8, 4, tma=True)
 
 
 def panels_tile(mean_rows: float, gated: bool) -> ExpertTile:
@@ -71,6 +73,7 @@ def expert_tile(
     weight_bytes: int,
     gated: bool,
     hopper: bool,
+    whole_sums: bool = False,
 ) -> ExpertTile:
     """The tile of a product.
 
@@ -81,9 +84,12 @@ def expert_tile(
         weight_bytes: bytes of an element of the weight.
         gated: gate and up are one product.
         hopper: the chip is a Hopper or newer.
+        whole_sums: weights and rows are float8 with a scale for each of theirs.
     """
     if hopper and weight_bytes <= 2 and in_features * weight_bytes % 16 == 0:
         most = next(size for size in (_LONE, _FEW, _SOME, _MANY) if mean_rows <= size)
+        if whole_sums and most == _MANY:
+            return _WHOLE_SUMS_GATED if gated else _WHOLE_SUMS_PLAIN
         return (_HOPPER_GATED if gated else _HOPPER_PLAIN)[most, weight_bytes]
     rows = 16 if mean_rows <= _SOME else 64
     features, depth = (min(max(next_power_of_2(n), 16), 64) for n in (out_features, in_features))

@@ -376,8 +376,9 @@ def _product(
         num_groups = 1 if stack.scales is None else groups_of(stack.scales[0])
         if stack.rounding is not None:
             x, x_scales = rounded(x, stack.rounding)
+        whole = x_scales is not None and num_groups == groups_of(x_scales) == 1
         tile = tile or expert_tile(
-            groups.mean_rows, out_features, in_features, matrix.itemsize, is_gated, hopper
+            groups.mean_rows, out_features, in_features, matrix.itemsize, is_gated, hopper, whole
         )
         if tile.tma:
             w_box, x_box = [tile.features, tile.depth], [tile.rows, tile.depth]

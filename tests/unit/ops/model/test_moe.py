@@ -339,9 +339,14 @@ def test_every_tile_of_a_product(tile, gated, gather):
 
 
 @pytest.mark.parametrize(
-    ("elements", "mean_rows"), [(2, 0.1), (2, 4), (2, 60), (2, 300), (1, 0.1), (1, 4), (1, 300)]
+    ("elements", "mean_rows", "whole"),
+    [
+        *((2, mean, False) for mean in (0.1, 4, 60, 300)),
+        *((1, mean, True) for mean in (0.1, 4, 300)),
+        (1, 300, False),
+    ],
 )
-def test_tiles_of_hopper_compile(elements, mean_rows, tmp_path):
+def test_tiles_of_hopper_compile(elements, mean_rows, whole, tmp_path):
     """Both products of gated experts and of others, with tiles by descriptor."""
     code = f"""
 from sametoken.ops.model import moe_triton as experts
@@ -356,7 +361,7 @@ for gather, name, features in ((2, "silu_mul", 512), (2, "relu_squared", 256), (
     scales = None if {elements} == 2 else torch.zeros(3, features)
     x = torch.zeros(8, 192, dtype=torch.bfloat16)
     stack = experts.ExpertStack(weight, scales, None if scales is None else Rounding())
-    tile = expert_tile({mean_rows}, 256, 192, {elements}, name == "silu_mul", hopper=True)
+    tile = expert_tile({mean_rows}, 256, 192, {elements}, name == "silu_mul", True, {whole})
     out = torch.zeros(8, 256, dtype=torch.bfloat16)
     experts._product(x, stack, None, groups, out, gather, experts._Activation(name), tile)
 """

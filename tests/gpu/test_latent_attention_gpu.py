@@ -154,6 +154,22 @@ def test_all_launches_on_hopper_have_equal_bits(heads, dtype, prompt):
         assert not found[~live].any()
 
 
+@needs_hopper
+@pytest.mark.parametrize("programs", [1, 3, 131])
+@pytest.mark.parametrize(("heads", "dtype"), [(16, torch.float16), (20, torch.bfloat16)], ids=str)
+def test_programs_of_any_number_of_splits_have_the_bits_of_pairs(heads, dtype, programs):
+    """Of runs in turns short and long, whose splits have an odd or even number of tiles."""
+    one = Scene(heads, dtype)
+    lone = [(0, at) for pair in zip(BORDERS, reversed(BORDERS), strict=True) for at in pair]
+    where = [*lone, (1, 1027), (1, 1028), (4, 0), (2, 200)]
+    runs = runs_of([*[1] * len(lone), 0, 3, 1], device="cuda")
+    expected = one.run(where, runs=runs, kernels=hopper, config=hopper.CONFIGS[64])
+    config = LatentHopperConfig(16 if heads == 16 else 32, programs)
+    for _ in range(5):
+        found = one.run(where, runs=runs, kernels=hopper, config=config)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_company_and_dead_rows_change_no_bit(scene, kernels):
     _, one = scene

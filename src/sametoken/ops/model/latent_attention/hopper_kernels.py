@@ -1,8 +1,8 @@
 """Latent attention on Hopper in Gluon, of fewer than 64 queries a tile, and the join of splits.
 
-A warp loads vectors by TMA while warp groups multiply them. ``splits_kernel`` spreads the splits of
-tiles of 16 or 32 queries evenly over its programs. ``join_kernel`` joins what it or
-``hopper_pair_kernels`` stored.
+A warp loads vectors by TMA, one warp group scores them, and another sums them by their weights.
+``splits_kernel`` spreads the splits of tiles of 16 or 32 queries evenly over its programs.
+``join_kernel`` joins what it or ``hopper_pair_kernels`` stored.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -23,13 +23,15 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     RANK,
     TILE,
     WIDTH,
-    attend_split,
     dim_of,
     load_queries,
     load_tiles,
     memory_of,
     products,
-    store_part,
+    store_stats,
+    store_sums,
+    sum_split,
+    weigh_split,
 )
 
 
@@ -64,14 +66,15 @@ def _load_by_splits(
 
 @gluon.jit
 def _attend_by_splits(
-    q, positions, starts, sums, stats, queries, weights, tiles, full, free,
+    q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
     first_run, width, tiles_per_run, num_tiles, most, scale, tile, start, low, high,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
-    PDL: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, SCORES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps of ``splits_kernel``."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, products((4, WARPS // 4), QUERIES))
-    column = gl.arange(0, QUERIES, layout=COLUMN)
+    """A warp group of ``splits_kernel``.
+
+    SCORES: the one that weighs tiles and stores ``stats``; else the one that stores ``sums``.
+    """
+    column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, products(QUERIES)))
     count = 0
     while (tile < num_tiles) & (start < high):
         run = first_run + tile // tiles_per_run
@@ -83,24 +86,28 @@ def _attend_by_splits(
             if split < last:
                 if PDL:
                     cuda.gdc_wait()
-                load_queries(
-                    q + (begin.to(gl.int64) * HEADS + first) * WIDTH, queries,
-                    num_queries - first, WARPS,
-                )  # fmt: skip
+                columns = num_queries - first
+                if SCORES:
+                    at_query = begin.to(gl.int64) * HEADS + first
+                    load_queries(q + at_query * WIDTH, queries, columns)
                 seen = position + (first + column) // HEADS
+                uncut_end = (position + first // HEADS + 1) // TILE
                 place = tile // tiles_per_run * width.to(gl.int64) * HEADS + first
                 for at in range(split, last):
                     from_tile = begin_of(at) // TILE
                     to_tile = min(begin_of(at + 1) // TILE, end)
-                    sum_low, sum_high, total, top = attend_split(
-                        queries, weights, tiles, full, free, count, from_tile, to_tile, seen,
-                        (position + first // HEADS + 1) // TILE, scale, SLOTS, WARPS,
-                    )  # fmt: skip
+                    if SCORES:
+                        total, top = weigh_split(
+                            queries, tiles, exchanged, barriers, count, from_tile, to_tile,
+                            seen, uncut_end, scale,
+                        )  # fmt: skip
+                        store_stats(stats, total, top, columns, place * most + at, most)
+                    else:
+                        sum_low, sum_high = sum_split(
+                            tiles, exchanged, barriers, count, from_tile, to_tile
+                        )
+                        store_sums(sums, sum_low, sum_high, columns, place * most + at, most)
                     count += to_tile - from_tile
-                    store_part(
-                        sums, stats, sum_low, sum_high, total, top, num_queries - first,
-                        place * most + at, most, WARPS,
-                    )  # fmt: skip
             start += end
         tile += 1
 
@@ -123,7 +130,7 @@ def splits_kernel(
     most,
     scale,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
-    BLOCK_TILES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits of tiles of few queries spread evenly over programs, whatever the lengths of rows.
 
@@ -134,25 +141,29 @@ def splits_kernel(
         cuda.gdc_launch_dependents()
     first_tile, start, low, high = own_share(
         positions, starts, first_run, width, tiles_per_run, num_tiles,
-        HEADS, QUERIES, BLOCK_TILES, WARPS,
+        HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
-    queries, weights, ring, tiles, full, free = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
+    queries, ring, tiles, exchanged, barriers = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
     gl.warp_specialize(
         [
             (_attend_by_splits, (
-                q, positions, starts, sums, stats, queries, weights, tiles, full, free,
+                q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
                 first_run, width, tiles_per_run, num_tiles, most, scale,
-                first_tile, start, low, high,
-                HEADS, QUERIES, SLOTS, WARPS, PDL,
+                first_tile, start, low, high, HEADS, QUERIES, True, PDL,
+            )),
+            (_attend_by_splits, (
+                q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
+                first_run, width, tiles_per_run, num_tiles, most, scale,
+                first_tile, start, low, high, HEADS, QUERIES, False, PDL,
             )),
             (_load_by_splits, (
-                vectors, positions, slots, starts, block_table, ring, full, free,
+                vectors, positions, slots, starts, block_table, ring, barriers[0], barriers[2],
                 first_run, width, tiles_per_run, num_tiles, table_stride,
                 first_tile, start, low, high,
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
         ],
-        [1], [24],
+        [4, 1], [232, 40],
     )  # fmt: skip
 
 

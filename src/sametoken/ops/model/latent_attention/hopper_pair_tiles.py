@@ -43,9 +43,9 @@ SLOTS = gl.constexpr(2)
 #: Boxes of 64 elements of a half.
 PARTS = gl.constexpr(4)
 #: Registers of scores [64, 64] of a warp group, of its sums [64, 256], and of a number a query.
-SCORES = gl.constexpr(products((4, 1), 64))
-SUMS = gl.constexpr(products((4, 1), 256))
-ROWS = gl.constexpr(gl.SliceLayout(1, products((4, 1), 64)))
+SCORES = gl.constexpr(products(64))
+SUMS = gl.constexpr(products(256))
+ROWS = gl.constexpr(gl.SliceLayout(1, products(64)))
 
 
 @gluon.jit

@@ -6,6 +6,20 @@ fill the matrix units and a program needs no more columns than it has queries. A
 in its column, so the number of columns changes no bit. ``hopper_pair_tiles`` has the same sums in
 the same order for 64 queries.
 
+A warp loads tiles, one warp group scores them (``weigh_split``) and another sums them
+(``sum_split``), all in one order. The tile after ``count`` others has slot ``count % SLOTS``, and
+each barrier of a slot completes one phase a tile:
+
+- ``full``: the tile's vectors are there. The loader sends them once the slot's former tile is free.
+- ``ready``: the tile's weights and the factors of the sums before it are there. The scoring group
+  arrives after its last read of the vectors.
+- ``free``: the sums hold the tile. The summing group arrives after its last read of the slot, and
+  nothing of the slot is needed any more: vectors, weights and factors.
+
+So ``full`` also says that the slot's weights may be replaced. The loader waits for the summing
+group alone, that for the scoring group, and that for the loader, each for an earlier step of the
+others: the scoring group is at most ``SLOTS`` tiles ahead, and none waits for ever.
+
 Splits follow ``attention.schedule``; in a split, tiles run in order through an online softmax, and
 splits are joined in order by ``joined``. A tile or a split that a query cannot see leaves it
 unchanged to the bit. Latents in memory are finite (``rope_and_cache``), so weight 0 hides them.
@@ -41,10 +55,10 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
-def products(warps, columns):
-    """Registers of products of these (warps along rows, warps along columns) and columns."""
+def products(columns):
+    """Registers of a warp group's products of this width."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=list(warps), instr_shape=[16, columns // warps[1], 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
 
 
@@ -82,13 +96,11 @@ def load_tiles(
 
 
 @gluon.jit
-def _load_columns(
-    q, memory, num_columns, BEGIN: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
+def _load_columns(q, memory, num_columns, BEGIN: gl.constexpr):
     """Load elements from ``BEGIN`` of adjacent queries into shared memory; 0 beyond the last."""
     SIZE: gl.constexpr = memory.shape[1]
     LANES: gl.constexpr = min(SIZE // 8, 32)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     query = gl.arange(0, memory.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))
     at = query[:, None] * WIDTH + BEGIN + dim[None, :]
@@ -97,20 +109,20 @@ def _load_columns(
 
 
 @gluon.jit
-def load_queries(q, queries, num_columns, WARPS: gl.constexpr):
+def load_queries(q, queries, num_columns):
     """Load adjacent queries from ``q`` on into shared memory."""
     low, high, rope = queries
-    _load_columns(q, low, num_columns, 0, WARPS)
-    _load_columns(q, high, num_columns, HALF, WARPS)
-    _load_columns(q, rope, num_columns, RANK, WARPS)
+    _load_columns(q, low, num_columns, 0)
+    _load_columns(q, high, num_columns, HALF)
+    _load_columns(q, rope, num_columns, RANK)
     fence_async_shared()
 
 
 @gluon.jit
-def _scores(queries, low, high, keys, WARPS: gl.constexpr):
+def _scores(queries, low, high, keys):
     """Products [TILE, queries] of a tile's vectors and the queries."""
     QUERIES: gl.constexpr = queries[0].shape[0]
-    none = gl.zeros([TILE, QUERIES], gl.float32, products((4, WARPS // 4), QUERIES))
+    none = gl.zeros([TILE, QUERIES], gl.float32, products(QUERIES))
     q_low, q_high, q_rope = queries
     token = warpgroup_mma(low, q_low.permute((1, 0)), none, use_acc=False, is_async=True)
     token = warpgroup_mma(high, q_high.permute((1, 0)), token, is_async=True)
@@ -128,51 +140,70 @@ def _hidden(scores, tile, seen, uncut_end):
 
 
 @gluon.jit
-def attend_split(
-    queries, weights_memory, tiles, full, free, count, begin, end, seen, uncut_end, scale,
-    SLOTS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """One split, tiles ``begin .. end - 1``, of a query tile.
+def weigh_split(queries, tiles, exchanged, barriers, count, begin, end, seen, uncut_end, scale):
+    """The weights of one split, tiles ``begin .. end - 1``, of a query tile, by a warp group.
 
-    Returns both halves of the weighted latents [256, queries], the total weights and the maximum
-    scores [queries].
+    ``count`` tiles of this program came before. Returns the total weights and the maximum scores
+    [queries].
     """
     QUERIES: gl.constexpr = queries[0].shape[0]
-    SUMS: gl.constexpr = products((WARPS, 1), QUERIES)
-    BY_SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
+    SLOTS: gl.constexpr = tiles[0].shape[0]
     lows, highs, keys = tiles
-    sum_low = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
-    sum_high = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    shared, shrinks = exchanged
+    full, ready = barriers[0], barriers[1]
     top = gl.full([QUERIES], LOWEST, gl.float32, seen.type.layout)
     # Weights are summed apart for even and odd tiles.
-    newer = gl.zeros([TILE, QUERIES], gl.float32, products((4, WARPS // 4), QUERIES))
+    newer = gl.zeros([TILE, QUERIES], gl.float32, products(QUERIES))
     older = newer
     for tile in range(begin, end):
         slot = count % SLOTS
         mbarrier.wait(full.index(slot), (count // SLOTS) & 1)
-        low, high = lows.index(slot), highs.index(slot)
-        scores = _scores(queries, low, high, keys.index(slot), WARPS)
+        scores = _scores(queries, lows.index(slot), highs.index(slot), keys.index(slot))
         scores = _hidden(scores, tile, seen, uncut_end)
         new_top = gl.maximum(top, gl.max(scores, 0))
         shrink = gl.exp2((top - new_top) * scale)
         weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[None, :]))
+        shrinks.index(slot).store(shrink)
+        shared.index(slot).permute((1, 0)).store(weights.to(shared.dtype))
+        fence_async_shared()
+        mbarrier.arrive(ready.index(slot), count=1)
         totals = gl.fma(older, shrink[None, :], weights)
         newer, older = totals, newer * shrink[None, :]
         top = new_top
-        weights_memory.permute((1, 0)).store(weights.to(weights_memory.dtype))
-        fence_async_shared()
+        count += 1
+    return gl.sum(newer, 0) + gl.sum(older, 0), top
+
+
+@gluon.jit
+def sum_split(tiles, exchanged, barriers, count, begin, end):
+    """The weighted latents of one split, tiles ``begin .. end - 1``, by a warp group.
+
+    ``count`` tiles of this program came before. Returns both halves [256, queries].
+    """
+    shared, shrinks = exchanged
+    QUERIES: gl.constexpr = shared.shape[1]
+    SLOTS: gl.constexpr = tiles[0].shape[0]
+    SUMS: gl.constexpr = products(QUERIES)
+    full, ready, free = barriers
+    low = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    high = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    for _ in range(begin, end):
+        slot, phase = count % SLOTS, (count // SLOTS) & 1
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(ready.index(slot), phase)
         # Where no maximum grew the factors are 1, and the sums are left alone.
-        factor = gl.convert_layout(shrink, BY_SUM)
+        factor = shrinks.index(slot).load(gl.SliceLayout(0, SUMS))
         if gl.min(factor, 0) < 1.0:
-            sum_low = sum_low * factor[None, :]
-            sum_high = sum_high * factor[None, :]
-        columns = weights_memory.permute((1, 0))
-        token_low = warpgroup_mma(low.permute((1, 0)), columns, sum_low, is_async=True)
-        token_high = warpgroup_mma(high.permute((1, 0)), columns, sum_high, is_async=True)
-        sum_low, sum_high = warpgroup_mma_wait(0, deps=(token_low, token_high))
+            low = low * factor[None, :]
+            high = high * factor[None, :]
+        weights = shared.index(slot).permute((1, 0))
+        left_low, left_high = tiles[0].index(slot), tiles[1].index(slot)
+        token_low = warpgroup_mma(left_low.permute((1, 0)), weights, low, is_async=True)
+        token_high = warpgroup_mma(left_high.permute((1, 0)), weights, high, is_async=True)
+        low, high = warpgroup_mma_wait(0, deps=(token_low, token_high))
         mbarrier.arrive(free.index(slot), count=1)
         count += 1
-    return sum_low, sum_high, gl.sum(newer, 0) + gl.sum(older, 0), top
+    return low, high
 
 
 @gluon.jit
@@ -186,25 +217,23 @@ def dim_of(place):
 
 
 @gluon.constexpr_function
-def _line_registers(warps, queries):
-    """Registers of lines [queries, 256], each element where ``products((warps, 1))`` has it."""
-    of_warps = [[0, 32], [0, 64], [0, 128]]
-    cut = 2 if warps == 4 else 3
-    columns = [[bit, 0] for bit in (8, 16, 32) if bit < queries]
+def _line_registers(queries):
+    """Registers of lines [queries, 256], each element where ``products`` has it."""
+    columns = [[bit, 0] for bit in (8, 16) if bit < queries]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], *columns, *of_warps[cut:]],
+        reg_bases=[[0, 1], [0, 2], [1, 0], *columns, [0, 128]],
         lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=of_warps[:cut],
+        warp_bases=[[0, 32], [0, 64]],
         block_bases=[],
         shape=[queries, 256],
     )
 
 
 @gluon.jit
-def _lines_of(sums, WARPS: gl.constexpr):
+def _lines_of(sums):
     """Sums [256, queries] as lines [queries, 256], in the order of ``dim_of``."""
     QUERIES: gl.constexpr = sums.shape[1]
-    LINES: gl.constexpr = _line_registers(WARPS, QUERIES)
+    LINES: gl.constexpr = _line_registers(QUERIES)
     lines = sums.reshape([2, 8, 2, 8, QUERIES]).permute((4, 1, 3, 0, 2)).reshape([QUERIES, HALF])
     return gl.convert_layout(lines, LINES)
 
@@ -218,15 +247,18 @@ def _places(lines, stride):
 
 
 @gluon.jit
-def store_part(
-    sums, stats, low, high, total, top, num_columns, part, most, WARPS: gl.constexpr
-):  # fmt: skip
-    """Store one split's result of adjacent queries, whose first line is ``part``."""
-    low, high = _lines_of(low, WARPS), _lines_of(high, WARPS)
+def store_sums(sums, low, high, num_columns, part, most):
+    """Store one split's weighted latents of adjacent queries, whose first line is ``part``."""
+    low, high = _lines_of(low), _lines_of(high)
     column, at = _places(low, most * RANK)
     at += part * RANK
     gl.store(sums + at, low, mask=column < num_columns)
     gl.store(sums + HALF + at, high, mask=column < num_columns)
+
+
+@gluon.jit
+def store_stats(stats, total, top, num_columns, part, most):
+    """Store total weights and maximum scores of one split, whose first line is ``part``."""
     query = gl.arange(0, top.shape[0], layout=top.type.layout)
     line = stats + part * 2 + query.to(gl.int64) * most * 2
     gl.store(line, total, mask=query < num_columns)
@@ -234,10 +266,21 @@ def store_part(
 
 
 @gluon.jit
+def _barriers(SLOTS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=1)
+    return barriers
+
+
+@gluon.jit
 def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr):
-    """A program's shared memory: queries, weights, vectors as boxes and as tiles, and barriers."""
+    """A program's shared memory: queries, vectors as boxes and as tiles, what the groups exchange
+    by slot (weights, and factors of the sums before), and barriers by slot (full, ready, free).
+    """
     DTYPE: gl.constexpr = q.dtype.element_ty
     LAYOUT: gl.constexpr = swizzled(DTYPE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BOX: gl.constexpr = min(BLOCK_SIZE, 64)
     BOXES: gl.constexpr = SLOTS * (TILE // BOX)
     PARTS: gl.constexpr = HALF // 64
@@ -246,7 +289,6 @@ def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.cons
         gl.allocate_shared_memory(DTYPE, [QUERIES, HALF], LAYOUT),
         gl.allocate_shared_memory(DTYPE, [QUERIES, ROPE], LAYOUT),
     )
-    weights = gl.allocate_shared_memory(DTYPE, [QUERIES, TILE], LAYOUT)
     low = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
     high = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
     keys = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, 64], LAYOUT)
@@ -255,9 +297,9 @@ def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.cons
         high._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
         keys._reinterpret(DTYPE, [SLOTS, TILE, ROPE], LAYOUT),
     )
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
-    return queries, weights, (low, high, keys), tiles, full, free
+    exchanged = (
+        gl.allocate_shared_memory(DTYPE, [SLOTS, QUERIES, TILE], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, QUERIES], FLAT),
+    )
+    barriers = (_barriers(SLOTS), _barriers(SLOTS), _barriers(SLOTS))
+    return queries, (low, high, keys), tiles, exchanged, barriers

@@ -144,7 +144,7 @@ def test_lines_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
     language = SimpleNamespace(constexpr=int, convert_layout=lambda values, layout: values)
     monkeypatch.setattr(hopper_tiles, "gl", language)
     sums = torch.arange(256)[:, None] + 1000 * torch.arange(32)
-    lines = hopper_tiles._lines_of.fn(sums, 8)
+    lines = hopper_tiles._lines_of.fn(sums)
     element = hopper_tiles.dim_of.fn(torch.arange(512))
     assert torch.equal(lines, element[:256] + 1000 * torch.arange(32)[:, None])
     assert torch.equal(element[256:], element[:256] + 256)

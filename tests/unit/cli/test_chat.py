@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from types import SimpleNamespace
@@ -31,6 +32,13 @@ from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOut
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
 CONTEXT = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_garbage():
+    """A chat searches for garbage when it loads a model: not in what all tests before have left."""
+    gc.collect()
+    gc.freeze()
 
 
 class EchoLLM:

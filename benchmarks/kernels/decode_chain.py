@@ -123,14 +123,19 @@ class Chain:
     def attend(self, q, rows, kv: LayerKV, config: Choice) -> torch.Tensor:
         return attention(q, SHAPE, rows, kv, config=config)
 
+    def multiply(self, role: str, x: torch.Tensor, index: int, choice: Choice) -> torch.Tensor:
+        """The product of a layer's role, or of the head."""
+        matrix = self.head if role == "head" else self.layers[index].matrices[role]
+        return product(choice, x, matrix, ROLES[role].epilogue)
+
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
         """Launch the step and return its logits; ``without`` is a kernel to leave out."""
         blank = self.blank.get
 
-        def multiply(role: str, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        def multiply(role: str, x: torch.Tensor, index: int = 0) -> torch.Tensor:
             if role == without:
                 return self.blank[role]
-            return product(choices[role], x, matrix, ROLES[role].epilogue)
+            return self.multiply(role, x, index, choices[role])
 
         staged = self.staged if without == "stage" else self.stage()
         rows = staged.rows
@@ -142,20 +147,20 @@ class Chain:
         for index, (layer, kv) in enumerate(zip(self.layers, self.kvs, strict=True)):
             if index and without != "add_rms_norm":
                 x, residual = add_rms_norm(x, residual, layer.norms[0], EPS)
-            qkv = multiply("qkv", x, layer.matrices["qkv"])
+            qkv = multiply("qkv", x, index)
             q = blank("rope_and_cache")
             if without != "rope_and_cache":
                 q = rope_and_cache(qkv, SHAPE, self.rotary, rows, kv, layer.qk_norm)
             heads = blank("attention")
             if without != "attention":
                 heads = self.attend(q, rows, kv, choices["attention"])
-            x = multiply("o", heads, layer.matrices["o"])
+            x = multiply("o", heads, index)
             if without != "add_rms_norm":
                 x, residual = add_rms_norm(x, residual, layer.norms[1], EPS)
-            x = multiply("gate_up", x, layer.matrices["gate_up"])
-            x = multiply("down", x, layer.matrices["down"])
+            x = multiply("gate_up", x, index)
+            x = multiply("down", x, index)
         x, _ = add_rms_norm(x, residual, self.layers[0].norms[1], EPS)
-        logits = multiply("head", x, self.head)
+        logits = multiply("head", x)
         keys = self.keys if without == "keys" else self.keys_of(logits)
         if without != "verify":
             verify(keys, staged)

@@ -73,7 +73,7 @@ class Tile(NamedTuple):
 
 
 # By rows up to which a tile serves, as tuned inside whole decode steps of Qwen3-8B's shape
-# (``benchmarks/kernels/fp8_gpu.py`` times one product alone).
+# (``benchmarks/kernels/decode_fp8_gpu.py``).
 _NARROW = {16: Tile(16, 64, 4, 7, 256), 32: Tile(32, 64, 4, 6, 256), 64: Tile(64, 64, 4, 5, 256)}
 _SHARED = {size: Tile(size, 64, 4, 6) for size in (16, 32, 64)}
 _MIDDLE = {16: Tile(16, 128, 4, 5), 32: Tile(32, 128, 4, 4), 64: Tile(64, 128, 4, 4)}
@@ -116,10 +116,9 @@ def default_config(
     """
     gated = shape.epilogue == "silu_mul"
     narrow = shape.out_features < NARROW and not gated
-    small = grouped or row_bytes > 1
     if rows <= FEW_ROWS:
-        tile = _of_few(shape, rows, row_bytes)
-        if small and tile.depth > DEPTH:
+        tile = _of_few(shape, rows)
+        if grouped or row_bytes > 1:
             # As many bytes in flight, in smaller steps.
             stages = tile.num_stages * tile.depth // DEPTH
             tile = tile._replace(depth=DEPTH, num_stages=stages)
@@ -140,7 +139,7 @@ def default_config(
     )
 
 
-def _of_few(shape: GemmShape, rows: int, row_bytes: int) -> Tile:
+def _of_few(shape: GemmShape, rows: int) -> Tile:
     """The tile of at most ``FEW_ROWS`` rows: of all rows, except for the narrowest weights."""
     size = next(size for size in (16, 32, FEW_ROWS) if rows <= size)
     if shape.epilogue == "silu_mul":
@@ -159,7 +158,7 @@ def _of_many(shape: GemmShape, rows: int, memory: int, row_bytes: int, grouped: 
     gated, features = shape.epilogue == "silu_mul", shape.out_features
     best, most = None, 0.0
     for tile in _MANY_GATED if gated else _MANY:
-        # Wider weights are widened in registers; sums of groups take registers of their own.
+        # Beside wider rows weights are widened in registers; sums of groups need some of their own.
         wide = tile.features > FEATURES * (2 if gated else 1) and row_bytes > 1
         if wide or (grouped and tile is _MANY[0]):
             continue

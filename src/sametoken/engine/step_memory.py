@@ -25,6 +25,8 @@ _HIDDEN = 4
 _LAYER_INPUTS = 3
 #: Logits and what sampling keeps beside them.
 _LOGITS = 2
+#: An expert that is returned: its id in the buffer of passes, and two bytes on the way to the host.
+_RETURNED_EXPERT_BYTES = 8 + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,12 @@ class StepMemory:
         if isinstance(own, int):
             hidden += _LAYER_INPUTS * model.num_layers * own * width
         mixer = max((_mixer_bytes(cache, model, width) for cache in caches), default=0)
-        experts = model.extra.get("num_experts_per_tok") or 1
-        features = 3 * model.intermediate_size + model.hidden_size
-        features *= experts if isinstance(experts, int) else 1
+        experts = model.extra.get("num_experts_per_tok")
+        chosen = experts if isinstance(experts, int) else 0
+        returned = chosen * model.num_layers if config.enable_return_routed_experts else 0
+        features = (3 * model.intermediate_size + model.hidden_size) * (chosen or 1)
         return cls(
-            per_row=_ROW_BYTES + hidden + mixer,
+            per_row=_ROW_BYTES + hidden + mixer + returned * _RETURNED_EXPERT_BYTES,
             per_sliced_row=ceil(features / config.tensor_parallel_size) * width,
             per_sampled_row=_LOGITS * model.vocab_size * _FP32,
             max_num_seqs=config.max_num_seqs,

@@ -13,6 +13,7 @@ from helpers.hybrids import write_hybrid
 from helpers.latents import write_latent
 from helpers.peak_memory import PeakMemory
 from helpers.quantized import write_with_lm_head
+from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
 from sametoken.engine.build import build_engine
@@ -85,6 +86,21 @@ def test_rows_beyond_a_slice_add_only_what_must_be_whole():
     assert QWEN.bytes_of(QWEN.rows_within(10 * GIB)) <= 10 * GIB
     assert QWEN.bytes_of(2 * QWEN.rows_within(10 * GIB)) > 10 * GIB
     assert QWEN.rows_within(1000) == 0
+
+
+@pytest.mark.parametrize("top_k", [None, 6])
+def test_returned_experts_take_ids_of_all_layers(top_k):
+    """As many as the recorder's buffer has, and their copy on the way to the host."""
+    extra = {} if top_k is None else {"num_experts_per_tok": top_k}
+    model = replace(toy_config(11), num_layers=7, extra=extra)
+    plain, returning = (
+        StepMemory.of(
+            EngineConfig("toy", enable_return_routed_experts=on), model, (), torch.bfloat16, 0, 0
+        )
+        for on in (False, True)
+    )
+    assert returning.per_row - plain.per_row == 7 * (top_k or 0) * 10
+    assert replace(returning, per_row=plain.per_row) == plain
 
 
 def kv_bytes(monkeypatch, free: int, rows: int, steps: StepMemory = QWEN) -> int:

@@ -5,8 +5,8 @@
 Times include the quantization of the activations, which is also shown alone. Weights are read
 from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
 kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
-bit is marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
-descriptors, tt activations too, p bytes of a weight's row prefetched.
+bit is marked ``!``. Labels: rows x features x depth of a tile, w warps, s stages, t weights by
+tensor descriptors, tt activations too, p bytes of a weight's row prefetched.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
         ]
     found = [tiles(128, 64, 4, depth, tma=tma) for depth in (4, 6) for tma in (False, True)]
     found += [tiles(128, 128, 8, depth, tma=True) for depth in (3, 4, 7)]
-    found += [tiles(128, 256, 8, 4, tma=True), tiles(64, 64, 4, 8, tma=True)]
+    found += [tiles(128, 256, 8, 4, tma=True)]
     if shape.out_features < NARROW:
         return [*found, tiles(64, 64, 4, 6), tiles(64, 64, 4, 8, tma=True), tiles(64, 128, 4, 4)]
     found += [tiles(64, 128, 8, 4)]

@@ -22,8 +22,9 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, LayerK
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import RawRows
-from sametoken.ops.native.backend import NativeKernels, silu_mul
+from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.library import load_library
+from sametoken.ops.native.weights import silu_mul
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 

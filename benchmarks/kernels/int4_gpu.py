@@ -88,13 +88,19 @@ def panels_of(shape: GemmShape, form: str) -> Int4Panels:
     n, blocks = shape.out_features, shape.in_features // 128
     bits = torch.randint(-(2**31), 2**31, (n, 16 * blocks), device="cuda").int()
     scales = torch.rand(128 // width * blocks, n, device="cuda").bfloat16().float() / 128
+    factors = None
+    if form == "nvfp4":
+        scales = torch.randint(0x2020_2020, 0x4040_4040, (2 * blocks, n), device="cuda").int()
+        factors = torch.rand(n, device="cuda")
     tops = {4: None, 6: bits.to(torch.int16), 8: bits}[code_bits]
     minima = -scales if has_minima else None
-    return Int4Panels(bits, scales, minima, shape.in_features, e2m1, not wide_scales, tops)
+    fused = not wide_scales
+    return Int4Panels(bits, scales, minima, shape.in_features, e2m1, fused, tops, factors)
 
 
 def copy_of(panels: Int4Panels) -> Int4Panels:
-    parts = {name: getattr(panels, name) for name in ("words", "tops", "scales", "offsets")}
+    names = ("words", "tops", "scales", "offsets", "factors")
+    parts = {name: getattr(panels, name) for name in names}
     return replace(
         panels, **{name: part if part is None else part.clone() for name, part in parts.items()}
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product as cartesian
+
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -89,15 +91,25 @@ def four_bits(features: int, depth: int, width: int, scales=torch.bfloat16, **wh
 
     groups = (features, depth // width)
     scale = (torch.rand(groups, device=CUDA, generator=generator) / 64).to(scales)
+    factor = None
+    if scales == torch.float8_e4m3fn:
+        factor = torch.rand(features, device=CUDA, generator=generator)
     values, zero = packed_int4(random(features, depth), width), random(*groups)
     zero = {"e2m1": None, "symmetric": torch.full_like(zero, 8)}.get(what["codes"], zero)
     order = torch.randperm(depth, device=CUDA, generator=generator) if "order" in what else None
-    return Int4Matrix(values, scale, zero, order)
+    return Int4Matrix(values, scale, zero, order, factor)
 
 
-@pytest.mark.parametrize("codes", ["e2m1", "symmetric", "zeros"])
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("width", [16, 32, 64, 128])
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "width"),
+    [
+        *cartesian(("e2m1", "symmetric", "zeros"), FLOATS, (16, 32, 64, 128)),
+        ("e2m1", torch.float8_e4m3fn, 16),
+    ],
+)
 def test_four_bit_elements_are_rounded_once(width, scales, codes):
     """What the reference takes products of, whose elements are exact in fp32 before."""
     matrix = four_bits(1000, 2880 if width < 128 else 2944, width, scales, codes=codes)
@@ -130,7 +142,7 @@ INT4_CONFIGS = [
 def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
     features, depth, width, codes, dtype
 ):
-    scales = torch.float32 if width == 16 else torch.bfloat16
+    scales = torch.float8_e4m3fn if width == 16 else torch.bfloat16
     weight = Int4DeviceWeight.of(four_bits(features, depth, width, scales, codes=codes))
     require_bits_of_the_elements(weight, dtype)
 
@@ -305,7 +317,13 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
         )
         scales = 2.0 ** torch.randint(-9, -6, groups, device=CUDA, generator=generator)
         parts = zip(bits, scales.bfloat16(), zeros, strict=True)
-        return [Int4Matrix(own, scale, None if e2m1 else zero) for own, scale, zero in parts]
+        if width > 16:
+            return [Int4Matrix(own, scale, None if e2m1 else zero) for own, scale, zero in parts]
+        factors = torch.rand(count, features, device=CUDA, generator=generator)
+        return [
+            Int4Matrix(own, scale.to(torch.float8_e4m3fn), None, factor=factor)
+            for (own, scale, _), factor in zip(parts, factors, strict=True)
+        ]
 
     first, second = matrices(2 * inner, hidden), matrices(hidden, inner)
     stacked = StackedExperts(

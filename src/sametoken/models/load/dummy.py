@@ -92,8 +92,9 @@ class DummyReader(WeightReader):
     source: DummySource
 
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
-        """Scales that give float8 weights the size of others."""
-        return torch.full(shapes[0], _scale_of(name))
+        """Scales that give weights of 8 and 4 bits the size of others."""
+        scale = _scale_of(name)
+        return torch.full(shapes[0], 1 / scale if name.endswith("_global_scale") else scale)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         self.source.declare(name, wanted)
@@ -106,7 +107,8 @@ class DummyReader(WeightReader):
             )
         spread, mean = _SPREAD.get(dtype, 1) / _scale_of(name), _MEAN.get(dtype, 0)
         for chunk in self.source.chunks(name):
-            yield chunk if dtype in FLOATING else (chunk * spread + mean).to(dtype)
+            values = chunk.abs() if name.endswith("_scale") else chunk
+            yield values if dtype in FLOATING else (values * spread + mean).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

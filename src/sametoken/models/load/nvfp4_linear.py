@@ -2,9 +2,7 @@
 
 ``X.weight_packed`` is uint8 [N, K / 2]: numbers of e2m1, two in a byte, the first in its low half.
 ``X.weight_scale`` is float8 e4m3 [N, K / 16], by row and 16 features, and ``X.weight_global_scale``
-[1] fp32. An element is ``number * (scale / global scale)``.
-
-The quotient is kept in fp32, whose digits it has: 6 bits a weight in all, where the file has 4.5.
+[1] fp32. An element is ``number * (scale * factor)``, whose factor is 1 / global scale in fp32.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ class Nvfp4Linear:
     def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
         """See ``LinearFormat``."""
         own = [self._matrix(reader, in_features, part) for part in parts]
-        values, scales = (
-            torch.cat([one.values for one in own]),
-            torch.cat([one.scale for one in own]),
+        values, scales, factors = (
+            torch.cat([getattr(one, name) for one in own]) for name in ("values", "scale", "factor")
         )
-        return reader.kernels.pack_int4(Int4Matrix(values, scales, None), reader.dtype)
+        whole = Int4Matrix(values, scales, None, factor=factors)
+        return reader.kernels.pack_int4(whole, reader.dtype)
 
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
@@ -58,10 +56,15 @@ class Nvfp4Linear:
             (in_features // GROUP,),
             torch.float8_e4m3fn,
         )
-        # A tensor on the device: by a number of the host, a GPU divides less exactly.
-        whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ())).to(scales.device)
-        values = packed_int4(halves(packed), GROUP)
-        return Int4Matrix(values, scales.float() / whole.reshape(1, 1), None)
+        if not scales.is_meta and (scales.view(torch.int8) < 0).any():
+            raise CheckpointError(
+                f"tensor {part.name}.weight_scale of {reader.source.location} holds negative "
+                "scales",
+                "quantize the model again with its own library",
+            )
+        whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ()))
+        factor = whole.reciprocal().to(scales.device).expand(scales.shape[0])
+        return Int4Matrix(packed_int4(halves(packed), GROUP), scales, None, factor=factor)
 
     def _require_whole_groups(self, reader: WeightReader, in_features: int, part: Part) -> None:
         size = reader.parallel.size

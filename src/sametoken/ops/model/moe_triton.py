@@ -217,7 +217,8 @@ def _expert_kernel(
     weight,  # [E, N, K]; [E, 2 * N, K] before a gate; in 4 bits ``Int4Panels.words``
     w_tiles,
     w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.scales``
-    w_zeros,  # of 4 bits, likewise, or None
+    w_factors,  # of 4 bits, ``Int4Panels.factors``, or None
+    w_zeros,  # of 4 bits, as scales, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
     experts,  # ``RowGroups``, as are the next three
@@ -256,6 +257,8 @@ def _expert_kernel(
     weight += rows * (WORDS if WORDS else K)
     if w_scales is not None:
         w_scales += rows * W_GROUPS
+    if w_factors is not None:
+        w_factors += rows
     if w_zeros is not None:
         w_zeros += rows * W_GROUPS
     members += expert * num_pairs
@@ -268,7 +271,7 @@ def _expert_kernel(
         x_row, out_row = (pair // GATHER, place) if GATHER else (place, pair)
         if WORDS:
             acc = int4_sums(
-                x + x_row[:, None] * K, is_pair, weight, None, w_scales, w_zeros,
+                x + x_row[:, None] * K, is_pair, weight, None, w_scales, w_factors, w_zeros,
                 first_feature, N, K, WORDS, one,
                 GATED, WIDTH, E2M1, FUSED, 1, K % 128 == 0,
                 BLOCK_FEATURES * 2 if GATED else BLOCK_FEATURES,
@@ -391,6 +394,7 @@ def _product(
         matrix,
         w_tiles,
         stack.scales,
+        None if panels is None else panels.factors,
         None if panels is None else panels.offsets,
         x_scales,
         biases,

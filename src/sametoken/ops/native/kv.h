@@ -4,8 +4,6 @@
 
 #include "vector.h"
 
-typedef uint8_t u8v __attribute__((vector_size(LANES)));
-
 /* The e4m3 number of each lane's lowest byte. Unlike those of weights (quantized.c) they may be NaN,
  * and often subnormal, so no subnormal fp32 number, which is slow, comes up on the way. */
 INLINE f32v e4m3_numbers(u32v codes) {
@@ -31,15 +29,11 @@ INLINE u32v e4m3_codes(f32v v) {
 }
 
 INLINE f32v load_e4m3(const void *base, int64_t index, int64_t count) {
-    u8v bytes = {0};
     const uint8_t *from = (const uint8_t *)base + index;
-    if (count >= LANES) memcpy(&bytes, from, sizeof bytes);
-    else memcpy(&bytes, from, count);
-#if LANES == 8 /* gcc 12 converts bytes one by one */
-    return e4m3_numbers((u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&bytes)));
-#else
-    return e4m3_numbers(__builtin_convertvector(bytes, u32v));
-#endif
+    if (count >= LANES) return e4m3_numbers(load_bytes(from));
+    u8v some = {0};
+    memcpy(&some, from, count);
+    return e4m3_numbers(load_bytes(&some));
 }
 
 INLINE void store_e4m3(void *base, int64_t index, int64_t count, f32v v) {
@@ -71,7 +65,7 @@ INLINE u32v kv_words(const void *base, int64_t index, int64_t count, int bf16, i
     u16v pairs = {0};
     if (count == LANES) memcpy(&pairs, (const char *)base + index, sizeof pairs);
     else memcpy(&pairs, (const char *)base + index, count * 2);
-    u32v codes = __builtin_convertvector(pairs, u32v);
+    u32v codes = widen_words(pairs);
     return (u32v)e4m3_numbers(codes) >> 16 | ((u32v)e4m3_numbers(codes >> 8) & 0xffff0000);
 }
 

@@ -11,8 +11,9 @@
 
 /* Codes: unsigned integers of 4 bits, e4m3 without NaN, or e2m1. */
 enum { INT4, FP8, E2M1 };
-/* Offsets: -zero * scale, with one zero or a byte by group. */
-enum { ONE_ZERO, ZEROS };
+/* Offsets are -zero * scale, with one zero, or a byte by group; FACTORS stand in their place: one
+ * zero, and an fp32 number by column that its scales are multiplied by. */
+enum { ONE_ZERO, ZEROS, FACTORS };
 enum { AS_IS, BY_ROW, BY_GROUP, FIXED }; /* how activations are rounded to e4m3 */
 
 /* Features that are widened at once, where rows are many. */
@@ -36,12 +37,15 @@ INLINE int64_t padded(const format *f) {
     return ceil_div(f->k, codes_of_word(f->codes)) * codes_of_word(f->codes);
 }
 INLINE int64_t scale_size(const format *f) { return scale_bytes(f->scales); }
-INLINE int64_t offset_size(const format *f) { return f->offsets == ZEROS; }
+INLINE int64_t offset_size(const format *f) {
+    return f->offsets == ZEROS ? 1 : f->offsets == FACTORS ? 4 : 0;
+}
+INLINE int64_t num_offsets(const format *f) { return f->offsets == FACTORS ? 1 : num_groups(f); }
 INLINE int64_t offsets_at(const format *f) {
     return ceil_div(num_groups(f) * GROUP * scale_size(f), 64) * 64;
 }
 INLINE int64_t words_at(const format *f) {
-    return offsets_at(f) + ceil_div(num_groups(f) * GROUP * offset_size(f), 64) * 64;
+    return offsets_at(f) + ceil_div(num_offsets(f) * GROUP * offset_size(f), 64) * 64;
 }
 INLINE int64_t group_bytes(const format *f) {
     return words_at(f) + padded(f) / codes_of_word(f->codes) * GROUP * 4;
@@ -51,14 +55,16 @@ EXPORT int64_t quantized_bytes(const format *f, int64_t n) {
     return ceil_div(n, GROUP) * group_bytes(f);
 }
 
-INLINE f32v zero_lanes(const char *from) {
-    uint8_t __attribute__((vector_size(LANES))) zero;
-    memcpy(&zero, from, sizeof zero);
-    return __builtin_convertvector(__builtin_convertvector(zero, i32v), f32v);
+/* Scales of LANES columns of a group of columns; `index` counts by group of features and column. */
+INLINE f32v group_scale(const format *f, const char *columns, int64_t index) {
+    f32v scale = scale_lanes(columns + index * scale_size(f), f->scales);
+    if (f->offsets != FACTORS) return scale;
+    return scale * load_some(columns + offsets_at(f), index % GROUP, LANES, 0);
 }
 
 INLINE f32v offset_lanes(const format *f, const char *offsets, int64_t index, f32v scale) {
-    return -(f->offsets == ZEROS ? zero_lanes(offsets + index) : splat(f->zero)) * scale;
+    if (f->offsets != ZEROS) return -splat(f->zero) * scale;
+    return -__builtin_convertvector((i32v)load_bytes(offsets + index), f32v) * scale;
 }
 
 /* Numbers of e2m1, from a table: as exponents and digits some would be subnormal, which is slow. */
@@ -101,7 +107,7 @@ INLINE void widen_columns(const char *columns, const format *f, int64_t first, i
         f32v scale[PANELS], offset[PANELS];
         for (int p = 0; p < PANELS; p++) {
             int64_t index = group * GROUP + p * LANES;
-            scale[p] = scale_lanes(columns + index * scale_size(f), f->scales);
+            scale[p] = group_scale(f, columns, index);
             offset[p] = offset_lanes(f, offsets, index, scale[p]);
         }
         for (; done < end; done += each, words += PANELS)
@@ -180,7 +186,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
 INLINE void sum_few(const int rows, const int groups, const float *x, const char *columns,
                     const format *f, float *sums, const int codes) {
     const int each = codes_of_word(codes), panels = groups * PANELS;
-    int64_t k = f->k, stride = padded(f), bytes = group_bytes(f), size = scale_size(f);
+    int64_t k = f->k, stride = padded(f), bytes = group_bytes(f);
     const char *offsets = columns + offsets_at(f), *words = columns + words_at(f);
     f32v sum[FEW_ROWS][2 * PANELS] = {0};
     int64_t done = 0;
@@ -189,7 +195,7 @@ INLINE void sum_few(const int rows, const int groups, const float *x, const char
         f32v scale[2 * PANELS], offset[2 * PANELS];
         for (int p = 0; p < panels; p++) {
             int64_t index = group * GROUP + p % PANELS * LANES, at = p / PANELS * bytes;
-            scale[p] = scale_lanes(columns + at + index * size, f->scales);
+            scale[p] = group_scale(f, columns + at, index);
             offset[p] = offset_lanes(f, offsets + at, index, scale[p]);
         }
         for (; done < end; done += each, words += GROUP * 4)
@@ -285,8 +291,9 @@ EXPORT int64_t quantized_gemm(const void *x, const void *packed, const void *for
 /* Pack codes [n, k], a byte each, with scales and offsets by row and group; the rest is 0. */
 EXPORT void pack_quantized(const uint8_t *codes, const char *scales, const char *offsets,
                            char *packed, const format *f, int64_t n) {
-    int64_t groups = num_groups(f), each = codes_of_word(f->codes), bits = 32 / each;
-    int64_t sizes[2] = {scale_size(f), offset_size(f)}, places[2] = {0, offsets_at(f)};
+    int64_t each = codes_of_word(f->codes), bits = 32 / each;
+    int64_t counts[2] = {num_groups(f), num_offsets(f)}, places[2] = {0, offsets_at(f)};
+    int64_t sizes[2] = {scale_size(f), offset_size(f)};
     const char *sources[2] = {scales, offsets};
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < ceil_div(n, GROUP); block++) {
@@ -296,9 +303,10 @@ EXPORT void pack_quantized(const uint8_t *codes, const char *scales, const char 
         for (int64_t c = 0; c < smaller(GROUP, n - block * GROUP); c++) {
             int64_t row = block * GROUP + c;
             for (int kind = 0; kind < 2; kind++)
-                for (int64_t group = 0; group < groups; group++)
+                for (int64_t group = 0; group < counts[kind]; group++)
                     memcpy(columns + places[kind] + (group * GROUP + c) * sizes[kind],
-                           sources[kind] + (row * groups + group) * sizes[kind], sizes[kind]);
+                           sources[kind] + (row * counts[kind] + group) * sizes[kind],
+                           sizes[kind]);
             for (int64_t i = 0; i < f->k; i++)
                 words[i / each * GROUP + c] |= (uint32_t)codes[row * f->k + i]
                                                << i % each * bits;

@@ -30,6 +30,7 @@ typedef uint32_t u32v __attribute__((vector_size(LANES * 4)));
 typedef int32_t i32v __attribute__((vector_size(LANES * 4)));
 typedef uint64_t u64v __attribute__((vector_size(LANES * 4)));
 typedef uint16_t u16v __attribute__((vector_size(LANES * 2)));
+typedef uint8_t u8v __attribute__((vector_size(LANES)));
 
 INLINE f32v splat(float value) { return value - (f32v){0}; }
 
@@ -104,7 +105,31 @@ INLINE u16v narrow(f32v v) {
 #endif
 }
 
-INLINE f32v widen_lanes(u16v half) { return (f32v)(__builtin_convertvector(half, u32v) << 16); }
+/* gcc 12 would take four instructions to widen words, and widen bytes one by one. */
+INLINE u32v widen_words(u16v words) {
+#if defined(__AVX512F__)
+    return (u32v)_mm512_cvtepu16_epi32((__m256i)words);
+#elif defined(__AVX2__)
+    return (u32v)_mm256_cvtepu16_epi32((__m128i)words);
+#else
+    return __builtin_convertvector(words, u32v);
+#endif
+}
+
+/* LANES neighbouring bytes. */
+INLINE u32v load_bytes(const void *from) {
+    u8v bytes;
+    memcpy(&bytes, from, sizeof bytes);
+#if defined(__AVX512F__)
+    return (u32v)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+    return (u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&bytes));
+#else
+    return __builtin_convertvector(bytes, u32v);
+#endif
+}
+
+INLINE f32v widen_lanes(u16v half) { return (f32v)(widen_words(half) << 16); }
 
 /* Up to LANES elements of a bf16 or fp32 array from `index`; the other lanes are 0. Whole vectors
  * have variables of their own: those that are copied in part live in memory. */

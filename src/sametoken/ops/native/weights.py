@@ -16,14 +16,14 @@ from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding,
 
 #: As in quantized.c.
 _INT4, _FP8, _E2M1 = range(3)
-_ONE_ZERO, _ZEROS = range(2)
+_ONE_ZERO, _ZEROS, _FACTORS = range(3)
 _AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
 
 #: As in integers.c, by bits (4 or 8) and features of a group.
 _INTEGERS = {(4, 32): 0, (8, 32): 1, (8, 16): 2}
 
 #: As in scales.h.
-_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 #: Rows of a matrix that are packed at once, a multiple of every group of columns.
 _PACKED_ROWS = 1024
@@ -206,6 +206,8 @@ def pack_int4(
         first = int(zero[0, 0])
         zero = None if bool((zero == first).all()) else zero
     kind, offsets = _SCALES.index(scale.dtype), _ONE_ZERO if zero is None else _ZEROS
+    if matrix.factor is not None:
+        zero, offsets = matrix.factor[:, None], _FACTORS
     numbers = _E2M1 if matrix.zero is None else _INT4
     form = torch.tensor([k, matrix.width, numbers, kind, offsets, first])
     codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
@@ -249,7 +251,7 @@ def _packed_panels(
         form: the format that both functions are given.
         codes: of ``_PACKED_ROWS`` rows at a time.
         scale: [N, groups].
-        offset: [N, groups], or None.
+        offset: [N, groups], [N, 1] or None.
     """
     bytes_of, pack = functions
     address = form.data_ptr()

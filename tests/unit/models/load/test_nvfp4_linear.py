@@ -106,6 +106,7 @@ def copied(folder, to, **changes):
         ("weight_packed", lambda one: one.to(torch.int32), "has dtype int32"),
         ("weight_scale", lambda one: one.float(), "has dtype float32"),
         ("weight_scale", lambda one: (one.float() * torch.nan).to(one.dtype), "holds NaN"),
+        ("weight_scale", lambda one: (-one.float()).to(one.dtype), "holds negative scales"),
         ("weight_global_scale", lambda one: -one, "scales that are not positive"),
         ("weight_global_scale", lambda one: one.expand(2).clone(), r"has shape \[2\]"),
     ],
@@ -129,12 +130,13 @@ def test_features_that_no_groups_or_ranks_divide_are_refused(checkpoint):
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), NativeKernels()])
-def test_a_weight_takes_six_bits(checkpoint, kernels):
+def test_a_weight_takes_four_bits_and_a_half(checkpoint, kernels):
     folder, _ = checkpoint
     stored = load_file(folder / "model.safetensors").items()
     packed = sum(one.numel() for name, one in stored if name.endswith("weight_packed"))
     tables = sum(one.numel() for name, one in stored if name in TABLES)
+    factors = 4 * sum(len(one) for name, one in stored if name.endswith("weight_packed"))
     bf16 = load(folder, kernels, dtype=torch.bfloat16).weights_bytes
-    assert bf16 == 2 * packed * 6 // 8 + 2 * tables
+    assert bf16 == 2 * packed * 9 // 16 + factors + 2 * tables
     assert bf16 == load_shapes(read_config(folder), folder, torch.bfloat16).weights_bytes
     assert load(folder, kernels, load_format="dummy").weights_bytes == bf16 + 2 * tables

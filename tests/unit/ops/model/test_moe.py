@@ -419,9 +419,18 @@ def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
     shape = (count, features, depth // width)
     zero = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-7, -4, shape, generator=generator)
+    # As NVFP4 has: these scales are numbers of e4m3.
+    factors = torch.rand(count, features, generator=generator) if e2m1 and width == 16 else None
+    if factors is not None:
+        scale = scale.to(torch.float8_e4m3fn)
     return [
-        Int4Matrix(packed_int4(own, width), scales, None if e2m1 else zeros)
-        for own, scales, zeros in zip(values, scale, zero, strict=True)
+        Int4Matrix(
+            packed_int4(own, width),
+            scales,
+            None if e2m1 else zeros,
+            factor=None if factors is None else factors[index],
+        )
+        for index, (own, scales, zeros) in enumerate(zip(values, scale, zero, strict=True))
     ]
 
 
@@ -454,11 +463,13 @@ def test_experts_in_four_bits(e2m1, width, form):
 
 def on_device(matrix: Int4Matrix) -> Int4Matrix:
     zero = None if matrix.zero is None else matrix.zero.to(DEVICE)
-    return Int4Matrix(matrix.values.to(DEVICE), matrix.scale.to(DEVICE), zero)
+    factor = None if matrix.factor is None else matrix.factor.to(DEVICE)
+    return Int4Matrix(matrix.values.to(DEVICE), matrix.scale.to(DEVICE), zero, factor=factor)
 
 
 def test_experts_in_four_bits_compile(tmp_path):
     code = """
+from dataclasses import replace
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_triton import StackedExperts
 
@@ -471,10 +482,15 @@ def stack(features, depth, width, zeros):
         return Int4Panels(words, scales, scales.int(), depth, False, True)
     return Int4Panels(words, powers, None, depth, True, False)
 
+def with_factors(features, depth):
+    one = stack(features, depth, 32, False)
+    return replace(one, scales=torch.cat([one.scales] * 2, 1), factors=torch.zeros(3, features))
+
 x = torch.zeros(4, 128, dtype=torch.bfloat16)
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
 for zeros in (True, False):
     StackedExperts(stack(192, 128, 32, zeros), stack(128, 96, 32, zeros))(x, chosen, weights)
+StackedExperts(with_factors(192, 128), with_factors(128, 96))(x, chosen, weights)
 """
     compile_launches(code, tmp_path)
 

@@ -66,8 +66,10 @@ def numbers(matrix: Int4Matrix) -> Tensor:
 
 def elements(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
     """The elements of a 4-bit matrix, each rounded once: [N, K]."""
-    scale = matrix.scale.float().repeat_interleave(matrix.width, 1)
-    return (numbers(matrix).float() * scale).to(dtype)
+    scale = matrix.scale.float()
+    if matrix.factor is not None:
+        scale = scale * matrix.factor[:, None]
+    return (numbers(matrix).float() * scale.repeat_interleave(matrix.width, 1)).to(dtype)
 
 
 def expanded(matrix: IntegerMatrix) -> Tensor:
@@ -100,8 +102,9 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values, scales and zeros."""
-        parts = (self.matrix.values, self.matrix.scale, self.matrix.zero)
+        """Bytes of values, scales, and zeros or factors."""
+        whole = self.matrix
+        parts = (whole.values, whole.scale, whole.zero, whole.factor)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -121,9 +124,10 @@ class Int4Weight:
     def cut(self, token_ids: Tensor) -> Int4Weight:
         """See ``CutWeight``."""
         whole = self.matrix
-        zero = None if whole.zero is None else whole.zero[token_ids]
-        values, scale = whole.values[token_ids], whole.scale[token_ids]
-        return Int4Weight(replace(whole, values=values, scale=scale, zero=zero))
+        names = ("values", "scale", "zero", "factor")
+        parts = {name: part for name in names if (part := getattr(whole, name)) is not None}
+        cut = {name: part[token_ids] for name, part in parts.items()}
+        return Int4Weight(replace(whole, **cut))
 
     def ordered(self, x: Tensor) -> Tensor:
         """Activations in the order of the columns."""

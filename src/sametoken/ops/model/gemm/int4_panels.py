@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.model.gemm.int4 import packed_words, unpacked_int4
+from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
@@ -33,14 +34,16 @@ class Int4Panels:
 
     Attributes:
         words: [N, 16 * blocks] int32, ``int4.packed_words``; zeros past ``in_features``.
-        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. Those of E8M0
-            are int32 [blocks, N], the bytes of a block's four groups, the first lowest.
+        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. In 8 bits they
+            are bytes in int32: of E8M0 [blocks, N], a block's four groups, the first lowest; of
+            e4m3 [2 * blocks, N], the even ones of a block's eight groups, then the odd ones.
         offsets: [groups, N]: int32 zeros, or fp32 minima; None: half of all codes are negative, or
             they are of e2m1.
         in_features: K.
         e2m1: whether codes are of e2m1.
         fused: whether an element is exact in one multiply-add, as scales have 16 bits.
         tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
+        factors: [N] fp32, of a row's scales; None: 1.
     """
 
     words: Tensor
@@ -50,12 +53,15 @@ class Int4Panels:
     e2m1: bool
     fused: bool
     tops: Tensor | None = None
+    factors: Tensor | None = None
 
     @classmethod
     def of(cls, matrix: Int4Matrix | IntegerMatrix) -> Int4Panels:
         """Take over a matrix, not its order."""
+        factors = None
         if isinstance(matrix, Int4Matrix):
             codes, bits, offset = unpacked_int4(matrix.values, matrix.width), 4, matrix.zero
+            factors = matrix.factor
             if offset is not None and bool((offset == 8).all()):
                 offset = None
         else:
@@ -66,8 +72,8 @@ class Int4Panels:
         if offset is not None:
             kept = offset.float() if offset.is_floating_point() else offset.int()
             offset = _by_group(kept, num_groups)
-        if matrix.scale.dtype == torch.float8_e8m0fnu:
-            scales = _e8m0_by_block(matrix.scale)
+        if matrix.scale.itemsize == 1:
+            scales = _bytes_by_block(matrix.scale.view(torch.uint8), BLOCK // matrix.width)
         else:
             scales = _by_group(matrix.scale.float(), num_groups)
         return cls(
@@ -78,15 +84,18 @@ class Int4Panels:
             e2m1=isinstance(matrix, Int4Matrix) and matrix.zero is None,
             fused=matrix.scale.dtype.itemsize == 2,
             tops=None if bits == 4 else packed_words(codes >> 4, 2 if bits <= 6 else 4),
+            factors=factors,
         )
 
     @property
-    def form(self) -> tuple[int, torch.dtype, int, bool, bool, bool]:
-        """What kernels depend on: groups and their scales, bits on top, e2m1, fused, minima."""
+    def form(self) -> tuple[int | torch.dtype, ...]:
+        """What kernels depend on: groups, scales, bits on top, e2m1, fused, minima, factors."""
         # An int16 has eight times 2 bits, an int32 eight times 4.
         top_bits = 0 if self.tops is None else self.tops.itemsize
         has_minima = self.offsets is not None and self.offsets.is_floating_point()
-        return self.width, self.scales.dtype, top_bits, self.e2m1, self.fused, has_minima
+        has_factors = self.factors is not None
+        codes = top_bits, self.e2m1, self.fused
+        return self.width, self.scales.dtype, *codes, has_minima, has_factors
 
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form and shape, and may be stacked."""
@@ -101,19 +110,23 @@ class Int4Panels:
         if any(one.offsets is not None for one in alike):
             plain = torch.full_like(alike[0].scales, 8, dtype=torch.int32)
             offsets = torch.stack([plain if one.offsets is None else one.offsets for one in alike])
+        factors = [one.factors for one in alike if one.factors is not None]
         return replace(
             alike[0],
             words=torch.stack([one.words for one in alike]),
             scales=torch.stack([one.scales for one in alike]),
             offsets=offsets,
+            factors=torch.stack(factors) if factors else None,
         )
 
     def cut(self, rows: Tensor) -> Int4Panels:
         """Some rows of one matrix: [N'] int64."""
         tops = None if self.tops is None else self.tops[rows]
         offsets = None if self.offsets is None else self.offsets[:, rows].contiguous()
-        scales = self.scales[:, rows].contiguous()
-        return replace(self, words=self.words[rows], scales=scales, offsets=offsets, tops=tops)
+        factors = None if self.factors is None else self.factors[rows]
+        words, scales = self.words[rows], self.scales[:, rows].contiguous()
+        cut = replace(self, words=words, scales=scales, offsets=offsets)
+        return replace(cut, tops=tops, factors=factors)
 
     def expanded(self, dtype: torch.dtype, row_ids: Tensor | None = None) -> Tensor:
         """The matrix of elements, or its rows of given numbers [T] int64: [N or T, K]."""
@@ -125,6 +138,7 @@ class Int4Panels:
             self.words,
             self.tops,
             self.scales,
+            self.factors,
             self.offsets,
             row_ids,
             out,
@@ -150,9 +164,8 @@ class Int4Panels:
     @property
     def width(self) -> int:
         """Features of a group."""
-        if self.scales.dtype == torch.int32:
-            return BLOCK // 4
-        return 8 * self.words.shape[-1] // self.scales.shape[-2]
+        in_one = 4 if self.scales.dtype == torch.int32 else 1
+        return 8 * self.words.shape[-1] // (self.scales.shape[-2] * in_one)
 
     @property
     def block_bytes(self) -> int:
@@ -161,8 +174,8 @@ class Int4Panels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, and zeros or minima."""
-        parts = (self.words, self.tops, self.scales, self.offsets)
+        """Bytes of codes, scales, and zeros, minima or factors."""
+        parts = (self.words, self.tops, self.scales, self.offsets, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -172,10 +185,17 @@ def _by_group(of_rows: Tensor, num_groups: int) -> Tensor:
     return padded.t().contiguous()
 
 
-def _e8m0_by_block(of_rows: Tensor) -> Tensor:
-    """[N, groups] of E8M0 to the int32 of ``Int4Panels.scales``, bytes of 0 in new groups."""
-    padded = torch.nn.functional.pad(of_rows.view(torch.uint8), (0, -of_rows.shape[1] % 4))
-    return padded.contiguous().view(torch.int32).t().contiguous()
+def _bytes_by_block(of_rows: Tensor, groups: int) -> Tensor:
+    """Bytes [N, num_groups] to the int32 of ``Int4Panels.scales``, bytes of 0 in new groups.
+
+    Args:
+        of_rows: uint8.
+        groups: of a block, 4 or 8.
+    """
+    padded = torch.nn.functional.pad(of_rows, (0, -of_rows.shape[1] % groups))
+    in_order = padded.unflatten(1, (-1, 4, groups // 4)).transpose(2, 3).contiguous()
+    words: Tensor = in_order.flatten(1).view(torch.int32)
+    return words.t().contiguous()
 
 
 @triton.jit
@@ -183,6 +203,7 @@ def _expand_kernel(
     words,
     tops,
     scales,
+    factors,
     offsets,
     row_ids,  # [num_out], or None
     out,  # [num_out, in_features], written
@@ -199,11 +220,14 @@ def _expand_kernel(
 ):
     gdc_launch_and_wait(PDL)
     first, block = tl.program_id(0) * BLOCK_FEATURES, tl.program_id(1)
-    w_row, present = _rows_of_tile(first, num_out, False, BLOCK_FEATURES)
+    w_row, present = rows_of_tile(first, num_out, False, BLOCK_FEATURES)
     if row_ids is not None:
         w_row = tl.load(row_ids + w_row, present, other=0)
-    tile = _elements(
-        words, tops, scales, offsets, block, w_row, present, out_features, num_words, one,
+    factor = None
+    if factors is not None:
+        factor = tl.load(factors + w_row, present, other=0)
+    tile = elements_of_block(
+        words, tops, scales, factor, offsets, block, w_row, present, out_features, num_words, one,
         128 // WIDTH, E2M1, FUSED, out.dtype.element_ty,
     )  # fmt: skip
     row = first + tl.arange(0, BLOCK_FEATURES)
@@ -226,6 +250,7 @@ def int4_sums(
     words,  # as for ``_int4_kernel``
     tops,
     scales,
+    factors,
     offsets,
     first,  # feature of the tile
     out_features,  # rows of the weight, with GATED before those of up
@@ -247,8 +272,11 @@ def int4_sums(
     # Of a block, as globals cannot be read here.
     DEPTH: tl.constexpr = 128
     GROUPS: tl.constexpr = DEPTH // WIDTH
-    w_row, present = _rows_of_tile(first, out_features, GATED, BLOCK_FEATURES)
+    w_row, present = rows_of_tile(first, out_features, GATED, BLOCK_FEATURES)
     num_rows = out_features * 2 if GATED else out_features
+    factor = None
+    if factors is not None:
+        factor = tl.load(factors + w_row, present, other=0)
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([BLOCK_FEATURES, is_row.shape[0]], tl.float32)
     for step in tl.range(0, num_words // (16 * UNROLL)):
@@ -259,180 +287,9 @@ def int4_sums(
             if not EVEN:
                 inside = inside & (k < in_features)[None, :]
             x_tile = tl.load(x_at + k[None, :], inside, other=0.0)
-            w_tile = _elements(
-                words, tops, scales, offsets, block, w_row, present, num_rows, num_words, one,
-                GROUPS, E2M1, FUSED, x_tile.dtype,
+            w_tile = elements_of_block(
+                words, tops, scales, factor, offsets, block, w_row, present, num_rows, num_words,
+                one, GROUPS, E2M1, FUSED, x_tile.dtype,
             )  # fmt: skip
             acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def _rows_of_tile(first, out_features, GATED: tl.constexpr, FEATURES: tl.constexpr):
-    """The weight's row of each row of words in a tile, and whether there is one.
-
-    Threads hold rows 32 apart of the words that they load, and rows 8 apart of a matrix that they
-    multiply; so rows are loaded in the order that makes the one the other (``_in_order``).
-    """
-    OWN: tl.constexpr = FEATURES // 2 if GATED else FEATURES
-    SPAN: tl.constexpr = 64 if FEATURES > 64 else FEATURES
-    at = tl.arange(0, FEATURES)
-    inner = at % SPAN
-    row = at // SPAN * SPAN + inner % (SPAN // 2) // 8 * 16 + inner // (SPAN // 2) * 8 + inner % 8
-    feature = first + row % OWN
-    return feature + row // OWN * out_features, feature < out_features
-
-
-@triton.jit
-def _elements(
-    words,
-    tops,
-    scales,
-    offsets,
-    block,
-    w_row,
-    present,
-    num_rows,
-    num_words,
-    one,
-    GROUPS: tl.constexpr,
-    E2M1: tl.constexpr,
-    FUSED: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Elements [features, 128] of a block, in registers in the order of a product's operand."""
-    FEATURES: tl.constexpr = w_row.shape[0]
-    TOP_BITS: tl.constexpr = 0 if tops is None else tops.dtype.element_ty.primitive_bitwidth // 8
-    MINIMA: tl.constexpr = False if offsets is None else offsets.dtype.element_ty == tl.float32
-    # Of four words; two halves of a word have a group each where groups have 16 features.
-    BY_WORD: tl.constexpr = GROUPS if GROUPS < 4 else 4
-    at = w_row.to(tl.int64)[:, None] * num_words + block * 16 + tl.arange(0, 16)[None, :]
-    low = tl.load(words + at, present[:, None], other=0)
-    low = low.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
-    top = None
-    if tops is not None:
-        # In fours, like the words: a thread then has both.
-        at = tl.max_contiguous(at, [1, 4])
-        top = tl.load(tops + at, present[:, None], other=0).to(tl.int32)
-        top = top.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
-    group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
-    of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
-    if scales.dtype.element_ty == tl.int32:
-        scale = _powers(scales, block, w_row, present, num_rows)
-    else:
-        scale = _of_groups(scales, of_group, present)
-    offset = tl.full([FEATURES, 1, BY_WORD, 1], 8 << TOP_BITS, tl.int32)
-    if offsets is not None:
-        offset = _of_groups(offsets, of_group, present)
-    first = _pair(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
-    second = _pair(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
-    if GROUPS == 8:
-        scale = _of_groups(scales, of_group + num_rows, present)
-        if offsets is not None:
-            offset = _of_groups(offsets, of_group + num_rows, present)
-    third = _pair(low, top, scale, offset, one, 2, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
-    fourth = _pair(low, top, scale, offset, one, 3, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
-    return _in_order(tl.join(tl.join(first, second), tl.join(third, fourth)), FEATURES)
-
-
-@triton.jit
-def _powers(scales, block, w_row, present, num_rows):
-    """The powers of two of a block's four groups, from bytes of E8M0, for their words."""
-    packed = tl.load(scales + block.to(tl.int64) * num_rows + w_row, present, other=0)
-    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
-    # The smallest, 2^-127, is subnormal.
-    powers = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    return powers.reshape(w_row.shape[0], 1, 4, 1)
-
-
-@triton.jit
-def _of_groups(values, of_group, present):
-    """Values of groups [features, groups], for the words of a row by fours."""
-    FEATURES: tl.constexpr = of_group.shape[0]
-    GROUPS: tl.constexpr = of_group.shape[1]
-    return tl.load(values + of_group, present[:, None], other=0).reshape(FEATURES, 1, GROUPS, 1)
-
-
-@triton.jit
-def _in_order(parts, FEATURES: tl.constexpr):
-    """[features, 16 words, 2, 2, 2] to [features, 128]: ``int4.packed_words`` undone.
-
-    Of the product's operand, a thread holds what is made of its own words: nothing moves.
-    """
-    SPANS: tl.constexpr = FEATURES // 64 if FEATURES > 64 else 1
-    WARPS: tl.constexpr = FEATURES // 16 // SPANS
-    parts = parts.reshape(SPANS, 2, WARPS, 8, 4, 4, 2, 2, 2)
-    return parts.permute(0, 2, 1, 3, 5, 8, 7, 4, 6).reshape(FEATURES, 128)
-
-
-@triton.jit
-def _pair(
-    low,
-    top,
-    scale,
-    offset,
-    one,
-    PAIR: tl.constexpr,
-    E2M1: tl.constexpr,
-    FUSED: tl.constexpr,
-    TOP_BITS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The elements of a pair of values, next to each other."""
-    # Their lowest bits are to be 12 and up.
-    low = _shifted(low, 12 - 8 * PAIR)
-    if TOP_BITS:
-        top = _shifted(top, 12 - 2 * TOP_BITS * PAIR)
-    return tl.join(
-        _element(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
-        _element(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
-    )
-
-
-@triton.jit
-def _shifted(bits, LEFT: tl.constexpr):
-    """Bits moved up, or down by a negative number of places."""
-    return bits << LEFT if LEFT >= 0 else bits >> -LEFT
-
-
-@triton.jit
-def _element(
-    low,
-    top,
-    scale,
-    offset,
-    one,
-    SECOND: tl.constexpr,
-    E2M1: tl.constexpr,
-    FUSED: tl.constexpr,
-    TOP_BITS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """``(code - zero) * scale`` or ``code * scale + minimum`` of a pair's value, rounded once."""
-    BIT: tl.constexpr = 12 + 4 * SECOND
-    if E2M1:
-        # The exponent's bias is 1, here 127.
-        size = (low & (7 << BIT)) << (22 - BIT)
-        sign = (low & (8 << BIT)) << (28 - BIT)
-        return ((size | sign).to(tl.float32, bitcast=True) * 2.0**126 * scale).to(dtype)
-    UNIT: tl.constexpr = 2.0 ** (23 - BIT)
-    number = _fraction(low, BIT, 4, one)
-    if TOP_BITS:
-        # 1 + code / UNIT: all of these are exact.
-        TOP: tl.constexpr = 2.0 ** (4 + (4 - TOP_BITS) * SECOND)
-        number = _fraction(top, 12 + TOP_BITS * SECOND, TOP_BITS, one) * TOP + (number - TOP)
-    if MINIMA:
-        return tl.fma(number - 1.0, scale * UNIT, offset).to(dtype)
-    zero = offset.to(tl.float32)
-    if FUSED:
-        # Every term has at most 24 bits.
-        return tl.fma(number, scale * UNIT, -(UNIT + zero) * scale).to(dtype)
-    return ((number - (1.0 + zero / UNIT)) * (scale * UNIT)).to(dtype)
-
-
-@triton.jit
-def _fraction(bits, BIT: tl.constexpr, NUM_BITS: tl.constexpr, one):
-    """1 + value / 2^(23 - BIT) of a value whose lowest bit is ``BIT``."""
-    return ((bits & (((1 << NUM_BITS) - 1) << BIT)) | one).to(tl.float32, bitcast=True)

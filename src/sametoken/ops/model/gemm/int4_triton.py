@@ -75,7 +75,7 @@ class Int4DeviceWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, and zeros or minima."""
+        """Bytes of codes, scales, and zeros, minima or factors."""
         return self.panels.nbytes
 
     @property
@@ -193,6 +193,7 @@ def product(
         panels.words,
         panels.tops,
         panels.scales,
+        panels.factors,
         panels.offsets,
         bias,
         out,
@@ -224,7 +225,8 @@ def _int4_kernel(
     words,  # [out_features or twice as many, num_words]: ``Int4Panels``
     tops,  # likewise, or None
     scales,  # [groups, likewise]
-    offsets,  # likewise, or None
+    factors,  # [likewise], or None
+    offsets,  # as scales, or None
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
     rows,
@@ -257,8 +259,8 @@ def _int4_kernel(
         gdc_wait(True)
     is_row = row < rows
     acc = int4_sums(
-        x + row.to(tl.int64)[:, None] * in_features, is_row, words, tops, scales, offsets,
-        first, out_features, in_features, num_words, one,
+        x + row.to(tl.int64)[:, None] * in_features, is_row, words, tops, scales, factors,
+        offsets, first, out_features, in_features, num_words, one,
         GATED, WIDTH, E2M1, FUSED, UNROLL, EVEN, BLOCK_FEATURES,
     )  # fmt: skip
     dtype = out.dtype.element_ty

@@ -136,7 +136,7 @@ def test_elements_made_in_registers_give_the_exact_product(rows, features, depth
 def in_poison(weight: Int4DeviceWeight) -> Int4DeviceWeight:
     """The same weight, with poison around what the kernels read."""
     panels, parts = weight.panels, {}
-    for name in ("words", "tops", "scales", "offsets"):
+    for name in ("words", "tops", "scales", "offsets", "factors"):
         part = getattr(panels, name)
         if part is not None:
             parts[name] = poisoned(part, torch.nan if part.is_floating_point() else -1)
@@ -230,6 +230,57 @@ def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
     assert torch.equal(panels.cut(some).expanded(torch.float32), meant[some])
 
 
+def with_factors(features: int, depth: int, factor: torch.Tensor, least=0, most=127):
+    """A matrix of e2m1 with scales of e4m3 and factors by row, as NVFP4 has."""
+    generator, shape = torch.Generator().manual_seed(5), (features, depth // 16)
+    values = torch.randint(0, 16, (features, depth), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(least, most, shape, generator=generator).to(torch.uint8)
+    scale[0, :3] = torch.tensor([least, (least + most) // 2, most - 1])
+    packed = packed_int4(values, 16)
+    return Int4Matrix(packed, scale.view(torch.float8_e4m3fn), None, factor=factor)
+
+
+@pytest.mark.parametrize(("rows", "features", "depth"), [(1, 50, 128), (5, 70, 144), (40, 22, 400)])
+def test_scales_with_factors_give_the_exact_product(rows, features, depth):
+    factor = 2.0 ** (torch.arange(features) % 9 - 4)
+    matrix = with_factors(features, depth, poisoned(factor, torch.nan), 0x2C, 0x4C)
+    values = torch.cat(((part := matrix.values.unflatten(1, (-1, 8))) & 15, part >> 4), 2).int()
+    scale = matrix.scale.double() * factor[:, None].double()
+    meant = (NUMBERS.double()[values] * scale[:, :, None]).flatten(1)
+    x = whole_numbers(rows, depth)
+    exact = x.double() @ meant.T
+    for weight in (*forms(matrix), in_poison(Int4DeviceWeight.of(matrix))):
+        assert torch.equal(weight.matmul(x, out_dtype=torch.float32), exact.float())
+    panels = in_poison(Int4DeviceWeight.of(matrix)).panels
+    assert torch.equal(product(x, panels, "logits"), exact.float())
+
+
+def test_every_scale_of_e4m3_and_factor_gives_the_element_in_every_form():
+    """Subnormal scales and the largest; factors whose products with them are rounded."""
+    factor = torch.rand(40, generator=torch.Generator().manual_seed(6)) * 2.0 ** torch.arange(
+        -30, 10
+    )
+    matrix = with_factors(40, 400, factor)
+    meant = elements(matrix, torch.float32)
+    for weight in forms(matrix):
+        found = torch.cat([weight.matmul(part) for part in torch.eye(400).split(50)])
+        assert torch.equal(found, meant.T)
+    panels = Int4Panels.of(matrix)
+    assert torch.equal(panels.expanded(torch.float32), meant)
+    ids = torch.tensor([3, 39, 7])
+    assert torch.equal(panels.cut(ids).expanded(torch.float32), meant[ids])
+    assert torch.equal(elements(Int4Weight(matrix).cut(ids).matrix, torch.float32), meant[ids])
+
+
+def test_scales_of_e4m3_are_half_a_bit_a_weight_beside_a_factor_a_row():
+    matrix = with_factors(64, 384, torch.ones(64))
+    panels = Int4Panels.of(matrix)
+    assert panels.width == 16
+    native = NativeKernels().pack_int4(matrix, torch.float32)
+    for nbytes in (panels.nbytes, native.nbytes, Int4Weight(matrix).nbytes):
+        assert nbytes * 8 == 64 * (384 * 4.5 + 32)
+
+
 def test_memory_is_half_a_byte_a_weight_and_its_scales():
     matrix, _ = made(16, 256, 128)
     weight = ReferenceKernels().pack_int4(matrix, torch.float32)
@@ -254,6 +305,10 @@ product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
 one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
 product(few, one)
 product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
+nvfp4 = replace(one, scales=torch.empty(46, 6144, dtype=torch.int32), factors=torch.empty(6144))
+product(few, nvfp4)
+product(few, nvfp4, "silu_mul")
+nvfp4.expanded(torch.bfloat16)
 product(x, panels(6144, 4096, 32, minima=True))
 product(x, panels(6144, 4096, 16, tops=torch.int16))
 panels(6144, 4096, 64, zeros=True).expanded(torch.bfloat16)
@@ -262,7 +317,7 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 6
+    assert len(kernels) == 8
     assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]

@@ -1,0 +1,190 @@
+"""Elements of matrices of codes, made in registers from words in the order of ``packed_words``."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_of_tile(first, out_features, GATED: tl.constexpr, FEATURES: tl.constexpr):
+    """The weight's row of each row of words in a tile, and whether there is one.
+
+    Threads hold rows 32 apart of the words that they load, and rows 8 apart of a matrix that they
+    multiply; so rows are loaded in the order that makes the one the other (``_in_order``).
+    """
+    OWN: tl.constexpr = FEATURES // 2 if GATED else FEATURES
+    SPAN: tl.constexpr = 64 if FEATURES > 64 else FEATURES
+    at = tl.arange(0, FEATURES)
+    inner = at % SPAN
+    row = at // SPAN * SPAN + inner % (SPAN // 2) // 8 * 16 + inner // (SPAN // 2) * 8 + inner % 8
+    feature = first + row % OWN
+    return feature + row // OWN * out_features, feature < out_features
+
+
+@triton.jit
+def elements_of_block(
+    words,
+    tops,
+    scales,
+    factor,  # of each row of the tile, or None
+    offsets,
+    block,
+    w_row,
+    present,
+    num_rows,
+    num_words,
+    one,
+    GROUPS: tl.constexpr,
+    E2M1: tl.constexpr,
+    FUSED: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Elements [features, 128] of a block, in registers in the order of a product's operand."""
+    FEATURES: tl.constexpr = w_row.shape[0]
+    TOP_BITS: tl.constexpr = 0 if tops is None else tops.dtype.element_ty.primitive_bitwidth // 8
+    MINIMA: tl.constexpr = False if offsets is None else offsets.dtype.element_ty == tl.float32
+    # Of four words; two halves of a word have a group each where groups have 16 features.
+    BY_WORD: tl.constexpr = GROUPS if GROUPS < 4 else 4
+    at = w_row.to(tl.int64)[:, None] * num_words + block * 16 + tl.arange(0, 16)[None, :]
+    low = tl.load(words + at, present[:, None], other=0)
+    low = low.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
+    top = None
+    if tops is not None:
+        # In fours, like the words: a thread then has both.
+        at = tl.max_contiguous(at, [1, 4])
+        top = tl.load(tops + at, present[:, None], other=0).to(tl.int32)
+        top = top.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
+    group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
+    of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
+    BYTES: tl.constexpr = scales.dtype.element_ty == tl.int32
+    if BYTES:
+        line = block.to(tl.int64) * (GROUPS // 4)
+        scale = _of_bytes(scales + line * num_rows, factor, w_row, present, GROUPS == 8)
+    else:
+        scale = _of_groups(scales, of_group, present)
+    offset = tl.full([FEATURES, 1, BY_WORD, 1], 8 << TOP_BITS, tl.int32)
+    if offsets is not None:
+        offset = _of_groups(offsets, of_group, present)
+    first = _pair(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    second = _pair(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    if GROUPS == 8:
+        if BYTES:
+            scale = _of_bytes(scales + (line + 1) * num_rows, factor, w_row, present, True)
+        else:
+            scale = _of_groups(scales, of_group + num_rows, present)
+        if offsets is not None:
+            offset = _of_groups(offsets, of_group + num_rows, present)
+    third = _pair(low, top, scale, offset, one, 2, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    fourth = _pair(low, top, scale, offset, one, 3, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
+    return _in_order(tl.join(tl.join(first, second), tl.join(third, fourth)), FEATURES)
+
+
+@triton.jit
+def _of_bytes(scales, factor, w_row, present, E4M3: tl.constexpr):
+    """Scales of four groups from bytes of e4m3, else of E8M0, times any factor, for their words."""
+    packed = tl.load(scales + w_row, present, other=0)
+    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    if E4M3:
+        # The exponent's bias is 7, here 127.
+        scale = (byte << 20).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        # The smallest power, 2^-127, is subnormal.
+        scale = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+    if factor is not None:
+        scale *= factor[:, None]
+    return scale.reshape(w_row.shape[0], 1, 4, 1)
+
+
+@triton.jit
+def _of_groups(values, of_group, present):
+    """Values of groups [features, groups], for the words of a row by fours."""
+    FEATURES: tl.constexpr = of_group.shape[0]
+    GROUPS: tl.constexpr = of_group.shape[1]
+    return tl.load(values + of_group, present[:, None], other=0).reshape(FEATURES, 1, GROUPS, 1)
+
+
+@triton.jit
+def _in_order(parts, FEATURES: tl.constexpr):
+    """[features, 16 words, 2, 2, 2] to [features, 128]: ``int4.packed_words`` undone.
+
+    Of the product's operand, a thread holds what is made of its own words: nothing moves.
+    """
+    SPANS: tl.constexpr = FEATURES // 64 if FEATURES > 64 else 1
+    WARPS: tl.constexpr = FEATURES // 16 // SPANS
+    parts = parts.reshape(SPANS, 2, WARPS, 8, 4, 4, 2, 2, 2)
+    return parts.permute(0, 2, 1, 3, 5, 8, 7, 4, 6).reshape(FEATURES, 128)
+
+
+@triton.jit
+def _pair(
+    low,
+    top,
+    scale,
+    offset,
+    one,
+    PAIR: tl.constexpr,
+    E2M1: tl.constexpr,
+    FUSED: tl.constexpr,
+    TOP_BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The elements of a pair of values, next to each other."""
+    # Their lowest bits are to be 12 and up.
+    low = _shifted(low, 12 - 8 * PAIR)
+    if TOP_BITS:
+        top = _shifted(top, 12 - 2 * TOP_BITS * PAIR)
+    return tl.join(
+        _element(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
+        _element(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
+    )
+
+
+@triton.jit
+def _shifted(bits, LEFT: tl.constexpr):
+    """Bits moved up, or down by a negative number of places."""
+    return bits << LEFT if LEFT >= 0 else bits >> -LEFT
+
+
+@triton.jit
+def _element(
+    low,
+    top,
+    scale,
+    offset,
+    one,
+    SECOND: tl.constexpr,
+    E2M1: tl.constexpr,
+    FUSED: tl.constexpr,
+    TOP_BITS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """``(code - zero) * scale`` or ``code * scale + minimum`` of a pair's value, rounded once."""
+    BIT: tl.constexpr = 12 + 4 * SECOND
+    if E2M1:
+        # The exponent's bias is 1, here 127.
+        size = (low & (7 << BIT)) << (22 - BIT)
+        sign = (low & (8 << BIT)) << (28 - BIT)
+        return ((size | sign).to(tl.float32, bitcast=True) * 2.0**126 * scale).to(dtype)
+    UNIT: tl.constexpr = 2.0 ** (23 - BIT)
+    number = _fraction(low, BIT, 4, one)
+    if TOP_BITS:
+        # 1 + code / UNIT: all of these are exact.
+        TOP: tl.constexpr = 2.0 ** (4 + (4 - TOP_BITS) * SECOND)
+        number = _fraction(top, 12 + TOP_BITS * SECOND, TOP_BITS, one) * TOP + (number - TOP)
+    if MINIMA:
+        return tl.fma(number - 1.0, scale * UNIT, offset).to(dtype)
+    zero = offset.to(tl.float32)
+    if FUSED:
+        # Every term has at most 24 bits.
+        return tl.fma(number, scale * UNIT, -(UNIT + zero) * scale).to(dtype)
+    return ((number - (1.0 + zero / UNIT)) * (scale * UNIT)).to(dtype)
+
+
+@triton.jit
+def _fraction(bits, BIT: tl.constexpr, NUM_BITS: tl.constexpr, one):
+    """1 + value / 2^(23 - BIT) of a value whose lowest bit is ``BIT``."""
+    return ((bits & (((1 << NUM_BITS) - 1) << BIT)) | one).to(tl.float32, bitcast=True)

@@ -13,12 +13,11 @@
 #include "kv.h"
 #include "threads.h"
 #include "tile.h"
+#include "transpose.h"
 
 #define SPLIT 256
 /* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
 #define SHARED_QUERIES 48
-/* Prefetch distance of keys, in positions. */
-#define AHEAD 32
 /* Floats of partial results held at once; more rows run in several batches. */
 #define PARTIAL_FLOATS (4 << 20)
 
@@ -42,9 +41,15 @@ typedef struct {
     int64_t first, rows, splits, first_unit, first_partial;
 } row_tile;
 
+/* Where a unit's KV lies: of a row tile, KV head and split. */
+typedef struct {
+    int64_t unit, count;    /* positions that a row sees are among the first `count` */
+    int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
+} places;
+
 /* One thread's working memory for one unit. */
 typedef struct {
-    int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
+    places memory_of_places[2], *now, *next; /* of this unit, and of this thread's next one */
     u32v *keys;           /* [SPLIT / GROUP][units][GROUP] words */
     float *values;          /* [v_dim / GROUP][SPLIT][GROUP], or NULL: not packed */
     float *memory_of_values;
@@ -56,70 +61,70 @@ static _Thread_local buffer partial_memory, tile_memory, unit_memory;
 
 INLINE int64_t partial_size(int64_t v_dim) { return LANES + ceil_div(v_dim, GROUP) * GROUP; }
 
-/* Blocks of `s` lanes: a gets the even ones of a and b, b the odd ones. */
-#define EVEN_BLOCKS(l, s) ((l) & (s) ? LANES + (l) - (s) : (l))
-#define ODD_BLOCKS(l, s) ((l) & (s) ? LANES + (l) : (l) + (s))
-#define SWAP_BLOCKS(m, s)                                                                    \
-    for (int i = 0; i < LANES; i++)                                                          \
-        if (!(i & (s))) {                                                                    \
-            u32v a = m[i], b = m[i + (s)];                                                 \
-            m[i] = SHUFFLE(a, b, EVEN_BLOCKS, s);                                                 \
-            m[i + (s)] = SHUFFLE(a, b, ODD_BLOCKS, s);                                           \
-        }
-
-INLINE void transpose(u32v m[LANES]) {
-#if LANES > 8
-    SWAP_BLOCKS(m, 8)
-#endif
-#if LANES > 4
-    SWAP_BLOCKS(m, 4)
-#endif
-    SWAP_BLOCKS(m, 2)
-    SWAP_BLOCKS(m, 1)
+/* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
+INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
+    int64_t stop = larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
+    int64_t first = job->window ? job->positions[row] + 1 - job->window - start : 0;
+    return (span){larger(0, smaller(stop, first)), stop};
 }
 
-static void locate(const attention_job *job, int64_t slot, int64_t head, int64_t start,
-                   int64_t count, int64_t *offsets) {
-    const int64_t *table = job->block_table + slot * job->max_blocks;
+INLINE const row_tile *tile_of(const row_tile *tiles, int64_t num_tiles, int64_t unit) {
+    const row_tile *tile = tiles, *end = tiles + num_tiles - 1;
+    while (tile < end && tile[1].first_unit <= unit) tile++;
+    return tile;
+}
+
+static void locate(const attention_job *job, const row_tile *tile, int64_t unit, places *found) {
+    int64_t index = unit - tile->first_unit, start = index % tile->splits * SPLIT, count = 0;
+    for (int64_t r = 0; r < tile->rows; r++) {
+        span seen = visible(job, tile->first + r, start);
+        if (seen.first < seen.stop) count = larger(count, seen.stop);
+    }
+    const int64_t *table = job->block_table + job->slots[tile->first] * job->max_blocks;
+    int64_t head = index / tile->splits;
     for (int64_t i = 0; i < count;) {
         int64_t inside = (start + i) % job->block_size;
         int64_t stretch = smaller(job->block_size - inside, count - i);
         int64_t row = (table[(start + i) / job->block_size] * job->kv_heads + head);
         int64_t offset = (row * job->block_size + inside) * job->dim;
-        for (int64_t end = i + stretch; i < end; i++, offset += job->dim) offsets[i] = offset;
+        for (int64_t end = i + stretch; i < end; i++, offset += job->dim)
+            found->offsets[i] = offset;
     }
+    found->unit = unit;
+    found->count = count;
 }
 
-/* Software prefetch, since blocks of KV are too scattered for hardware prefetching: keys of
- * later positions, and values of these. */
-INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t first,
-                        int64_t count, int bf16) {
-    int64_t size = job->e4m3 ? 1 : bf16 ? 2 : 4, row = job->dim * size;
-    for (int64_t i = first; i < smaller(first + LANES, count); i++) {
-        int64_t ahead = work->offsets[smaller(i + AHEAD, count - 1)] * size;
-        for (int64_t byte = 0; byte < row; byte += 64) {
-            __builtin_prefetch((const char *)job->keys + ahead + byte);
-            __builtin_prefetch((const char *)job->values + work->offsets[i] * size + byte);
-        }
-    }
+/* Fetch a row of the next unit into the second cache, since blocks of KV are too scattered for
+ * hardware prefetching. The first cache would lose what this unit uses. */
+INLINE void fetch(const attention_job *job, const workspace *work, const void *base,
+                  int64_t position, int64_t elements, int bf16) {
+    if (position >= work->next->count) return;
+    int64_t size = job->e4m3 ? 1 : bf16 ? 2 : 4;
+    const char *row = (const char *)base + work->next->offsets[position] * size;
+    for (int64_t byte = 0; byte < elements * size; byte += 64)
+        __builtin_prefetch(row + byte, 0, 2);
 }
 
 /* Pack keys of `count` positions as tile columns; further columns repeat the last position. */
 INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, int bf16) {
     int64_t each = bf16 ? 2 : 1, units = job->dim / each;
     for (int64_t first = 0; first < count; first += LANES) {
-        fetch_ahead(job, work, first, count, bf16);
+        for (int64_t i = first; i < first + LANES; i++)
+            fetch(job, work, job->keys, i, job->dim, bf16);
         u32v *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
         for (int64_t unit = 0; unit < units; unit += LANES) {
             int64_t width = smaller(LANES, units - unit);
-            u32v m[LANES];
+            int cached = !job->e4m3 && width == LANES;
+            const char *rows[LANES];
+            u32v copies[LANES];
             for (int i = 0; i < LANES; i++) {
                 int64_t position = smaller(first + i, count - 1);
-                int64_t element = work->offsets[position] + unit * each;
-                m[i] = kv_words(job->keys, element, width, bf16, job->e4m3);
+                int64_t element = work->now->offsets[position] + unit * each;
+                if (!cached) copies[i] = kv_words(job->keys, element, width, bf16, job->e4m3);
+                rows[i] = cached ? (const char *)job->keys + element * (4 / each)
+                                 : (const char *)&copies[i];
             }
-            transpose(m);
-            for (int64_t i = 0; i < width; i++) panel[(unit + i) * PANELS] = m[i];
+            transpose(rows, width, panel + unit * PANELS, PANELS);
         }
     }
 }
@@ -128,7 +133,7 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
     for (int64_t i = 0; i < job->v_dim; i += LANES) {
         float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
         for (int64_t position = 0; position < count; position++) {
-            int64_t element = work->offsets[position] + i;
+            int64_t element = work->now->offsets[position] + i;
             f32v v = load_kv(job->values, element, job->v_dim - i, bf16, job->e4m3);
             memcpy(panel + position * GROUP, &v, sizeof v);
         }
@@ -140,6 +145,8 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
                   float scale, const int bf16) {
     int64_t stride = job->dim * (bf16 ? 2 : 4);
     for (int64_t column = 0; column < count; column += GROUP) {
+        for (int64_t i = column; i < column + GROUP; i++)
+            fetch(job, work, job->values, i, job->v_dim, bf16);
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
@@ -180,13 +187,6 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     partial[1] = sum_lanes(sum);
 }
 
-/* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
-INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
-    int64_t stop = larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
-    int64_t first = job->window ? job->positions[row] + 1 - job->window - start : 0;
-    return (span){larger(0, smaller(stop, first)), stop};
-}
-
 /* Add the weighted values of some positions, a group of elements from `i` on, as the cache has
  * them: in the order and with the operations of a product with packed ones. */
 INLINE void weigh_cached(const int rows, const attention_job *job, const workspace *work,
@@ -195,7 +195,7 @@ INLINE void weigh_cached(const int rows, const attention_job *job, const workspa
     f32v sum[MAX_ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) memcpy(sum[r], sums + r * GROUP, sizeof *sum);
-    const int64_t *offsets = work->offsets;
+    const int64_t *offsets = work->now->offsets;
     for (int64_t position = seen.first; position < seen.stop; position++)
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++) {
@@ -267,19 +267,17 @@ INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *wor
         }
 }
 
-/* Phase one for one row tile, KV head and split. */
-INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_head,
-                   int64_t split, workspace *work, float *all_partials, const int bf16) {
-    int64_t group = job->heads / job->kv_heads, start = split * SPLIT;
-    int64_t count = 0, bytes = group * job->dim * (bf16 ? 2 : 4);
+/* Phase one for one unit, which has been located. */
+INLINE void attend(const attention_job *job, const row_tile *tile, workspace *work,
+                   float *all_partials, const int bf16) {
+    int64_t index = work->now->unit - tile->first_unit, count = work->now->count;
+    int64_t kv_head = index / tile->splits, split = index % tile->splits, start = split * SPLIT;
+    int64_t group = job->heads / job->kv_heads, bytes = group * job->dim * (bf16 ? 2 : 4);
+    if (!count) return;
     for (int64_t r = 0; r < tile->rows; r++) {
         int64_t head = (tile->first + r) * job->kv_heads + kv_head;
         memcpy(work->queries + r * bytes, (const char *)job->q + head * bytes, bytes);
-        span seen = visible(job, tile->first + r, start);
-        if (seen.first < seen.stop) count = larger(count, seen.stop);
     }
-    if (!count) return;
-    locate(job, job->slots[tile->first], kv_head, start, count, work->offsets);
     pack_keys(job, work, count, bf16);
     work->values = tile->rows * group > MAX_ROWS ? work->memory_of_values : NULL;
     if (work->values) pack_values(job, work, count, bf16);
@@ -354,6 +352,9 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
+    work->now = work->memory_of_places;
+    work->next = work->now + 1;
+    work->now->unit = work->next->unit = -1;
     work->keys = (u32v *)memory;
     work->memory_of_values = (float *)(memory + keys);
     work->queries = memory + keys + values;
@@ -361,24 +362,33 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     return 1;
 }
 
+/* Locate a unit, and the one that this thread is likely to have after it. */
+INLINE void take(workspace *work, const attention_job *job, const row_tile *tiles,
+                 int64_t num_tiles, int64_t units, int64_t unit) {
+    places *now = work->next, *next = work->now;
+    if (now->unit != unit) locate(job, tile_of(tiles, num_tiles, unit), unit, now);
+    unit += omp_get_num_threads();
+    next->count = 0;
+    if (unit < units) locate(job, tile_of(tiles, num_tiles, unit), unit, next);
+    work->now = now;
+    work->next = next;
+}
+
 /* Both phases for `count` tiles; returns 0 if out of memory. */
 INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_t count,
                          float *partials, const int bf16) {
-    const row_tile *end = tiles + count - 1;
-    int64_t units = end->first_unit + job->kv_heads * end->splits, failed = 0;
-    int64_t size = partial_size(job->v_dim);
+    int64_t units = tiles[count - 1].first_unit + job->kv_heads * tiles[count - 1].splits;
+    int64_t size = partial_size(job->v_dim), failed = 0;
 #pragma omp parallel reduction(| : failed) if (units > 1)
     {
         workspace work;
         failed = !divide(&work, job, bf16 ? 2 : 4);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++) {
-            const row_tile *tile = tiles;
-            while (tile < end && tile[1].first_unit <= unit) tile++;
-            int64_t index = unit - tile->first_unit;
-            if (!failed)
-                attend(job, tile, index / tile->splits, index % tile->splits, &work, partials,
-                       bf16);
+            if (failed) continue;
+            const row_tile *tile = tile_of(tiles, count, unit);
+            take(&work, job, tiles, count, units, unit);
+            attend(job, tile, &work, partials, bf16);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) {

@@ -5,7 +5,9 @@ Both are set before torch and triton are imported.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from pathlib import Path
 
@@ -75,6 +77,14 @@ def with_one_layout_each(items: list) -> list:
         if len(cases) > 1 and len(case) > 1
     }
     return [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """An async test has an event loop of its own."""
+    test = pyfuncitem.obj
+    if inspect.iscoroutinefunction(test):
+        pyfuncitem.obj = lambda **given: asyncio.run(test(**given))
 
 
 def pytest_sessionstart():

@@ -20,7 +20,7 @@ def thawing(source: str) -> list[str]:
     """
     scopes = dict.fromkeys(nodes_of(source), "")
     for scope in nodes_of(source):
-        if isinstance(scope, ast.FunctionDef):
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
             scopes |= dict.fromkeys(ast.walk(scope), scope.name)
     last: dict[str, tuple[int, str]] = {}
     for node, scope in scopes.items():
@@ -34,7 +34,7 @@ def thawing(source: str) -> list[str]:
     ("code", "wanted"),
     [
         ("def one():\n    gc.unfreeze()", ["one"]),
-        ("def one():\n    gc.freeze()\n    gc.unfreeze()", ["one"]),
+        ("async def one():\n    gc.freeze()\n    gc.unfreeze()", ["one"]),
         ("from gc import unfreeze\nunfreeze()", [""]),
         ("def one():\n    gc.unfreeze()\ndef two():\n    gc.freeze()", ["one"]),
         ("def one():\n    gc.unfreeze()\n    gc.collect()\n    gc.freeze()", []),

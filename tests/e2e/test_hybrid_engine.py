@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.utils import logging as transformers_logging
 
-from helpers.harness import request, run
+from helpers.harness import requests_of, run
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -67,11 +69,7 @@ def build(path, announce=lambda text: None, **options):
     return build_engine(EngineConfig.from_options(**options), announce)
 
 
-def requests(temperature: float):
-    return [
-        request(f"r{i}", prompt, max_tokens=16, seed=i, temperature=temperature)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+requests = partial(requests_of, PROMPTS, 16)
 
 
 def speculative(method: str, k: int, **settings) -> dict:

@@ -99,7 +99,7 @@ def test_it_counts_its_memory_and_that_of_kept_states(checkpoint):
     resolved, runner = core.resolved, core._runner
     cache, (states,) = runner.step.kv, runner.kept_states.caches
     assert resolved.config.enable_prefix_caching
-    assert resolved.recurrent_bytes == cache.slots_nbytes
+    assert resolved.recurrent_bytes == sum(memory.nbytes for memory in cache.slots)
     assert resolved.kept_states_bytes == sum(memory.nbytes for memory in states.kept)
     assert resolved.num_kept_states == core.scheduler.limits.num_kept_states == 8 * 3
     assert cache.folded.max_pending == 5

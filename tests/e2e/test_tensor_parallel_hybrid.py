@@ -155,7 +155,8 @@ def test_each_rank_has_its_heads_state_and_no_more(files):
     one = build_engine(config_of(files["dense"], DRAFTS["ngram"], tensor_parallel_size=1)).resolved
     with engine_over_threads(config_of(files["dense"], DRAFTS["ngram"])) as (core, _):
         assert 2 * core.resolved.recurrent_bytes == one.recurrent_bytes > 0
-        assert core._runner._inner.step.kv.slots_nbytes == core.resolved.recurrent_bytes
+        slots = core._runner._inner.step.kv.slots
+        assert sum(memory.nbytes for memory in slots) == core.resolved.recurrent_bytes
         assert core.resolved.num_kv_blocks >= one.num_kv_blocks
         kv, whole = core.resolved.request_memory, one.request_memory
         assert 2 * kv.kv_per_token == whole.kv_per_token

@@ -223,7 +223,7 @@ def test_two_engines_do_not_share_a_directory(target, tmp_path, monkeypatch):
     first = engine(target, one)
     with monkeypatch.context() as patched:
         # Refused before anything is loaded; an engine that failed later holds nothing.
-        patched.setattr("sametoken.engine.build.load_model", None)
+        patched.setattr("sametoken.engine.load.load_model", None)
         with pytest.raises(ConfigError, match="is held by process"):
             engine(target, one)
         with pytest.raises(TypeError) as failed:
@@ -272,7 +272,7 @@ def test_the_prefix_cache_is_off_and_says_so(target, tmp_path):
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.engine.build.load_model", None)
+    monkeypatch.setattr("sametoken.engine.load.load_model", None)
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(ConfigError, match="cannot be created"):
         engine(target, tmp_path / "file")

@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoints import write_checkpoint
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, Bench
-from sametoken.engine.build import _attention_kernels
+from sametoken.engine.load import _attention_kernels
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.huggingface import open_weights

@@ -6,16 +6,14 @@ import json
 from functools import partial
 
 import pytest
-import torch
 
 from helpers import small_engines
+from helpers.forward import load
 from helpers.harness import ScriptedDrafter, Shape, request, run, swapped_by
 from helpers.harness import build as put_together
 from helpers.nemotron import nemotron_config, write_nemotron, write_twin
 from helpers.small_engines import MAX_TOKENS, PROMPTS, cached_by, mtp, plain, requests
-from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import CHOICE
-from sametoken.ops.reference import ReferenceKernels
 from sametoken.scheduler import kept_states
 
 # Room for all drafts of an n-gram.
@@ -59,13 +57,7 @@ def test_no_drafter_changes_a_token(dense, spec, steps, dtype):
 
 @pytest.mark.parametrize("script", ["right", "wrong", "alternating", "empty", "mixed"])
 def test_adversarial_drafts_change_no_token(dense, script):
-    model = load_model(
-        dense,
-        kernels=ReferenceKernels(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_positions=96,
-    )
+    model = load(dense)
     shape = Shape(prefix_caching=False, cache_emitted=False, max_model_len=64)
     items = [request(f"r{i}", p, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
     truth = run(put_together(model, shape), items).tokens

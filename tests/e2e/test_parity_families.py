@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
-from helpers.forward import Bench, OneRun
+from helpers.forward import Bench, OneRun, load
 from helpers.harness import requests_of, run
 from helpers.parity import (
     BACKENDS,
     drawn_models,
-    load,
     require_logits,
     require_parity,
     require_parity_of_ranks,

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from helpers import calculator
+from helpers.forward import load
 from helpers.harness import Ran, Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
 from helpers.nemotron import write_nemotron
@@ -21,7 +21,6 @@ from helpers.trained import encoded, trained
 from sametoken.drafters import ngram
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.models.loader import load_model
 from sametoken.models.names import HYBRID_NAME, NEMOTRON_NAME
 from sametoken.ops.reference import ReferenceKernels
 
@@ -97,13 +96,8 @@ def test_a_step_without_drafts_after_accepted_drafts():
 def test_so_it_is_with_mamba_2_on_which_it_was_confirmed(tmp_path):
     """64 drafts a window, on a small random Nemotron-H."""
     kernels = ReferenceKernels()
-    model = load_model(
-        write_nemotron(tmp_path, seed=5, pattern="M*M-E"),
-        kernels=kernels,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_positions=SHAPE.max_model_len + K,
-    )
+    path = write_nemotron(tmp_path, seed=5, pattern="M*M-E")
+    model = load(path, kernels, max_positions=SHAPE.max_model_len + K)
     require_same_tokens(model, 90, 1, 1, kernels=kernels)
 
 

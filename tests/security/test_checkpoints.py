@@ -27,6 +27,7 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
+from helpers.forward import load
 from helpers.gguf_files import convert
 from helpers.hybrids import write_hybrid
 from sametoken import LLM
@@ -41,7 +42,7 @@ from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.files import INDEX, SINGLE
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
 
@@ -67,12 +68,6 @@ def cheap():
     assert time.monotonic() - began < SECONDS
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < MEGABYTES * 1000
-
-
-def load(path):
-    return load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=16
-    )
 
 
 def rewrite(directory: Path, **changes) -> Path:

@@ -23,16 +23,13 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.forward import load
 from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter, Placement, named
-from sametoken.drafters.build import (
-    load_drafter,
-    require_drafter_fits,
-    required_aux_layers,
-)
+from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter, read_token_map
@@ -46,7 +43,7 @@ from sametoken.errors import (
     UnsupportedError,
 )
 from sametoken.models.heads.base import HeadCheckpoint
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
@@ -58,14 +55,7 @@ PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positio
 
 
 def load_target(directory, aux_layers=()):
-    return load_model(
-        directory,
-        kernels=KERNELS,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=MAX_LEN,
-        aux_layers=aux_layers,
-    )
+    return load(directory, KERNELS, aux_layers=aux_layers)
 
 
 def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import weights
-from sametoken.models.loader import load_model, read_config
-from sametoken.ops.reference import ReferenceKernels
+from sametoken.models.loader import read_config
 
 transformers_logging.disable_progress_bar()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -42,12 +41,6 @@ def make_model(config_class, **options):
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     return model.eval()
-
-
-def load(path):
-    return load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=64
-    )
 
 
 def assert_same_logits(model, path, tolerance=1e-4):

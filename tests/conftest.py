@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,6 +26,10 @@ from helpers.static_steps import CHOICE
 from sametoken.ops.model.recurrent import convolution_triton
 
 TESTS = Path(__file__).parent
+
+# Examples take as long as they take.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 if not torch.cuda.is_available():
     # Forked processes cannot use CUDA where their parent has asked for its devices.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench, load, their_greedy
@@ -24,10 +24,8 @@ def drawn_models(max_examples: int) -> settings:
     """The same random models in every run; none is shrunk."""
     return settings(
         max_examples=max_examples,
-        deadline=None,
         derandomize=True,
         phases=(Phase.explicit, Phase.generate),
-        suppress_health_check=[HealthCheck.too_slow],
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +27,7 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
+from helpers.examples import FIXED
 from helpers.forward import load
 from helpers.gguf_files import convert
 from helpers.hybrids import write_hybrid
@@ -49,12 +50,7 @@ from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
 CPU = torch.device("cpu")
 #: Of one example, on a busy machine; without bounds it is minutes, or never.
 SECONDS, MEGABYTES = 10.0, 700
-FUZZ = settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+FUZZ = settings(FIXED, max_examples=50)
 HUGE = 10**15
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -462,7 +462,7 @@ def require_kind(config, field) -> None:
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(value=ANYTHING)
 def test_an_option_of_any_value_is_taken_or_refused_by_name(field, value):
     config, error = taken_or_refused(lambda: EngineConfig.from_options(**{field.name: value}))
@@ -475,7 +475,7 @@ def test_an_option_of_any_value_is_taken_or_refused_by_name(field, value):
 @pytest.mark.parametrize(
     "field", dataclasses.fields(SpeculativeConfig), ids=lambda field: field.name
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(base=st.sampled_from(BASES), value=ANYTHING, parsed=st.booleans())
 def test_a_speculative_key_of_any_value_is_taken_or_refused(field, base, value, parsed):
     options = base | {field.name: value}

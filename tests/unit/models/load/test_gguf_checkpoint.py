@@ -10,12 +10,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from helpers.examples import FIXED
 from helpers.forward import Bench, load
 from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -288,12 +289,7 @@ def intact(tmp_path_factory):
     return convert(make_model(LlamaConfig, num_hidden_layers=1), path).read_bytes()
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(FIXED, max_examples=200)
 @given(
     damage=st.lists(st.tuples(st.integers(0, 2200), st.integers(0, 255)), min_size=1, max_size=3)
 )

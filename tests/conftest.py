@@ -5,7 +5,9 @@ Both are set before torch and triton are imported.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from pathlib import Path
 
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,6 +26,10 @@ from helpers.static_steps import CHOICE
 from sametoken.ops.model.recurrent import convolution_triton
 
 TESTS = Path(__file__).parent
+
+# Examples take as long as they take.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 if not torch.cuda.is_available():
     # Forked processes cannot use CUDA where their parent has asked for its devices.
@@ -75,6 +82,14 @@ def with_one_layout_each(items: list) -> list:
         if len(cases) > 1 and len(case) > 1
     }
     return [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """An async test has an event loop of its own."""
+    test = pyfuncitem.obj
+    if inspect.iscoroutinefunction(test):
+        pyfuncitem.obj = lambda **given: asyncio.run(test(**given))
 
 
 def pytest_sessionstart():

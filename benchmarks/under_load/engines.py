@@ -74,22 +74,23 @@ class Sametoken:
         from sametoken.text.tokenizer import load_tokenizer_of
 
         build = importlib.import_module("sametoken.engine.build")
+        load = importlib.import_module("sametoken.engine.load")
         options = (
             engine_args.options("sametoken") | {"device": engine_args.device} | engine_args.more
         )
         config = EngineConfig.from_options(**options)
         # Keep the target: ``without_repeats`` rotates the rows of its head.
-        load_model, loaded = build.load_model, []
+        load_model, loaded = load.load_model, []
 
         def keep(*args: Any, **named: Any) -> Any:
             loaded.append(load_model(*args, **named))
             return loaded[-1]
 
-        build.load_model = keep
+        load.load_model = keep
         try:
             self._core = build.build_engine(config, print)
         finally:
-            build.load_model = load_model
+            load.load_model = load_model
         self._head = loaded[0].head
         resolved = self._core.resolved
         self._prompt = PromptTokens

@@ -35,7 +35,7 @@ def names_in(path: Path) -> set[str]:
     """Functions and classes that pytest could collect, and names bound to test cases."""
     found = set()
     for node in nodes_of(path.read_text()):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found.add(node.targets[0].id)

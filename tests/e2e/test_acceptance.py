@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import Shape, allocate, build, draft_model, request
+from helpers.harness import Shape, allocate, build, draft_model, request, requests_of, swapped_by
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.drafters.base import drafts_of
@@ -110,11 +110,7 @@ def test_exactly_the_drafts_before_the_spoilt_one_are_accepted(
         if steps_in_flight == 1:
             assert update.num_drafts == room
 
-    items = [
-        request(f"r{i}", prompt, MAX_TOKENS, temperature=temperature, seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    total = measure(core, items, check)
+    total = measure(core, requests_of(PROMPTS, MAX_TOKENS, temperature), check)
     assert all(total.offered_per_position)
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
 
@@ -144,9 +140,7 @@ def test_shared_prefixes_and_chunk_edges_cost_no_acceptance(kind, chunk):
 def test_preemption_costs_no_acceptance(kind, monkeypatch):
     shape = Shape(num_drafts=K, num_blocks=14, max_model_len=36, prefix_caching=False)
     core = build(MODEL, shape, make_drafter=DRAFTERS[kind])
-    swap, swapped = core._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    swapped = swapped_by(core, monkeypatch)
     items = [request(f"r{i}", PROMPTS[i], MAX_TOKENS) for i in range(4)]
     total = measure(core, items)
     assert swapped

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
-from helpers.forward import Bench
-from helpers.parity import BACKENDS, load
+from helpers.forward import Bench, load
+from helpers.parity import BACKENDS
 from sametoken import LLM, SamplingParams
 from sametoken.audit import trainer_audit
 from sametoken.audit.trainer_audit import audit_trainer

@@ -215,7 +215,7 @@ def test_an_option_that_cannot_be(target, options, cause, remedy):
 
 
 def test_options_are_refused_before_weights_are_read(target, monkeypatch):
-    monkeypatch.setattr("sametoken.engine.build.load_model", None)
+    monkeypatch.setattr("sametoken.engine.load.load_model", None)
     for options in (
         speculative(k=65),
         {"max_model_len": 65},
@@ -396,6 +396,6 @@ def test_a_draft_model_that_does_not_fit_is_refused_before_anything_is_loaded(
     def nothing_may_load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("sametoken.engine.build.load_model", nothing_may_load)
+    monkeypatch.setattr("sametoken.engine.load.load_model", nothing_may_load)
     options = SIZES | speculative("draft_model", model=str(other))
     refused(DrafterMismatchError, "29 tokens", "vocabulary", LLM, str(target), **options)

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
-from helpers.forward import Bench
+from helpers.forward import Bench, load
 from helpers.static_steps import in_steps
 from sametoken import LLM, SamplingParams
 from sametoken.cli.main import app
@@ -28,7 +28,6 @@ from sametoken.extraction import recording as extraction
 from sametoken.extraction import writer as state_writer
 from sametoken.extraction.shards import ExtractedStates, prompt_digest, read_manifest
 from sametoken.io.files import LOCK
-from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import select_kernels
 from sametoken.runner.swap import SwapStore
 
@@ -108,14 +107,7 @@ def all_tokens(outputs) -> list[list[int]]:
 
 def plain_states(path, tokens: list[int], layers: tuple[int, ...], dtype) -> torch.Tensor:
     """[n - 1, layers, hidden] of one pass over all tokens but the last."""
-    model = load_model(
-        path,
-        kernels=select_kernels(CPU),
-        dtype=dtype,
-        device=CPU,
-        max_positions=80,
-        aux_layers=layers,
-    )
+    model = load(path, select_kernels(CPU), dtype=dtype, aux_layers=layers)
     hidden = Bench(model, max_len=80).run(tokens[:-1], 0)
     return hidden.auxiliary.view(len(tokens) - 1, len(layers), -1)
 
@@ -223,7 +215,7 @@ def test_two_engines_do_not_share_a_directory(target, tmp_path, monkeypatch):
     first = engine(target, one)
     with monkeypatch.context() as patched:
         # Refused before anything is loaded; an engine that failed later holds nothing.
-        patched.setattr("sametoken.engine.build.load_model", None)
+        patched.setattr("sametoken.engine.load.load_model", None)
         with pytest.raises(ConfigError, match="is held by process"):
             engine(target, one)
         with pytest.raises(TypeError) as failed:
@@ -272,7 +264,7 @@ def test_the_prefix_cache_is_off_and_says_so(target, tmp_path):
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.engine.build.load_model", None)
+    monkeypatch.setattr("sametoken.engine.load.load_model", None)
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(ConfigError, match="cannot be created"):
         engine(target, tmp_path / "file")

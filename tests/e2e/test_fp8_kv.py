@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from helpers.checkpoints import VOCAB, head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.families import write_family
-from helpers.harness import request, run
+from helpers.harness import requests_of, run
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_nextn
 from helpers.recorded import RecordedLogits
@@ -35,10 +35,7 @@ def engine(path, spec=None, **options):
 
 
 def requests(prompts=PROMPTS):
-    return [
-        request(f"r{i}", prompt, MAX_TOKENS, seed=i, temperature=0.7 * (i % 2))
-        for i, prompt in enumerate(prompts)
-    ]
+    return requests_of(prompts, MAX_TOKENS, 0.0, 0.7)
 
 
 def alone(path, **options) -> tuple[dict, dict]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.utils import logging as transformers_logging
 
-from helpers.harness import request, run
+from helpers.harness import requests_of, run
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -67,11 +69,7 @@ def build(path, announce=lambda text: None, **options):
     return build_engine(EngineConfig.from_options(**options), announce)
 
 
-def requests(temperature: float):
-    return [
-        request(f"r{i}", prompt, max_tokens=16, seed=i, temperature=temperature)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+requests = partial(requests_of, PROMPTS, 16)
 
 
 def speculative(method: str, k: int, **settings) -> dict:
@@ -101,7 +99,7 @@ def test_it_counts_its_memory_and_that_of_kept_states(checkpoint):
     resolved, runner = core.resolved, core._runner
     cache, (states,) = runner.step.kv, runner.kept_states.caches
     assert resolved.config.enable_prefix_caching
-    assert resolved.recurrent_bytes == cache.slots_nbytes
+    assert resolved.recurrent_bytes == sum(memory.nbytes for memory in cache.slots)
     assert resolved.kept_states_bytes == sum(memory.nbytes for memory in states.kept)
     assert resolved.num_kept_states == core.scheduler.limits.num_kept_states == 8 * 3
     assert cache.folded.max_pending == 5

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from itertools import cycle
 
 import pytest
 
 from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
-from helpers.harness import request, run
+from helpers.harness import run, swapped_by
 from helpers.hybrids import (
     hybrid_config,
     hybrid_tensors,
@@ -19,15 +18,9 @@ from helpers.hybrids import (
     without_mtp,
     write_hybrid,
 )
-from helpers.static_steps import in_steps
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from helpers.small_engines import build, mtp, plain, requests
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
-
-# Lengths around the edges of chunks, which are of 8.
-PROMPTS = [[0, 1, 4], [0, 2, 6, 5, 3, 5, 8, 9], list(range(17)), [0, 7, 7, 7], [0, 7, 1] * 8]
-MAX_TOKENS = 16
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
@@ -48,48 +41,16 @@ def twin(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
 
 
-def build(path, k: int = 0, steps: str = "compact", **options):
-    spec = options.pop("speculative_config", None)
-    if k:
-        spec = {"method": "mtp", "num_speculative_tokens": k} | (spec or {})
-    options = {
-        "model": str(path),
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 32,
-        "prefill_chunk_size": 8,
-        "block_size": 8,
-        "max_model_len": 48,
-        "kv_cache_memory_bytes": 2**20,
-        "speculative_config": spec,
-    } | options
-    core = build_engine(EngineConfig.from_options(**options))
-    core._runner = in_steps(core._runner, steps)
-    return core
-
-
-def requests():
-    """Every other one is sampled."""
-    return [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.9 * (i % 2))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-@lru_cache
-def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
-    return run(build(path, dtype=dtype), requests()).tokens
-
-
 @pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("static", "compact"))))
 def test_no_number_of_drafts_changes_a_token(dense, k, steps):
-    drafted = run(build(dense, k, steps), requests())
+    drafted = run(build(dense, mtp(k), steps), requests())
     assert drafted.tokens == plain(dense)
     assert drafted.offered > 0
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [("float32", "compact"), ("bfloat16", "static")])
 def test_neither_do_experts_nor_another_dtype(checkpoint, dtype, steps):
-    drafted = run(build(checkpoint, 3, steps, dtype=dtype), requests())
+    drafted = run(build(checkpoint, mtp(3), steps, dtype=dtype), requests())
     assert drafted.tokens == plain(checkpoint, dtype)
     assert drafted.offered > 0
 
@@ -97,7 +58,7 @@ def test_neither_do_experts_nor_another_dtype(checkpoint, dtype, steps):
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "steps"), [(8, "static"), (16, "compact")])
 def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk, steps):
-    core = build(dense, 4, steps, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
+    core = build(dense, mtp(4), steps, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
     assert run(core, requests()).tokens == plain(dense)
 
 
@@ -106,16 +67,14 @@ def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight,
 )
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""
-    drafted = run(build(twin, k, steps, steps_in_flight=1 + k % 3), requests())
+    drafted = run(build(twin, mtp(k), steps, steps_in_flight=1 + k % 3), requests())
     assert drafted.tokens == plain(twin)
     assert drafted.accepted == drafted.offered > 0
 
 
 def test_preemption_takes_its_kv_along(twin, monkeypatch):
-    core = build(twin, 3, num_kv_blocks=8, max_model_len=40)
-    swap, swapped = core._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    core = build(twin, mtp(3), num_kv_blocks=8, max_model_len=40)
+    swapped = swapped_by(core, monkeypatch)
     drafted = run(core, requests())
     assert swapped, "nothing was preempted"
     assert drafted.tokens == plain(twin)
@@ -127,14 +86,14 @@ def test_synthetic_acceptance_accepts_as_often_as_it_is_told(dense):
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [1.0, 1.0, 0.0],
     }
-    drafted = run(build(dense, 3, speculative_config=synthetic), requests())
+    drafted = run(build(dense, mtp(3, **synthetic)), requests())
     assert drafted.offered > 0
     assert 0.5 < drafted.accepted / drafted.offered < 0.8
 
 
 @pytest.mark.parametrize("method", ["qwen3_5_mtp", "qwen3_next_mtp"])
 def test_older_names_of_the_method_work(twin, method):
-    core = build(twin, 2, speculative_config={"method": method})
+    core = build(twin, mtp(2, method=method))
     assert core.resolved.config.speculative_config.method == "mtp"
     assert run(core, requests()[:1]).accepted > 0
 
@@ -169,7 +128,7 @@ def published_shape(config: dict) -> dict:
 def test_a_published_config_alone_makes_a_drafting_engine(tmp_path):
     config = published_shape(hybrid_config("qwen3_5"))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    core = build(tmp_path, 3, load_format="dummy")
+    core = build(tmp_path, mtp(3), load_format="dummy")
     assert core.resolved.model.vocab_size == VOCAB
     drafted = run(core, requests()[:2])
     assert drafted.offered > 0
@@ -188,28 +147,28 @@ def test_a_checkpoint_without_the_module_is_refused_before_the_target_loads(tmp_
     write_checkpoint(tmp_path, config, without_mtp(hybrid_tensors(config)))
     refuse_to_load(monkeypatch)
     with pytest.raises(CheckpointError, match="holds no multi-token-prediction module"):
-        build(tmp_path, 2)
+        build(tmp_path, mtp(2))
 
 
 def test_a_target_of_another_kind_is_refused_before_it_loads(tmp_path, monkeypatch):
     write_llama(tmp_path)
     refuse_to_load(monkeypatch)
     with pytest.raises(UnsupportedError, match="'mtp' does not run with LlamaForCausalLM"):
-        build(tmp_path, 2)
+        build(tmp_path, mtp(2))
 
 
 def test_more_drafts_than_a_module_is_good_for_are_refused(dense):
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=9 .* 'mtp'"):
-        build(dense, 9)
+        build(dense, mtp(9))
 
 
 def test_a_token_map_changes_no_token(twin, tmp_path):
     names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
-    ran = {"none": run(build(twin, 3), requests())}
+    ran = {"none": run(build(twin, mtp(3)), requests())}
     for name, ids in names.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(ids))
-        spec = {"token_map": str(tmp_path / f"{name}.json")}
-        ran[name] = run(build(twin, 3, speculative_config=spec), requests())
+        spec = mtp(3, token_map=str(tmp_path / f"{name}.json"))
+        ran[name] = run(build(twin, spec), requests())
     assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(twin)
     assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
     assert 0 < ran["half"].accepted < ran["half"].offered
@@ -217,6 +176,5 @@ def test_a_token_map_changes_no_token(twin, tmp_path):
 
 def test_a_token_map_for_another_vocabulary_is_refused(twin, tmp_path):
     (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
-    spec = {"token_map": str(tmp_path / "map.json")}
     with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
-        build(twin, 3, speculative_config=spec)
+        build(twin, mtp(3, token_map=str(tmp_path / "map.json")))

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import partial
 
 import pytest
-import torch
 
-from helpers.harness import ScriptedDrafter, Shape, request, run
+from helpers import small_engines
+from helpers.forward import load
+from helpers.harness import ScriptedDrafter, Shape, request, run, swapped_by
 from helpers.harness import build as put_together
 from helpers.nemotron import nemotron_config, write_nemotron, write_twin
-from helpers.static_steps import in_steps
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
-from sametoken.models.loader import load_model
+from helpers.small_engines import MAX_TOKENS, PROMPTS, cached_by, mtp, plain, requests
 from sametoken.ops.dispatch import CHOICE
-from sametoken.ops.reference import ReferenceKernels
 from sametoken.scheduler import kept_states
 
-# Lengths around the edges of chunks, which are of 8; repetitive, so that n-grams are found.
-PROMPTS = [[0, 1, 4], [0, 2, 6, 5, 3, 5, 8, 9], list(range(17)), [0, 7, 7, 7], [0, 7, 1] * 8]
-MAX_TOKENS = 16
+# Room for all drafts of an n-gram.
+build = partial(small_engines.build, max_num_batched_tokens=96)
 
 
 @pytest.fixture(scope="module")
@@ -34,45 +30,12 @@ def twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("twin"), seed=6)
 
 
-def build(path, spec: dict | None = None, steps: str = "compact", **options):
-    options = {
-        "model": str(path),
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 96,
-        "prefill_chunk_size": 8,
-        "block_size": 8,
-        "max_model_len": 48,
-        "kv_cache_memory_bytes": 2**20,
-        "speculative_config": spec,
-    } | options
-    core = build_engine(EngineConfig.from_options(**options))
-    core._runner = in_steps(core._runner, steps)
-    return core
-
-
-def mtp(k: int, method: str = "mtp") -> dict:
-    return {"method": method, "num_speculative_tokens": k}
-
-
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 64,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
-
-
-def requests():
-    """Every other one is sampled."""
-    return [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.9 * (i % 2))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-@lru_cache
-def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
-    return run(build(path, dtype=dtype), requests()).tokens
 
 
 @pytest.mark.parametrize(
@@ -94,13 +57,7 @@ def test_no_drafter_changes_a_token(dense, spec, steps, dtype):
 
 @pytest.mark.parametrize("script", ["right", "wrong", "alternating", "empty", "mixed"])
 def test_adversarial_drafts_change_no_token(dense, script):
-    model = load_model(
-        dense,
-        kernels=ReferenceKernels(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_positions=96,
-    )
+    model = load(dense)
     shape = Shape(prefix_caching=False, cache_emitted=False, max_model_len=64)
     items = [request(f"r{i}", p, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
     truth = run(put_together(model, shape), items).tokens
@@ -129,7 +86,7 @@ def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, steps_in_fl
 def test_a_request_may_end_at_the_longest_length(twin):
     """Drafts near ``max_model_len`` are cut to what still fits, and are right."""
     items = [request("r", [0, 5, 3, 2], max_tokens=44), request("s", [0, 2], max_tokens=46)]
-    ran = run(build(twin, mtp(8, "nemotron_h_mtp"), max_model_len=48), items)
+    ran = run(build(twin, mtp(8, method="nemotron_h_mtp"), max_model_len=48), items)
     assert ran.tokens == run(build(twin, max_model_len=48), items).tokens
     assert [len(tokens) for tokens in ran.tokens.values()] == [44, 46]
     assert ran.accepted == ran.offered > 0
@@ -138,9 +95,7 @@ def test_a_request_may_end_at_the_longest_length(twin):
 @pytest.mark.parametrize("spec", [None, mtp(3)], ids=["plain", "mtp"])
 def test_preempted_requests_go_on_from_their_state(twin, spec, monkeypatch):
     core = build(twin, spec, num_kv_blocks=8, max_model_len=40)
-    swap, swapped = core._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    swapped = swapped_by(core, monkeypatch)
     assert run(core, requests()).tokens == plain(twin)
     assert swapped, "nothing was preempted"
 
@@ -150,14 +105,7 @@ def test_a_kept_state_serves_the_next_turn(dense, monkeypatch):
     monkeypatch.setattr(kept_states, "INTERVAL", 2)
     core = build(dense, NGRAM, block_size=4, max_model_len=96)
     told = run(core, [request("a", range(17), max_tokens=8)]).tokens["a"]
-    longer, cached, step = request("b", [*range(17), *told, 3, 1], max_tokens=8), [], core.step
-
-    def watched():
-        updates = step()
-        cached.extend(update.num_cached for update in updates)
-        return updates
-
-    core.step = watched
+    longer, cached = request("b", [*range(17), *told, 3, 1], max_tokens=8), cached_by(core)
     warm = run(core, [longer]).tokens
     assert max(cached) >= 16
     assert warm == run(build(dense, block_size=4, max_model_len=96), [longer]).tokens

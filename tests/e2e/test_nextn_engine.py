@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import cycle
 
 import pytest
 
 from helpers.checkpoints import head_tensors, write_safeailab
 from helpers.families import VOCAB
-from helpers.harness import request, run
+from helpers.harness import run, swapped_by
 from helpers.latents import write_latent, write_nextn, write_twin
-from helpers.static_steps import in_steps
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from helpers.small_engines import build, cached_by, mtp, plain, requests
 from sametoken.errors import CheckpointError
 
-# Lengths around the edges of chunks, which are of 8; tokens 0 and 1 begin every prompt.
-PROMPTS = [[0, 1, 4], [0, 1, 6, 5, 3, 5, 8, 9], list(range(17)), [0, 1, 7, 7, 7], [0, 1, 7] * 8]
-MAX_TOKENS = 14
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
@@ -30,39 +24,6 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("twin"))
-
-
-def build(path, spec=None, steps: str = "compact", **options):
-    options = {
-        "model": str(path),
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 32,
-        "prefill_chunk_size": 8,
-        "block_size": 8,
-        "max_model_len": 48,
-        "kv_cache_memory_bytes": 2**20,
-        "speculative_config": spec,
-    } | options
-    core = build_engine(EngineConfig.from_options(**options))
-    core._runner = in_steps(core._runner, steps)
-    return core
-
-
-def mtp(k: int) -> dict:
-    return {"method": "mtp", "num_speculative_tokens": k}
-
-
-def requests():
-    """Every other one is sampled."""
-    return [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.9 * (i % 2))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-@lru_cache
-def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
-    return run(build(path, dtype=dtype), requests()).tokens
 
 
 @pytest.mark.parametrize(
@@ -99,9 +60,7 @@ def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
 
 def test_preemption_takes_latents_along(twin, monkeypatch):
     core = build(twin, mtp(3), num_kv_blocks=8, max_model_len=40)
-    swap, swapped = core._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    swapped = swapped_by(core, monkeypatch)
     drafted = run(core, requests())
     assert swapped, "nothing was preempted"
     assert drafted.tokens == plain(twin)
@@ -111,14 +70,7 @@ def test_preemption_takes_latents_along(twin, monkeypatch):
 def test_a_cached_prefix_changes_no_token(twin):
     core = build(twin, mtp(3), enable_prefix_caching=True)
     assert run(core, requests()).tokens == plain(twin)
-    step, cached = core.step, []
-
-    def watched():
-        updates = step()
-        cached.extend(update.num_cached for update in updates)
-        return updates
-
-    core.step = watched
+    cached = cached_by(core)
     warm = run(core, requests())
     assert warm.tokens == plain(twin)
     assert warm.accepted == warm.offered > 0
@@ -127,7 +79,7 @@ def test_a_cached_prefix_changes_no_token(twin):
 
 @pytest.mark.parametrize("method", ["deepseek_mtp", "nextn"])
 def test_other_names_of_the_method_work(twin, method):
-    core = build(twin, {"method": method, "num_speculative_tokens": 2})
+    core = build(twin, mtp(2, method=method))
     assert core.resolved.config.speculative_config.method == "mtp"
     assert core.resolved.attention_kernels == core.resolved.kernels
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 
 from helpers.decaying_sum import MixedToy
-from helpers.harness import ScriptedDrafter, Shape, allocate, build, request, run
+from helpers.harness import ScriptedDrafter, Shape, allocate, build, request, requests_of, run
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.ops.native.backend import NativeKernels
@@ -24,11 +24,7 @@ both_bundles = pytest.mark.parametrize(
 )
 
 
-def requests(temperature: float = 0.0):
-    return [
-        request(f"r{i}", prompt, max_tokens=16, seed=i, temperature=temperature)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+requests = partial(requests_of, PROMPTS, 16)
 
 
 @lru_cache
@@ -50,7 +46,7 @@ def test_drafts_and_preemption_leave_every_token_alone(kernels, num_blocks, scri
         save(store, swap)
 
     monkeypatch.setattr(SwapStore, "_save", watched)
-    items = requests(temperature=0.9)
+    items = requests(0.9)
     core = build(
         MixedToy(kernels=kernels),
         replace(SHAPE, num_blocks=num_blocks, steps_in_flight=2),

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
-from helpers.forward import Bench, OneRun
-from helpers.harness import request, run
+from helpers.forward import Bench, OneRun, load
+from helpers.harness import requests_of, run
 from helpers.parity import (
     BACKENDS,
     drawn_models,
-    load,
     require_logits,
     require_parity,
     require_parity_of_ranks,
@@ -67,11 +66,7 @@ def emitted(path, spec, temperature, max_model_len=96):
         )
     )
     prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT]
-    items = [
-        request(f"r{i}", prompt, 24, temperature=temperature, seed=i)
-        for i, prompt in enumerate(prompts)
-    ]
-    return run(core, items)
+    return run(core, requests_of(prompts, 24, temperature))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

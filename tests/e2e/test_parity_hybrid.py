@@ -22,16 +22,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from helpers.forward import Bench
+from helpers.forward import Bench, load
 from helpers.hybrids import merged_experts
-from helpers.parity import (
-    BACKENDS,
-    drawn_models,
-    load,
-    require_logits,
-    require_parity,
-    saved_and_loaded,
-)
+from helpers.parity import BACKENDS, drawn_models, require_logits, require_parity, saved_and_loaded
 from helpers.rows import ragged_rows
 from sametoken.errors import UnsupportedError
 

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.families import VOCAB, random_model
-from helpers.forward import Bench
+from helpers.forward import Bench, load
 from helpers.latents import LATENTS, drawn_latent, write_latent
 from helpers.parity import (
     BACKENDS,
     drawn_models,
-    load,
     require_parity,
     require_parity_of_ranks,
     saved_and_loaded,

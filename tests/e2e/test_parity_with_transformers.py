@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from helpers.forward import Bench, their_greedy
+from helpers.forward import Bench, load, their_greedy
 from helpers.parity import (
     BACKENDS,
     NUM_GREEDY,
     drawn_models,
-    load,
     require_parity,
     saved_and_loaded,
     their_logits,

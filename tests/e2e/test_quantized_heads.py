@@ -17,7 +17,7 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.compressed import FLOAT, compressed
-from helpers.harness import Ran, request, run
+from helpers.harness import Ran, requests_of, run
 from helpers.heads import OPTIONS, SharedTarget
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -69,11 +69,7 @@ def said(target, head=None) -> Ran:
             max_model_len=60,
         )
     )
-    items = [
-        request(f"r{i}", prompt, 30, temperature=0.7 * (i % 2), seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    return run(core, items)
+    return run(core, requests_of(PROMPTS, 30, 0.0, 0.7))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
 from helpers.gguf_files import write_gguf
-from helpers.harness import request, run
+from helpers.harness import requests_of, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_nextn
 from helpers.mxfp4 import write_mxfp4
@@ -26,6 +26,7 @@ from helpers.quantized import (
     quantize_tensors,
 )
 from helpers.recorded import RecordedLogits
+from helpers.small_engines import build
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -67,26 +68,10 @@ def hybrid(folder):
 
 def ran(path, spec: dict | None, steps: str = "compact", prompts=PROMPTS, **options):
     """Tokens by prompt, the logits of emitted tokens by prompt and position, drafts offered."""
-    options = {
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 32,
-        "prefill_chunk_size": 8,
-        "block_size": 8,
-        "max_model_len": 48,
-        "kv_cache_memory_bytes": 2**20,
-        "enable_prefix_caching": False,
-    } | options
-    core = build_engine(
-        EngineConfig.from_options(model=str(path), speculative_config=spec, **options)
-    )
+    core = build(path, spec, **{"enable_prefix_caching": False} | options)
     recorded = RecordedLogits()
     core._runner = in_steps(recorded.runner(core._runner), steps)
-    items = [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.7 * (i % 2))
-        for i, prompt in enumerate(prompts)
-    ]
-    drafted = run(core, items)
-    return drafted, recorded.rows
+    return run(core, requests_of(prompts, MAX_TOKENS, 0.0, 0.7)), recorded.rows
 
 
 def require_same(path, spec: dict, dtype: str, **options) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
 
-from helpers.harness import Parts, ScriptedDrafter, Shape, allocate, build, request, run
+from helpers.harness import (
+    Parts,
+    ScriptedDrafter,
+    Shape,
+    allocate,
+    build,
+    request,
+    requests_of,
+    run,
+)
 from helpers.hybrid_toy import HybridToy
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -24,11 +33,7 @@ TIGHT = replace(SHAPE, num_blocks=14)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [5] * 17, [6, 1], [7, 7, 2, 9, 4, 4, 4]]
 
 
-def requests(**params):
-    return [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, **params)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+requests = partial(requests_of, PROMPTS, MAX_TOKENS)
 
 
 @lru_cache
@@ -62,7 +67,7 @@ def test_a_slot_s_next_request_sees_nothing_of_the_last():
 @pytest.mark.parametrize("script", ["right", "wrong", "alternating", "empty", "mixed"])
 def test_drafts_leave_every_token_alone(script, steps_in_flight, temperature, kernels):
     shape = replace(SHAPE, steps_in_flight=steps_in_flight)
-    items = requests(temperature=temperature)
+    items = requests(temperature)
     core = build(
         HybridToy(kernels=kernels),
         shape,
@@ -113,7 +118,7 @@ def self_drafter(parts: Parts, model: HybridToy, k: int) -> DraftModelDrafter:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_hybrid_that_drafts_for_itself_is_always_right(k, temperature):
     shape = replace(SHAPE, num_drafts=k, num_blocks=90)
-    items = requests(temperature=temperature)
+    items = requests(temperature)
     core = build(HybridToy(), shape, make_drafter=lambda parts: self_drafter(parts, HybridToy(), k))
     drafted = run(core, items)
     assert drafted.tokens == alone(items)

@@ -174,7 +174,7 @@ class SameTokens(RuleBasedStateMachine):
 
 
 TestSameTokens = SameTokens.TestCase
-TestSameTokens.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSameTokens.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 class SameTokensOfKernels(SameTokens):
@@ -184,7 +184,7 @@ class SameTokensOfKernels(SameTokens):
 
 
 TestSameTokensOfKernels = SameTokensOfKernels.TestCase
-TestSameTokensOfKernels.settings = settings(max_examples=3, stateful_step_count=12, deadline=None)
+TestSameTokensOfKernels.settings = settings(max_examples=3, stateful_step_count=12)
 
 
 @pytest.mark.usefixtures("layouts")

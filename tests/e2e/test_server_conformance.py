@@ -65,7 +65,6 @@ def draw(operation, mode: GenerationMode, check) -> None:
     @seed(0)
     @settings(
         max_examples=20,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

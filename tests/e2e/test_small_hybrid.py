@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from helpers import calculator
+from helpers.harness import swapped_by
 from sametoken import LLM, SamplingParams
 from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
 from sametoken.models.names import (
@@ -158,9 +159,7 @@ def test_steps_in_flight(drafter, steps_in_flight):
 def test_preempted_requests_go_on_as_they_were(drafter, monkeypatch):
     """Memory for about three of the seven."""
     llm = hybrid(speculative_config=DRAFTERS[drafter], num_kv_blocks=33, max_num_seqs=7)
-    swap, swapped = llm._engine._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    swapped = swapped_by(llm._engine, monkeypatch)
     tokens, speculation = answers(llm)
     assert swapped, "nothing was preempted"
     assert tokens == plain()

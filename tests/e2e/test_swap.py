@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
 
 from helpers.checkpoints import write_llama
-from helpers.harness import ScriptedDrafter, Shape, build, draft_model, request, run
+from helpers.harness import ScriptedDrafter, Shape, build, draft_model, request, requests_of, run
 from helpers.hybrid_toy import HybridToy
 from helpers.recorded import RecordedLogits
 from helpers.toy import ToyModel
@@ -24,11 +24,7 @@ TIGHT = Shape(num_blocks=14, num_host_blocks=0)
 DENSE = replace(TIGHT, prefix_caching=False, cache_emitted=False)
 
 
-def requests(**params):
-    return [
-        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, **params)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+requests = partial(requests_of, PROMPTS, MAX_TOKENS)
 
 
 @lru_cache
@@ -51,7 +47,7 @@ def oracle(kind: type):
 @pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(("kind", "steps_in_flight"), [(ToyModel, 1), (HybridToy, 3)])
 def test_without_room_on_the_host_what_was_lost_is_computed_again(kind, steps_in_flight):
-    items = requests(temperature=0.9)
+    items = requests(0.9)
     core = build(
         kind(),
         replace(DENSE, steps_in_flight=steps_in_flight),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.checkpoints import write_checkpoint
-from helpers.harness import request
+from helpers.harness import request, requests_of
 from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
 from helpers.nemotron import write_nemotron
 from helpers.thread_ranks import engine_over_threads
@@ -127,10 +127,8 @@ def test_a_drafter_that_is_the_target_is_always_right(files, kind):
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
 def test_so_is_a_module_that_is_its_target_s_twin(files, steps_in_flight):
     """Token 0 begins every prompt; every other request is sampled."""
-    items = [
-        request(f"r{i}", (0, *range(i, i + length)), MAX_TOKENS, temperature=0.9 * (i % 2), seed=i)
-        for i, length in enumerate((1, 15, 16, 31, 33))
-    ]
+    prompts = [(0, *range(i, i + length)) for i, length in enumerate((1, 15, 16, 31, 33))]
+    items = requests_of(prompts, MAX_TOKENS, 0.0, 0.9)
     plain = answer(files["twin"], None, items, max_num_seqs=1)
     answers = answer(files["twin"], DRAFTS["mtp"], items, steps_in_flight=steps_in_flight)
     assert answers == plain
@@ -157,7 +155,8 @@ def test_each_rank_has_its_heads_state_and_no_more(files):
     one = build_engine(config_of(files["dense"], DRAFTS["ngram"], tensor_parallel_size=1)).resolved
     with engine_over_threads(config_of(files["dense"], DRAFTS["ngram"])) as (core, _):
         assert 2 * core.resolved.recurrent_bytes == one.recurrent_bytes > 0
-        assert core._runner._inner.step.kv.slots_nbytes == core.resolved.recurrent_bytes
+        slots = core._runner._inner.step.kv.slots
+        assert sum(memory.nbytes for memory in slots) == core.resolved.recurrent_bytes
         assert core.resolved.num_kv_blocks >= one.num_kv_blocks
         kv, whole = core.resolved.request_memory, one.request_memory
         assert 2 * kv.kv_per_token == whole.kv_per_token

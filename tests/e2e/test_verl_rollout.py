@@ -59,18 +59,14 @@ async def held_and_rejected(server: RolloutServer, expected: list[int]) -> None:
     assert (await server.answer(PROMPT, SAMPLING, "e"))["token_ids"] == expected
 
 
-def test_rollouts_updates_and_sleep(tmp_path):
+async def test_rollouts_updates_and_sleep(tmp_path):
     paths = [write_chat_model(tmp_path / str(seed), seed) for seed in (0, 1)]
     options = TOY_ENGINE | {"speculative_config": NGRAM, "max_model_len": 64}
     config = EngineConfig.from_options(model=str(paths[0]), **options)
-
-    async def scene() -> None:
-        server = RolloutServer(config, "127.0.0.1", lengths=(12, 8), sleeps=True)
-        await server.launch_server()
-        try:
-            await rollouts_around_an_update(server, paths)
-            await held_and_rejected(server, offline(paths[1]))
-        finally:
-            await server.shutdown()
-
-    asyncio.run(scene())
+    server = RolloutServer(config, "127.0.0.1", lengths=(12, 8), sleeps=True)
+    await server.launch_server()
+    try:
+        await rollouts_around_an_update(server, paths)
+        await held_and_rejected(server, offline(paths[1]))
+    finally:
+        await server.shutdown()

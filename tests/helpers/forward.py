@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from helpers.recurrent import poison
 from sametoken.models.base import HiddenStates
-from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.models.decoder import Decoder
+from sametoken.models.loader import load_model
+from sametoken.ops.backend import AttentionRows, Kernels, RowRuns
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step.reference import rows_at
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
 
 CPU = torch.device("cpu")
+
+
+def load(path, kernels: Kernels | None = None, **options: Any) -> Decoder:
+    """A checkpoint's model on the CPU: by the reference in fp32, unless others are given."""
+    defaults = {"dtype": torch.float32, "device": CPU, "max_positions": 128}
+    return load_model(path, kernels=kernels or ReferenceKernels(), **defaults | options)
 
 
 class Bench:

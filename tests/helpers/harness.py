@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from types import SimpleNamespace
 
 import torch
@@ -245,6 +246,15 @@ def request(
     )
 
 
+def requests_of(prompts, max_tokens: int, *temperatures: float, **params) -> list[EngineRequest]:
+    """One of each prompt, with a seed of its own; the temperatures, by default 0, take turns."""
+    turns = cycle(temperatures or (0.0,))
+    return [
+        request(f"r{i}", prompt, max_tokens, temperature=temperature, seed=i, **params)
+        for i, (prompt, temperature) in enumerate(zip(prompts, turns, strict=False))
+    ]
+
+
 @dataclass
 class Ran:
     """Emitted tokens by request, cut at the length limit, and the counters."""
@@ -268,6 +278,14 @@ def run(core: EngineCore, requests, max_steps: int = 2000) -> Ran:
             return ran
         collect(core, ran, limits)
     raise AssertionError("the engine does not finish")
+
+
+def swapped_by(core: EngineCore, monkeypatch) -> list:
+    """What an engine swaps out from now on; grows as it runs."""
+    swap, swapped = core._runner.swap, []
+    move_out = swap.move_out
+    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    return swapped
 
 
 def counted(core: EngineCore, part: str) -> list[int]:

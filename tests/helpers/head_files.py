@@ -16,11 +16,12 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.forward import load
 from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, required_aux_layers
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.reference import ReferenceKernels
 
@@ -47,14 +48,8 @@ class HeadFiles:
             else:
                 model = str(write_safeailab(folder / "head", head_tensors(**tensors)))
         self.spec = SpeculativeConfig(method, 3, model)
-        self.target = load_model(
-            self.path,
-            kernels=ReferenceKernels(),
-            dtype=torch.float32,
-            device=CPU,
-            max_positions=MAX_LEN,
-            aux_layers=required_aux_layers(self.spec, read_config(self.path), self.path),
-        )
+        layers = required_aux_layers(self.spec, read_config(self.path), self.path)
+        self.target = load(self.path, aux_layers=layers)
 
     def bench(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Bench:
         """The drafter of the spec with these changes, which nothing spoils."""

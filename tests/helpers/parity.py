@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench, their_greedy
+from helpers.forward import CPU, Bench, load, their_greedy
 from helpers.thread_ranks import run_ranks
-from sametoken.layers.parallel import SINGLE_RANK
-from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -26,23 +24,8 @@ def drawn_models(max_examples: int) -> settings:
     """The same random models in every run; none is shrunk."""
     return settings(
         max_examples=max_examples,
-        deadline=None,
         derandomize=True,
         phases=(Phase.explicit, Phase.generate),
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
-def load(
-    path, kernels=BACKENDS[0], parallel=SINGLE_RANK, dtype=torch.float32, max_positions: int = 128
-):
-    return load_model(
-        path,
-        kernels=kernels,
-        dtype=dtype,
-        device=CPU,
-        max_positions=max_positions,
-        parallel=parallel,
     )
 
 

@@ -24,7 +24,6 @@ STATIC_OPS = {"reference": reference, "triton": in_triton}
 #: What may not be read: no token id, and no address of one.
 GARBAGE = 10**15
 SLOTS, BLOCK_SIZE, RESERVED_BLOCK = 5, 4, 7777
-FACTS = ("token_ids", "num_tokens", "num_computed", "draft_ids", "num_drafts")
 
 
 @dataclass(frozen=True)

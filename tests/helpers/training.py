@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers.checkpoints import write_llama
 from sametoken import LLM, SamplingParams
+from sametoken.train.options import LoopOptions
+from sametoken.types.outputs import SpeculationMetrics
 
 SIZES = {
     "vocab_size": 61,
@@ -19,6 +22,15 @@ SIZES = {
 }
 NUM_PROMPTS, PROMPT_LEN, ANSWER_LEN = 16, 5, 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True)
+LOOP = LoopOptions(
+    steps=4,
+    warmup_steps=2,
+    batch_tokens=160,
+    max_length=64,
+    learning_rate=3e-3,
+    validation=0.0,
+    device="cpu",
+)
 
 
 def write_target(directory: Path) -> Path:
@@ -42,3 +54,32 @@ def write_own_text(model: Path, path: Path, **options) -> list[list[int]]:
     rows = [p | {"output_token_ids": a} for p, a in zip(prompts_of(), answers, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return answers
+
+
+def require_accepted(
+    target: Path, model: Path, speculative: dict, length: float, rel: float = 0.03
+) -> SpeculationMetrics:
+    """Drafts change no token of the target's, and as many are accepted as training measured.
+
+    Args:
+        target: speaks alone.
+        model: the target of the drafts.
+        speculative: its speculative config.
+        length: the acceptance length that training said.
+        rel: how far the engine's may be from that.
+
+    Returns:
+        The engine's counters.
+    """
+    plain = open_llm(target).generate(prompts_of(), GREEDY)
+    llm = open_llm(model, speculative_config=speculative)
+    drafted = llm.generate(prompts_of(), GREEDY)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    # The engine's counters, but for the steps of prefill, which have no drafts.
+    metrics = llm.speculation_metrics
+    assert 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS) == pytest.approx(
+        length, rel=rel
+    )
+    # Chance is one token of all, twice in a row almost never.
+    assert metrics.acceptance_per_position[0] > 10 / SIZES["vocab_size"]
+    return metrics

@@ -8,7 +8,7 @@ import torch
 
 from helpers.checkpoints import VOCAB, write_checkpoint
 from helpers.families import VOCAB as LATENT_VOCAB
-from helpers.harness import CPU, Shape, allocate, build, request, run
+from helpers.harness import CPU, Shape, allocate, build, request, requests_of, run
 from helpers.hybrids import twin_config, twin_tensors
 from helpers.latents import write_twin
 from helpers.spoilt import Spoilt, make_stream
@@ -104,10 +104,7 @@ class NextNTwin(Twin):
 
 def twin_requests(max_tokens: int = MAX_TOKENS):
     """Every other one is sampled."""
-    return [
-        request(f"r{i}", prompt, max_tokens, temperature=0.9 * (i % 2), seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    return requests_of(PROMPTS, max_tokens, 0.0, 0.9)
 
 
 def nextn_requests():

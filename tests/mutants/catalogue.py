@@ -31,7 +31,6 @@ from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNHead
 from sametoken.ops.backend import LayerKV
-from sametoken.ops.model import moe
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink
 from sametoken.ops.model.attention.kv import as_read
@@ -40,7 +39,7 @@ from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native.layer import NativeLayer
 from sametoken.ops.native.recurrent import NativePass, part_table
-from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.reference import ComposedKernels, ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
 from sametoken.ops.step import (
     compact,
@@ -684,7 +683,7 @@ def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
         rows = replace(rows, positions=first, offsets=torch.zeros_like(first))
         apply_rules(logits, rows, committed, rules)
 
-    substitute(patch, apply_rules, mutant)
+    patch.setattr(ComposedKernels, "apply_rules", staticmethod(mutant))
 
 
 # Grammars
@@ -975,7 +974,7 @@ def rows_alone_have_no_sinks(patch: pytest.MonkeyPatch) -> None:
     attention = ReferenceKernels.attention
 
     def mutant(self, q, shape, rows, kv, sinks=None):
-        return attention(self, q, shape, rows, kv, sinks if len(q) > 1 else None)
+        return attention(q, shape, rows, kv, sinks if len(q) > 1 else None)
 
     patch.setattr(ReferenceKernels, "attention", mutant)
 
@@ -990,14 +989,14 @@ def own_step_is_read_before_rounding(patch: pytest.MonkeyPatch) -> None:
     unrounded: list[LayerKV] = []
 
     def writes(self, qkv, shape, rotary, rows, kv, qk_norm):
-        q = write(self, qkv, shape, rotary, rows, kv, qk_norm)
+        q = write(qkv, shape, rotary, rows, kv, qk_norm)
         wide = LayerKV(as_read(kv.keys, kv.k_scales), as_read(kv.values, kv.v_scales))
-        write(self, qkv, shape, rotary, rows, wide, qk_norm)
+        write(qkv, shape, rotary, rows, wide, qk_norm)
         unrounded[:] = [wide]
         return q
 
     def reads(self, q, shape, rows, kv, sinks=None):
-        return read(self, q, shape, rows, *unrounded, sinks)
+        return read(q, shape, rows, *unrounded, sinks)
 
     patch.setattr(ReferenceKernels, "rope_and_cache", writes)
     patch.setattr(ReferenceKernels, "attention", reads)
@@ -1052,11 +1051,11 @@ def the_first_embedding_is_kept(patch: pytest.MonkeyPatch) -> None:
 @mutant("experts-weighed-by-corrected-scores", "docs/decisions/0031", NEXTN, "position")
 def the_bias_weighs_too(patch: pytest.MonkeyPatch) -> None:
     """Weights are renormalised with the bias that should only choose."""
-    gate = moe.moe_gate
+    gate = ComposedKernels.moe_gate
 
     def mutant(logits, routing, bias=None, out=None):
         chosen, _ = gate(logits, routing, bias, out)
         weights = (logits.sigmoid() + (0 if bias is None else bias)).gather(1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) * routing.scale
 
-    patch.setattr(moe, "moe_gate", mutant)
+    patch.setattr(ComposedKernels, "moe_gate", staticmethod(mutant))

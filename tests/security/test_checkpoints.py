@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,6 +27,8 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
+from helpers.examples import FIXED
+from helpers.forward import load
 from helpers.gguf_files import convert
 from helpers.hybrids import write_hybrid
 from sametoken import LLM
@@ -41,19 +43,14 @@ from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.files import INDEX, SINGLE
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
 
 CPU = torch.device("cpu")
 #: Of one example, on a busy machine; without bounds it is minutes, or never.
 SECONDS, MEGABYTES = 10.0, 700
-FUZZ = settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+FUZZ = settings(FIXED, max_examples=50)
 HUGE = 10**15
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -67,12 +64,6 @@ def cheap():
     assert time.monotonic() - began < SECONDS
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < MEGABYTES * 1000
-
-
-def load(path):
-    return load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=16
-    )
 
 
 def rewrite(directory: Path, **changes) -> Path:

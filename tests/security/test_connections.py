@@ -120,23 +120,20 @@ async def ended(reader, within_s: float = SOON) -> bool:
     return True
 
 
-def test_half_sent_headers_make_room_for_a_neighbour():
-    async def main():
-        async with serving(max_connections=40, header_timeout=600.0) as door:
-            held = []
-            for _ in range(120):
-                held.append(await door.open())
-                held[-1][1].write(HALF)
-            began = time.monotonic()
-            assert (await door.ask(HEALTH))[0] == 200
-            assert time.monotonic() - began < 1.0
-            # The first of them, so that no more than 40 are open.
-            assert all(await asyncio.gather(*(ended(reader) for reader, _ in held[:80])))
-
-    asyncio.run(main())
+async def test_half_sent_headers_make_room_for_a_neighbour():
+    async with serving(max_connections=40, header_timeout=600.0) as door:
+        held = []
+        for _ in range(120):
+            held.append(await door.open())
+            held[-1][1].write(HALF)
+        began = time.monotonic()
+        assert (await door.ask(HEALTH))[0] == 200
+        assert time.monotonic() - began < 1.0
+        # The first of them, so that no more than 40 are open.
+        assert all(await asyncio.gather(*(ended(reader) for reader, _ in held[:80])))
 
 
-def test_requests_at_work_are_not_given_up_for_new_connections():
+async def test_requests_at_work_are_not_given_up_for_new_connections():
     release = []
 
     async def app(scope, receive, send):
@@ -148,56 +145,47 @@ def test_requests_at_work_are_not_given_up_for_new_connections():
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": b"ok"})
 
-    async def main():
-        async with serving(app, max_connections=3) as door:
-            held = [await door.open() for _ in range(3)]
-            for _, writer in held:
-                writer.write(HEALTH)
-            while len(release) < 3:
-                await asyncio.sleep(0.005)
-            late, writer = await door.open()
-            assert await ended(late)
-            for event in release:
-                event.set()
-            assert [(await answer(reader))[0] for reader, _ in held] == [200] * 3
-            # They wait again, so another one gets in.
-            assert not await ended((await door.open())[0], 0.05)
-
-    asyncio.run(main())
+    async with serving(app, max_connections=3) as door:
+        held = [await door.open() for _ in range(3)]
+        for _, writer in held:
+            writer.write(HEALTH)
+        while len(release) < 3:
+            await asyncio.sleep(0.005)
+        late, writer = await door.open()
+        assert await ended(late)
+        for event in release:
+            event.set()
+        assert [(await answer(reader))[0] for reader, _ in held] == [200] * 3
+        # They wait again, so another one gets in.
+        assert not await ended((await door.open())[0], 0.05)
 
 
 @pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "next"])
 @pytest.mark.parametrize("drip", [b"x", b"\r\n"], ids=["header", "blank"])
-def test_headers_must_come_in_time_however_they_drip(before, drip):
-    async def main():
-        async with serving(header_timeout=0.4) as door:
-            reader, writer = await door.open()
-            writer.write(before)
-            if before:
-                assert (await answer(reader))[0] == 200
-            writer.write(HALF if drip == b"x" else drip)
-            began = time.monotonic()
-            closed = asyncio.ensure_future(ended(reader))
-            while not closed.done() and time.monotonic() - began < SOON:
-                writer.write(drip)
-                await asyncio.sleep(0.02)
-            assert await closed
-            assert time.monotonic() - began < SOON
-
-    asyncio.run(main())
+async def test_headers_must_come_in_time_however_they_drip(before, drip):
+    async with serving(header_timeout=0.4) as door:
+        reader, writer = await door.open()
+        writer.write(before)
+        if before:
+            assert (await answer(reader))[0] == 200
+        writer.write(HALF if drip == b"x" else drip)
+        began = time.monotonic()
+        closed = asyncio.ensure_future(ended(reader))
+        while not closed.done() and time.monotonic() - began < SOON:
+            writer.write(drip)
+            await asyncio.sleep(0.02)
+        assert await closed
+        assert time.monotonic() - began < SOON
 
 
-def test_a_body_must_come_in_time():
-    async def main():
-        async with serving(body_timeout=0.3) as door:
-            reader, writer = await door.open()
-            writer.write(post("/v1/completions", 20) + b'{"prompt": "x"   }'[:-1])
-            status, headers, body = await answer(reader)
-            assert (status, headers["connection"]) == (408, "close")
-            assert json.loads(body)["error"]["code"] == "request_timeout"
-            assert await ended(reader)
-
-    asyncio.run(main())
+async def test_a_body_must_come_in_time():
+    async with serving(body_timeout=0.3) as door:
+        reader, writer = await door.open()
+        writer.write(post("/v1/completions", 20) + b'{"prompt": "x"   }'[:-1])
+        status, headers, body = await answer(reader)
+        assert (status, headers["connection"]) == (408, "close")
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert await ended(reader)
 
 
 @pytest.mark.parametrize(
@@ -212,21 +200,17 @@ def test_a_body_must_come_in_time():
         (post("/v1/completions", 10**9, "Authorization: Bearer key"), 413),
     ],
 )
-def test_answers_come_before_bodies_and_end_the_connection(head, status):
+async def test_answers_come_before_bodies_and_end_the_connection(head, status):
     """The rest is not read: not as a body, and not as anything else."""
-
-    async def main():
-        async with serving(api_key=("key",), body_timeout=0.3) as door:
-            reader, writer = await door.open()
-            writer.write(head + b"{")
-            answered = await answer(reader)
-            assert (answered[0], answered[1].get("connection")) == (status, "close")
-            assert await ended(reader)
-
-    asyncio.run(main())
+    async with serving(api_key=("key",), body_timeout=0.3) as door:
+        reader, writer = await door.open()
+        writer.write(head + b"{")
+        answered = await answer(reader)
+        assert (answered[0], answered[1].get("connection")) == (status, "close")
+        assert await ended(reader)
 
 
-def test_bodies_that_no_path_takes_are_not_kept():
+async def test_bodies_that_no_path_takes_are_not_kept():
     size = 16 * 10**6
 
     async def send(door) -> None:
@@ -240,43 +224,36 @@ def test_bodies_that_no_path_takes_are_not_kept():
                     await writer.drain()
         assert (await answered)[0] == 405
 
-    async def main():
-        async with serving(api_key=("key",)) as door:
-            before = resident_mb(os.getpid())
-            await asyncio.gather(*(send(door) for _ in range(6)))
-            assert resident_mb(os.getpid()) - before < 40
-
-    asyncio.run(main())
+    async with serving(api_key=("key",)) as door:
+        before = resident_mb(os.getpid())
+        await asyncio.gather(*(send(door) for _ in range(6)))
+        assert resident_mb(os.getpid()) - before < 40
 
 
-def test_large_bodies_share_what_there_is_and_small_ones_get_through():
+async def test_large_bodies_share_what_there_is_and_small_ones_get_through():
     large, small = 10**6, b'{"prompt": "x", "max_tokens": 1}'
     padded = small + b" " * (large - len(small))
-
-    async def main():
-        async with serving(
-            max_request_bytes=large, max_bodies_bytes=2 * large, body_timeout=600.0
-        ) as door:
-            held = []
-            for _ in range(2):
-                held.append(await door.open())
-                held[-1][1].write(post("/v1/completions", large) + padded[:-1])
-                await held[-1][1].drain()
-            await asyncio.sleep(0.2)
-            refused = await door.ask(post("/v1/completions", large))
-            assert (refused[0], json.loads(refused[2])["error"]["code"]) == (503, "overloaded")
-            assert int(refused[1]["retry-after"]) >= 1
-            request = post("/v1/completions", len(small)) + small
-            assert (await door.ask(request))[0] == 200
-            # Those that left give back what they held, and so do those that were answered.
-            held[0][1].close()
-            held[1][1].write(padded[-1:])
-            assert (await answer(held[1][0]))[0] == 200
-            for _ in range(4):
-                whole = post("/v1/completions", large) + padded
-                assert (await door.ask(whole))[0] == 200
-
-    asyncio.run(main())
+    async with serving(
+        max_request_bytes=large, max_bodies_bytes=2 * large, body_timeout=600.0
+    ) as door:
+        held = []
+        for _ in range(2):
+            held.append(await door.open())
+            held[-1][1].write(post("/v1/completions", large) + padded[:-1])
+            await held[-1][1].drain()
+        await asyncio.sleep(0.2)
+        refused = await door.ask(post("/v1/completions", large))
+        assert (refused[0], json.loads(refused[2])["error"]["code"]) == (503, "overloaded")
+        assert int(refused[1]["retry-after"]) >= 1
+        request = post("/v1/completions", len(small)) + small
+        assert (await door.ask(request))[0] == 200
+        # Those that left give back what they held, and so do those that were answered.
+        held[0][1].close()
+        held[1][1].write(padded[-1:])
+        assert (await answer(held[1][0]))[0] == 200
+        for _ in range(4):
+            whole = post("/v1/completions", large) + padded
+            assert (await door.ask(whole))[0] == 200
 
 
 async def endless(scope, receive, send):
@@ -299,37 +276,31 @@ async def endless(scope, receive, send):
 finished: list[str] = []
 
 
-def test_who_reads_nothing_is_let_go_and_who_reads_slowly_is_not():
-    async def main():
-        finished.clear()
-        async with serving(endless, write_timeout=1.5) as door:
-            readers = []
-            for path in (b"/none", b"/slow"):
-                reader, writer = await door.open(limit=4096)
-                writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
-                readers.append(reader)
-            began = time.monotonic()
-            while "/none" not in finished and time.monotonic() - began < 3 * SOON:
-                assert await readers[1].read(65536)
-                await asyncio.sleep(0.002)
-            assert finished == ["/none"]
+async def test_who_reads_nothing_is_let_go_and_who_reads_slowly_is_not():
+    finished.clear()
+    async with serving(endless, write_timeout=1.5) as door:
+        readers = []
+        for path in (b"/none", b"/slow"):
+            reader, writer = await door.open(limit=4096)
+            writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+            readers.append(reader)
+        began = time.monotonic()
+        while "/none" not in finished and time.monotonic() - began < 3 * SOON:
             assert await readers[1].read(65536)
+            await asyncio.sleep(0.002)
+        assert finished == ["/none"]
+        assert await readers[1].read(65536)
 
-    asyncio.run(main())
 
-
-def test_many_tiny_pieces_are_refused():
-    async def main():
-        async with serving() as door, heartbeat() as heart:
-            reader, writer = await door.open()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-            writer.write(head + b"1\r\n \r\n" * 20_000)
-            status, _, body = await answer(reader)
-            assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
-            assert await ended(reader)
-        assert heart.longest_s < 1.0
-
-    asyncio.run(main())
+async def test_many_tiny_pieces_are_refused():
+    async with serving() as door, heartbeat() as heart:
+        reader, writer = await door.open()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"1\r\n \r\n" * 20_000)
+        status, _, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
+        assert await ended(reader)
+    assert heart.longest_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -340,16 +311,13 @@ def test_many_tiny_pieces_are_refused():
         b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
-def test_what_a_proxy_may_read_as_another_request_is_refused(head):
-    async def main():
-        async with serving() as door:
-            reader, writer = await door.open()
-            writer.write(head)
-            status, _, body = await answer(reader)
-            assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
-            assert await ended(reader)
-
-    asyncio.run(main())
+async def test_what_a_proxy_may_read_as_another_request_is_refused(head):
+    async with serving() as door:
+        reader, writer = await door.open()
+        writer.write(head)
+        status, _, body = await answer(reader)
+        assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
+        assert await ended(reader)
 
 
 @pytest.mark.parametrize(
@@ -403,26 +371,22 @@ def test_no_path_of_a_file_leaves_the_server():
         assert "secret" not in client.get(path).text
 
 
-def test_handshakes_that_never_end_make_room_too(tmp_path):
+async def test_handshakes_that_never_end_make_room_too(tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-
-    async def main():
-        trusted = ssl.create_default_context(cafile=cert)
-        trusted.check_hostname = False
-        files = {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
-        async with serving(**files, max_connections=4, header_timeout=600.0) as door:
-            held = [await door.open() for _ in range(10)]
-            reader, writer = await door.open(ssl=trusted)
-            writer.write(HEALTH)
-            assert (await answer(reader))[0] == 200
-            assert all(await asyncio.gather(*(ended(one) for one, _ in held[:6])))
-        async with serving(**files, header_timeout=0.3) as door:
-            reader, writer = await door.open()
-            assert await ended(reader)
-
-    asyncio.run(main())
+    trusted = ssl.create_default_context(cafile=cert)
+    trusted.check_hostname = False
+    files = {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}
+    async with serving(**files, max_connections=4, header_timeout=600.0) as door:
+        held = [await door.open() for _ in range(10)]
+        reader, writer = await door.open(ssl=trusted)
+        writer.write(HEALTH)
+        assert (await answer(reader))[0] == 200
+        assert all(await asyncio.gather(*(ended(one) for one, _ in held[:6])))
+    async with serving(**files, header_timeout=0.3) as door:
+        reader, writer = await door.open()
+        assert await ended(reader)
 
 
 CLIENT = """

@@ -94,7 +94,7 @@ def fault_of(params: dict) -> RequestError | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(name=st.sampled_from(NAMES), value=VALUES)
 def test_a_parameter_of_any_type_is_taken_or_refused_by_name(name, value):
     error = fault_of({name: value})

@@ -43,7 +43,6 @@ def fuzzed(function):
     """Examples that are the same in every run."""
     chosen = settings(
         max_examples=NUM_EXAMPLES,
-        deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),

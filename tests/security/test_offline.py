@@ -462,7 +462,7 @@ def require_kind(config, field) -> None:
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(value=ANYTHING)
 def test_an_option_of_any_value_is_taken_or_refused_by_name(field, value):
     config, error = taken_or_refused(lambda: EngineConfig.from_options(**{field.name: value}))
@@ -475,7 +475,7 @@ def test_an_option_of_any_value_is_taken_or_refused_by_name(field, value):
 @pytest.mark.parametrize(
     "field", dataclasses.fields(SpeculativeConfig), ids=lambda field: field.name
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(base=st.sampled_from(BASES), value=ANYTHING, parsed=st.booleans())
 def test_a_speculative_key_of_any_value_is_taken_or_refused(field, base, value, parsed):
     options = base | {field.name: value}
@@ -486,7 +486,7 @@ def test_a_speculative_key_of_any_value_is_taken_or_refused(field, base, value, 
 
 
 def test_options_of_wrong_types_load_nothing(models, monkeypatch):
-    monkeypatch.setattr("sametoken.engine.build.load_model", None)
+    monkeypatch.setattr("sametoken.engine.load.load_model", None)
     for options in (
         {"max_num_seqs": "8"},
         {"enable_prefix_caching": "no"},
@@ -530,6 +530,6 @@ def test_memory_that_the_machine_does_not_give_is_an_error_of_the_options(models
         monkeypatch.setattr("sametoken.engine.build.ModelCache.allocate", refuse)
         with pytest.raises(ConfigError, match="does not fit the memory"):
             LLM(models["dense"], **SIZES)
-    monkeypatch.setattr("sametoken.engine.build.load_model", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("sametoken.engine.load.load_model", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         LLM(models["dense"], **SIZES)

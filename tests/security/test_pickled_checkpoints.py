@@ -11,9 +11,10 @@ import zipfile
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import FIXED
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.models.load.pickled import MAX_PICKLE_BYTES, load_tensors
 
@@ -143,12 +144,7 @@ def honest(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(FIXED, max_examples=60)
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(tmp_path, honest, data):
     damaged = bytearray(honest[: data.draw(st.integers(0, len(honest)))] or honest)

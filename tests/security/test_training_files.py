@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import threading
@@ -364,7 +363,7 @@ def test_an_audited_server_s_numbers_are_numbers(top):
         parse_completion({"choices": [choice]})
 
 
-def test_a_server_s_nested_answer_is_no_answer():
+async def test_a_server_s_nested_answer_is_no_answer():
     """One that is audited, and one that is measured: an error of that request alone."""
     event = b"data: " + NESTED + b"\n\n"
 
@@ -372,13 +371,9 @@ def test_a_server_s_nested_answer_is_no_answer():
         return httpx.Response(200, content=event if request.url.path == "/stream" else NESTED)
 
     record = ServedRequest(0, 0.0)
-
-    async def ask() -> None:
-        transport = httpx.MockTransport(answer)
-        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
-            await send(client, Endpoint("/stream", "m", False), {}, record)
-            with pytest.raises(RequestError, match="answered no JSON"):
-                await _post(client, {})
-
-    asyncio.run(ask())
+    transport = httpx.MockTransport(answer)
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+        await send(client, Endpoint("/stream", "m", False), {}, record)
+        with pytest.raises(RequestError, match="answered no JSON"):
+            await _post(client, {})
     assert "an event is not as OpenAI has it" in record.error

@@ -5,7 +5,6 @@ With ``--trainer``: why do a trainer's log-probabilities differ from the rollout
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from sametoken.cli.options import engine_options, with_options
+from sametoken.cli.options import AsJson, engine_options, numbers, options_in, take, with_options
+from sametoken.cli.report import announce
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable
@@ -178,9 +178,9 @@ def _trainer_options(
     """The options that describe a trainer."""
 
 
-_TRAINER = list(inspect.signature(_trainer_options, eval_str=True).parameters.values())
-_PROMPTS = list(inspect.signature(_prompt_options, eval_str=True).parameters.values())
-_SERVERS = list(inspect.signature(_server_options, eval_str=True).parameters.values())
+_TRAINER = options_in(_trainer_options)
+_PROMPTS = options_in(_prompt_options)
+_SERVERS = options_in(_server_options)
 
 
 @with_options(_PROMPTS, _SERVERS, _TRAINER, engine_options())
@@ -195,7 +195,7 @@ def audit(
     ] = 8,
     diagnose: Annotated[bool, typer.Option(help="also measure why drafts are rejected")] = True,
     html: Annotated[Path | None, typer.Option(help="write an HTML report to this file")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
     **options: Any,
 ) -> None:
     """Run prompts with speculation and without, and compare token by token.
@@ -208,8 +208,8 @@ def audit(
 
     if html is not None:
         require_writable(html)
-    servers = _Servers(concurrency=concurrency, **_taken(options, _SERVERS))
-    of_prompts, of_trainer = _taken(options, _PROMPTS), _taken(options, _TRAINER)
+    servers = _Servers(concurrency=concurrency, **take(options, _SERVERS))
+    of_prompts, of_trainer = take(options, _PROMPTS), take(options, _TRAINER)
     if of_trainer["trainer"] is not None:
         if servers.url is not None or servers.baseline_url is not None:
             raise ConfigError("--trainer takes no --url or --baseline-url", "leave it out")
@@ -226,11 +226,6 @@ def audit(
         verdict = _audit_servers(model, options, prompts, servers)
     verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
     _report(verdict, lines_of(verdict), html_of, html, json_output)
-
-
-def _taken(options: dict[str, Any], group: Sequence[inspect.Parameter]) -> dict[str, Any]:
-    """The options of a group, which leave ``options``."""
-    return {one.name: options.pop(one.name) for one in group}
 
 
 def _report(
@@ -266,7 +261,7 @@ def _audit_trainer(
         checkpoints=checkpoint or (),
         tokenizer=tokenizer,
         concurrency=concurrency,
-        announce=_announce,
+        announce=announce,
     )
 
 
@@ -277,19 +272,10 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"temperature={text!r} is not a list of numbers", "give 0 or 0,0.8"
-        ) from error
+    values = numbers("temperature", text, float, "give 0 or 0,0.8")
     if min(values) < 0:
         raise ConfigError(f"temperature={text!r} is below 0", "give 0 or 0,0.8")
     return tuple(dict.fromkeys(values))
-
-
-def _announce(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettings) -> Verdict:
@@ -302,7 +288,7 @@ def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettin
     others = prompts.requests(tokenizer, templated=True) if has_template and prompts.raw else []
     config = replace(config, model=str(path))
     settings = replace(settings, stop_token_ids=all_eos_ids((), tokenizer))
-    verdict = audit_engine(config, requests, settings, templated=others, announce=_announce)
+    verdict = audit_engine(config, requests, settings, templated=others, announce=announce)
     return replace(verdict, texts=_texts(verdict, tokenizer))
 
 
@@ -311,7 +297,7 @@ def _tokenizer(config: EngineConfig) -> tuple[Path, Tokenizer]:
     from sametoken.models.names import resolve_model
     from sametoken.text.tokenizer import load_tokenizer_of
 
-    path = resolve_model(config.model, _announce, Needed.of(config.load_format))
+    path = resolve_model(config.model, announce, Needed.of(config.load_format))
     tokenizer = load_tokenizer_of(config, path)
     if tokenizer is None:
         raise RequestError("an audit needs a tokenizer", "leave skip_tokenizer_init out")
@@ -341,7 +327,7 @@ def _audit_servers(
     if config is None:
         requests = prompts.requests(None, templated=False)
         baseline = servers.side(str(servers.baseline_url))
-        return audit_sides(subject, baseline, requests, announce=_announce)
+        return audit_sides(subject, baseline, requests, announce=announce)
     path, tokenizer = _tokenizer(config)
     templated = bool(tokenizer.hf.chat_template) and not prompts.raw
     requests = prompts.requests(tokenizer, templated=templated)
@@ -350,7 +336,7 @@ def _audit_servers(
         baseline = _engine_side(plain, tokenizer, servers.concurrency)
     else:
         baseline = servers.side(servers.baseline_url)
-    return audit_sides(subject, baseline, requests, announce=_announce)
+    return audit_sides(subject, baseline, requests, announce=announce)
 
 
 def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -> Side:
@@ -360,7 +346,7 @@ def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -
     from sametoken.engine.build import build_engine
     from sametoken.text.tokenizer import all_eos_ids
 
-    core = build_engine(config, _announce)
+    core = build_engine(config, announce)
     eos = frozenset(all_eos_ids(core.resolved.model.eos_token_ids, tokenizer))
     settings = RunSettings(concurrency, top=True)
     return Side(

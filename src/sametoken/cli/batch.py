@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sametoken.cli.options import options_of, with_options
+from sametoken.cli.options import options_of, take, with_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.ray.config import require_ray
@@ -34,7 +33,7 @@ def batch(
     After a stop or a crash, the same command continues with the remaining requests. Exits with 1
     if a line was refused or failed; its result says why.
     """
-    given = {field.name: options.pop(field.name) for field in dataclasses.fields(BatchConfig)}
+    given = take(options, BatchConfig)
     names = tuple(given.pop("served_model_name"))
     batch_config = BatchConfig(served_model_name=names, **given)
     if batch_config.ray:

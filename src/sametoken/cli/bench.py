@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from sametoken.bench.workload import PRESETS, Workload
 from sametoken.cli.bench_report import report
 from sametoken.cli.bench_serve import serve
 from sametoken.cli.bench_sweep import sweep
-from sametoken.cli.options import engine_options, with_options
-from sametoken.cli.report import memory_report, wide_console
+from sametoken.cli.options import AsJson, engine_options, numbers, options_in, take, with_options
+from sametoken.cli.report import memory_report, status_console, wide_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.types.speculative_methods import LOOKUPS
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from sametoken.bench.session import Session
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 _SHOWN_POSITIONS = 8
 
 bench = typer.Typer(
@@ -89,8 +87,8 @@ def _record_options(
     """The options of the dataset and of the recorded output."""
 
 
-_WORKLOAD = list(inspect.signature(_workload_options, eval_str=True).parameters.values())
-_RECORD = list(inspect.signature(_record_options, eval_str=True).parameters.values())
+_WORKLOAD = options_in(_workload_options)
+_RECORD = options_in(_record_options)
 # With the prefix cache, a repeated prompt would skip its prefill.
 _ENGINE = engine_options(enable_prefix_caching=False)
 
@@ -127,13 +125,10 @@ def throughput(
 @with_options(engine_options())
 def memory(model: Model = DEFAULT_MODEL, json_output: AsJson = False, **options: Any) -> None:
     """Count the memory of weights and requests from config.json; no weights are loaded."""
-    from rich.console import Console
-
     from sametoken.bench.memory import measure_memory
 
-    status = Console(stderr=True, highlight=False, soft_wrap=True)
     config = EngineConfig.from_options(model=model, **options)
-    found = measure_memory(config, status.print)
+    found = measure_memory(config, status_console().print)
     typer.echo(json.dumps(found.as_json()) if json_output else memory_report(found))
 
 
@@ -144,17 +139,15 @@ def _bench(
     json_output: bool,
     sizes: Callable[[int], Sequence[int]],
 ) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from sametoken.bench.documents import offline_document, write_json
     from sametoken.bench.session import Session
 
-    given = {parameter.name: options.pop(parameter.name) for parameter in _WORKLOAD}
-    record = {parameter.name: options.pop(parameter.name) for parameter in _RECORD}
+    given, record = take(options, _WORKLOAD), take(options, _RECORD)
     workload = _workload(given, options)
     prompts = Path(given["prompts"]) if given["prompts"] else None
-    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    status = status_console()
     config = EngineConfig.from_options(model=model, **options)
     session = Session.open(
         config, workload, prompts=prompts, dataset=_dataset(given, record), announce=status.print
@@ -229,12 +222,7 @@ def _workload(given: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
         if given[name] is not None
     }
     if "concurrency" in values:
-        try:
-            values["concurrency"] = tuple(int(part) for part in values["concurrency"].split(","))
-        except ValueError as error:
-            raise ConfigError(
-                f"concurrency={values['concurrency']!r} is not a list of numbers", "give 1,8,64"
-            ) from error
+        values["concurrency"] = tuple(numbers("concurrency", values["concurrency"]))
     return dataclasses.replace(PRESETS[preset] if preset else Workload(), **values)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sametoken.cli.options import AsJson
 from sametoken.cli.report import wide_console
 from sametoken.errors import ConfigError
 
@@ -34,7 +35,7 @@ def report(
     label: Annotated[
         list[str] | None, typer.Option(help="name of a run; repeat it in the order of the runs")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Compare runs with the first one."""
     from sametoken.bench.comparison import compare_runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import json
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.bench.workload import Server, ServingWorkload
-from sametoken.cli.options import options_of, with_options
-from sametoken.cli.report import wide_console
-from sametoken.errors import ConfigError
+from sametoken.cli.options import AsJson, numbers, options_of, take, with_options
+from sametoken.cli.report import status_console, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,7 +76,7 @@ def serve(
     output: Annotated[
         Path | None, typer.Option(help="also write the JSON object to this file")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
     **options: Any,
 ) -> None:
     """Put load on a running server and measure latency and throughput at its clients.
@@ -89,7 +87,7 @@ def serve(
     from sametoken.bench.documents import write_json
     from sametoken.bench.serving_numbers import parse_goals
 
-    server, workload = _take(Server, options), _take(ServingWorkload, options)
+    server, workload = Server(**take(options, Server)), ServingWorkload(**options)
     loads = _loads(concurrency, request_rate, workload.seed)
     document = _measure(server, workload, loads, parse_goals([*(goodput or ()), *(goals or ())]))
     if output is not None:
@@ -107,12 +105,11 @@ def _measure(
 ) -> dict[str, Any]:
     import asyncio
 
-    from rich.console import Console
     from rich.progress import Progress
 
     from sametoken.bench.serving import bench_serving
 
-    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    status = status_console()
     with Progress(console=status) as progress:
         total = len(loads) * workload.repeats * workload.num_prompts
         task = progress.add_task("requests", total=total)
@@ -126,11 +123,6 @@ def _measure(
                 advance=lambda: progress.advance(task),
             )
         )
-
-
-def _take(kind: type[Any], options: dict[str, Any]) -> Any:
-    """Build a dataclass from the options that are its fields, and remove them."""
-    return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
 def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list[Load]:
@@ -148,12 +140,7 @@ def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list
 
 def _numbers(name: str, text: str | None, kind: type[Any]) -> list[Any]:
     """Parse a list of numbers; ``[None]`` for None and "inf"."""
-    if text in (None, "inf"):
-        return [None]
-    try:
-        return [kind(part) for part in str(text).split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a list of numbers", "give 1,8,64") from error
+    return [None] if text is None or text == "inf" else numbers(name, text, kind)
 
 
 def _show(document: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from sametoken.bench.sweep_spec import (
     drafter_name,
     make_sweep,
 )
-from sametoken.cli.options import engine_options, options_of, with_options
-from sametoken.cli.report import wide_console
+from sametoken.cli.options import AsJson, engine_options, numbers, options_of, take, with_options
+from sametoken.cli.report import status_console, wide_console
 from sametoken.config import option
 from sametoken.errors import ConfigError
 from sametoken.io.json_text import parse_json
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 SOME_FAILED = 1
 #: Options of the engine that are axes of a sweep.
 _ARE_AXES = ("speculative_config", "tensor_parallel_size")
+#: Axes that are lists of numbers.
+_LISTS = {
+    "num_speculative_tokens": int,
+    "tensor_parallel_size": int,
+    "input_len": int,
+    "output_len": int,
+    "concurrency": int,
+    "temperature": float,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list the cells and measure nothing")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
     **options: Any,
 ) -> None:
     """Measure every combination of models, drafters and workloads, one process per engine.
@@ -90,17 +99,15 @@ def sweep(
     Cells with a result are skipped, so the same command continues an interrupted sweep. The
     exit code is 1 if a cell failed. See also: bench report DIRECTORY --html FILE.
     """
-    from rich.console import Console
-
     from sametoken.bench.documents import read_json
     from sametoken.bench.sweep import run_sweep
 
-    axes = {parameter.name: options.pop(parameter.name) for parameter in _AXES}
+    axes = take(options, _AXES)
     file = read_json(spec) if spec is not None else None
     cells = make_sweep(preset, file, _given(axes, options, file))
     if not dry_run:
-        status = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-        run_sweep(cells, directory, retry_failed=retry_failed, announce=status.print)
+        show = status_console(markup=False).print
+        run_sweep(cells, directory, retry_failed=retry_failed, announce=show)
     rows = _rows(cells, directory)
     if json_output:
         typer.echo(json.dumps(rows))
@@ -119,12 +126,8 @@ def _given(
         ConfigError: a list or a drafter cannot be read.
     """
     given = {name: value for name, value in axes.items() if value not in (None, [])}
-    for name in given.keys() & {"input_len", "output_len", "concurrency"}:
-        given[name] = _numbers(name, given[name], int)
-    for name in given.keys() & {"num_speculative_tokens", "tensor_parallel_size"}:
-        given[name] = _numbers(name, given[name], int)
-    if "temperature" in given:
-        given["temperature"] = _numbers("temperature", given["temperature"], float)
+    for name in given.keys() & _LISTS.keys():
+        given[name] = numbers(name, given[name], _LISTS[name])
     if "drafter" in given:
         given["drafter"] = [_drafter(text) for text in given["drafter"]]
     named = (file or {}).get("engine", {})
@@ -132,13 +135,6 @@ def _given(
         raise ConfigError(f"engine={named!r} is not possible in a sweep", "see bench sweep")
     engine = {**named, **changed_engine_options(options)}
     return {**given, "engine": engine}
-
-
-def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a list of numbers", "give 1,8,64") from error
 
 
 def _drafter(text: str) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sametoken.cli.report import first_difference, per_position, tokens_per_second
+from sametoken.cli.report import first_difference, per_position, status_console, tokens_per_second
 from sametoken.cli.streaming import ACCEPTED_STYLE, shown
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.models.names import HYBRID_NAME, in_checkout
@@ -152,9 +152,8 @@ def demo(
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    status = Console(stderr=True, highlight=False, soft_wrap=True)
     scenes = scenes_here()
-    plain, drafting = _loaded(scenes, status.print)
+    plain, drafting = _loaded(scenes, status_console().print)
     console.print(
         f"Greedy, {max_tokens} tokens each; SmolLM2's end-of-text token is ignored. "
         f"[{ACCEPTED_STYLE}]Green[/] tokens were drafted and accepted."

@@ -8,11 +8,12 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import sametoken
+from sametoken.cli.options import AsJson
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "typer", "rich")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -20,7 +21,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 
 
 def env(
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Show versions, hardware and the cache directory."""
     facts = _facts()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.cli.options import engine_options, options_of, with_options
+from sametoken.cli.options import AsJson, engine_options, options_of, take, with_options
+from sametoken.cli.report import status_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig, option
 from sametoken.errors import ConfigError
 
@@ -33,10 +34,7 @@ class _TaskOptions:
     chat: bool = option(False, "apply the chat template")
 
 
-_TASK_OPTIONS = options_of(_TaskOptions)
-
-
-@with_options(_TASK_OPTIONS, engine_options())
+@with_options(options_of(_TaskOptions), engine_options())
 def evaluate(
     task: Annotated[
         str, typer.Argument(help="gsm8k, or a list of lm-eval's tasks, as in gsm8k,hellaswag")
@@ -55,7 +53,7 @@ def evaluate(
             "--compare-plain", help="answer again without drafts; exit with 1 if answers differ"
         ),
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: AsJson = False,
     **options: Any,
 ) -> None:
     """Measure accuracy with lm-eval (the extra "eval") and check it against a minimum.
@@ -63,22 +61,19 @@ def evaluate(
     gsm8k uses the eight few-shot examples of lm-eval's gsm8k_cot; its questions ship with the
     package. Data of other tasks is downloaded from the Hugging Face hub.
     """
-    from rich.console import Console
-
     from sametoken.bench.accuracy import EvalSettings, load_tasks, require_harness
     from sametoken.llm import LLM
 
     require_harness()
-    task_options = {parameter.name: options.pop(parameter.name) for parameter in _TASK_OPTIONS}
-    settings = EvalSettings(tuple(task.split(",")), **task_options)
+    settings = EvalSettings(tuple(task.split(",")), **take(options, _TaskOptions))
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")
     # Before the model is loaded: options, tasks and their data.
     EngineConfig.from_options(model=model, **options)
-    status = Console(stderr=True, highlight=False, soft_wrap=True)
-    status.print(f"loading the data of {task}", markup=False)
+    status = status_console(markup=False)
+    status.print(f"loading the data of {task}")
     tasks = load_tasks(settings)
-    llm = LLM(model, announce=lambda text: status.print(text, markup=False), **options)
+    llm = LLM(model, announce=status.print, **options)
     found = _found(llm, tasks, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
     if not found["passed"]:

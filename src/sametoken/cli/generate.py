@@ -17,7 +17,7 @@ from sametoken.cli.options import (
     split_options,
     with_options,
 )
-from sametoken.cli.report import as_json, compared, explain, first_difference, summary
+from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def generate(
         plain = _answer(_load(model, engine | {"speculative_config": None}), text, chat, sampling)
     llm = _load(model, engine)
     if show_settings:
-        typer.echo(explain(llm.resolved), err=True)
+        announce(explain(llm.resolved))
     if text is None and chat is None:
         return
     output = _answer(llm, text, chat, sampling, _ignore if json_output else _write)
@@ -79,9 +79,9 @@ def generate(
         typer.echo(json.dumps(as_json(output, synthetic), ensure_ascii=False))
         return
     typer.echo()
-    typer.echo(summary(output, synthetic), err=True)
+    announce(summary(output, synthetic))
     if plain is not None:
-        typer.echo(compared(plain, output), err=True)
+        announce(compared(plain, output))
         if first_difference(plain, output) is not None:
             raise typer.Exit(TOKENS_DIFFER)
 
@@ -108,7 +108,7 @@ def _answer(
 def _load(model: str, options: dict[str, Any]) -> LLM:
     from sametoken.llm import LLM
 
-    return LLM(model, announce=_announce, **options)
+    return LLM(model, announce=announce, **options)
 
 
 def _stream(llm: LLM, source: Any, params: Any, show: Callable[[str], None]) -> RequestOutput:
@@ -134,10 +134,6 @@ def _read(name: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{name} cannot be read as text: {error}") from error
-
-
-def _announce(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _write(piece: str) -> None:

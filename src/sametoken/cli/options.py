@@ -13,11 +13,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.errors import ConfigError
 from sametoken.types.option_values import parse_integer
 from sametoken.types.sampling_params import RECOMMENDED, SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 #: The sampling parameters of the command line.
 SAMPLING_HELP: Mapping[str, str] = {
     "max_tokens": "maximum number of output tokens",
@@ -53,6 +55,29 @@ def with_options(*groups: list[inspect.Parameter]) -> Callable[[Function], Funct
         return function
 
     return decorate
+
+
+def options_in(function: Callable[..., None]) -> list[inspect.Parameter]:
+    """The parameters of a function without a body: options that several commands share."""
+    return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def take(options: dict[str, Any], group: type[Any] | Sequence[inspect.Parameter]) -> dict[str, Any]:
+    """Remove the options of a group, or of a dataclass's fields, and return them."""
+    members: Sequence[Any] = dataclasses.fields(group) if isinstance(group, type) else group
+    return {one.name: options.pop(one.name) for one in members}
+
+
+def numbers(name: str, text: str, kind: type[Any] = int, remedy: str = "give 1,8,64") -> list[Any]:
+    """Parse the list of numbers that an option is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not a list of numbers", remedy) from error
 
 
 def engine_options(**defaults: Any) -> list[inspect.Parameter]:

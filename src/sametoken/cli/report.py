@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.units import in_units
 
@@ -147,6 +149,18 @@ def memory_report(memory: Memory) -> str:
 
 
 _WIDTH = 120
+
+
+def announce(line: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(line, err=True)
+
+
+def status_console(*, markup: bool = True) -> Console:
+    """Make a console on stderr, for progress; without ``markup`` brackets are text."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=markup)
 
 
 def wide_console() -> Console:

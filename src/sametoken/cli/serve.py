@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sametoken.cli.config_file import ConfigFile
-from sametoken.cli.options import options_of, with_options
+from sametoken.cli.options import options_of, take, with_options
 from sametoken.cli.vllm_flags import as_flag, vllm_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
@@ -61,9 +60,9 @@ def serve(
     if revision is not None:
         # Clients name the model alone, as with vLLM.
         options["served_model_name"] = options["served_model_name"] or [model]
-    limits = ServingLimits(**_take(ServingLimits, options))
-    server = _server_config(_take(ServerConfig, options))
-    ray_config = _ray_config(_take(RayConfig, options), ray)
+    limits = ServingLimits(**take(options, ServingLimits))
+    server = _server_config(take(options, ServerConfig))
+    ray_config = _ray_config(take(options, RayConfig), ray)
     if ray_config is not None and server.weight_transfer_config is not None:
         raise ConfigError(
             "weight_transfer_config changes one engine, and Ray has several replicas",
@@ -96,12 +95,6 @@ def _one_model(positional: str | None, option: str | None) -> str:
             f"two models were given, {positional!r} and --model {option!r}", "leave one out"
         )
     return positional or option or DEFAULT_MODEL
-
-
-def _take(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options that are fields of a dataclass, and return them."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {name: options.pop(name) for name in names}
 
 
 def _server_config(given: Mapping[str, Any]) -> ServerConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.cli.options import engine_options, options_of, with_options
+from sametoken.cli.options import engine_options, options_in, options_of, take, with_options
+from sametoken.cli.report import announce, status_console
 from sametoken.config import MODEL_HELP
 from sametoken.errors import ConfigError
 from sametoken.io.files import require_writable
@@ -71,7 +71,7 @@ def text(
     """Answer prompts with a model, as training text for its drafters."""
     params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     written = _write_text(model, prompts, output, params, max_seconds, options)
-    _announce(
+    announce(
         f"{written.answers} answers of {written.tokens} tokens in {written.seconds:.1f} s, "
         f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s"
     )
@@ -87,7 +87,7 @@ def _source(
     """The options of every command that trains for a target."""
 
 
-_SOURCE = list(inspect.signature(_source, eval_str=True).parameters.values())
+_SOURCE = options_in(_source)
 
 
 @train.command()
@@ -140,8 +140,8 @@ def token_map(
     from sametoken.models.names import resolve_model
     from sametoken.train.token_map import write_token_map
 
-    path = resolve_model(model, _announce)
-    chosen = _take(TokenMapOptions, options)
+    path = resolve_model(model, announce)
+    chosen = TokenMapOptions(**take(options, TokenMapOptions))
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
     _show(
         result,
@@ -167,10 +167,10 @@ def lm(
     from sametoken.train.lm import train_lm
 
     sources = [Source.parse(value) for value in text]
-    model = _take(LMOptions, options)
-    loop = _take(LoopOptions, options | {"validation": 0.0, "prompt_rows": False})
+    model = LMOptions(**take(options, LMOptions))
+    loop = LoopOptions(validation=0.0, prompt_rows=False, **options)
     with _progress() as report:
-        result = train_lm(output, sources, model, loop, report=report, announce=_announce)
+        result = train_lm(output, sources, model, loop, report=report, announce=announce)
     _show(
         result,
         json_output,
@@ -192,20 +192,20 @@ def _train_drafter(
     from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
 
-    given = {parameter.name: options.pop(parameter.name) for parameter in _SOURCE}
+    given = take(options, _SOURCE)
     text, prompts = given["text"], given["generate_from"]
     if sum(bool(source) for source in (text, prompts, states)) != 1:
         raise ConfigError(
             "training needs one source of text",
             "give --text, --generate-from or, for eagle3, --states",
         )
-    drafter, loop = _take(kind, options), _take(LoopOptions, options)
+    drafter, loop = kind(**take(options, kind)), LoopOptions(**options)
     if prompts is not None:
         text = _generated(model, prompts, output, given["answer_tokens"], loop.device)
-    path = resolve_model(model, _announce)
+    path = resolve_model(model, announce)
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
     with _progress() as report:
-        result = run(path, output, source, drafter, loop, report=report, announce=_announce)
+        result = run(path, output, source, drafter, loop, report=report, announce=announce)
     _show(
         result,
         given["json_output"],
@@ -220,7 +220,7 @@ def _show(result: Any, as_json: bool, line: str) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
-        _announce(line)
+        announce(line)
 
 
 def _rates(acceptance: Sequence[float]) -> str:
@@ -235,11 +235,6 @@ def _measured_on(held_back: int) -> str:
     if held_back == 1:
         return "measured on one held-back answer alone: use more text for a figure to rely on"
     return f"measured on {held_back} held-back answers"
-
-
-def _take(kind: type[Any], options: dict[str, Any]) -> Any:
-    """Build a dataclass from the options that are its fields, and remove them."""
-    return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, device: str) -> Path:
@@ -272,8 +267,8 @@ def _write_text(
 
     require_writable(output)
     requests = read_prompts(prompts)
-    llm = LLM(model, announce=_announce, **options)
-    with Progress(console=_console()) as progress:
+    llm = LLM(model, announce=announce, **options)
+    with Progress(console=status_console()) as progress:
         task = progress.add_task("answers", total=len(requests))
         written = write_text(
             llm,
@@ -321,7 +316,7 @@ def _progress() -> Iterator[Callable[[Report], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    console, last_line = _console(), 0.0
+    console, last_line = status_console(), 0.0
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=None, figures="")
 
@@ -332,7 +327,7 @@ def _progress() -> Iterator[Callable[[Report], None]]:
             # The bar is drawn only on terminals; logs get lines.
             if not console.is_terminal and now.seconds - last_line >= _LINE_INTERVAL_S:
                 last_line = now.seconds
-                _announce(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
+                announce(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
 
         yield report
 
@@ -343,13 +338,3 @@ def _figures(now: Report) -> str:
         rates = " ".join(f"{100 * rate:.0f}" for rate in now.acceptance)
         figures += f"  accepted {rates} %  length {now.length:.2f}"
     return figures
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def _announce(line: str) -> None:
-    typer.echo(line, err=True)

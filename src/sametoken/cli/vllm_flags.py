@@ -94,7 +94,7 @@ def _lines() -> Iterator[str]:
     yield "| flags | why |"
     yield "|---|---|"
     for options, names in TABLE:
-        if options.accepted is None:
+        if not options.instead:
             yield f"| {_flags(names)} | {options.why} |"
     yield ""
     yield "## Refused"
@@ -104,7 +104,7 @@ def _lines() -> Iterator[str]:
     yield "| flags | accepted | why | instead |"
     yield "|---|---|---|---|"
     for options, names in TABLE:
-        if options.accepted is not None:
+        if options.instead:
             accepted = ", ".join(f"`{value}`" for value in options.accepted)
             yield f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |"
 

@@ -12,36 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    LayerKV,
-    Norm,
-    QKNorm,
-    RotaryTable,
-    Routing,
-    SampledRows,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, Norm, SampledRows
 from sametoken.ops.layer import LayerParts, WholeLayer
-from sametoken.ops.model import activation, moe, norm_rope, partial_sum
+from sametoken.ops.model import activation, moe, norm_rope
 from sametoken.ops.model import embedding as embedding_reference
-from sametoken.ops.model.attention import reference as attention
+from sametoken.ops.model import partial_sum as partial_sum_op
+from sametoken.ops.model.attention import reference as attention_op
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.int4 import Int4Weight, expanded
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
-from sametoken.ops.model.latent_attention import reference as latent_attention
+from sametoken.ops.model.latent_attention import reference as latent_attention_op
 from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
-from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
+from sametoken.ops.model.latent_attention.shape import LatentShape
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling import logits_rules_reference as logits_rules
 from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
-from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.sampling.sample import make_keys
 from sametoken.ops.weight import (
     ExpertForm,
@@ -55,6 +45,11 @@ from sametoken.ops.weight import (
 
 class ComposedKernels:
     """Operations of ``Kernels`` built from the others or from the references."""
+
+    moe_gate = staticmethod(moe.moe_gate)
+    apply_rules = staticmethod(logits_rules.apply_rules)
+    truncate = staticmethod(truncation_op.truncate)
+    partial_sum = staticmethod(partial_sum_op.partial_sum)
 
     def embed_beside(
         self: Kernels,
@@ -83,23 +78,6 @@ class ComposedKernels:
         activations = (self.relu_squared, self.clamped_swiglu, self.gelu_mul)
         return SeparateExperts(tuple(gate_up), tuple(down), *activations, form)
 
-    def moe_gate(
-        self,
-        logits: Tensor,
-        routing: Routing,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return moe.moe_gate(logits, routing, bias, out)
-
-    def apply_rules(
-        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
-    ) -> None:
-        logits_rules.apply_rules(logits, rows, committed, rules)
-
-    def truncate(self, logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
-        truncation_op.truncate(logits, slots, truncation)
-
     def require_rule(self, rule: RecurrentRule) -> None:
         """Accept every rule."""
 
@@ -108,11 +86,6 @@ class ComposedKernels:
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else states[rows]
-
-    def partial_sum(
-        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
-        return partial_sum.partial_sum(partials, dtype, bias)
 
     def token_keys(
         self: Kernels, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
@@ -150,6 +123,21 @@ class ReferenceKernels(ComposedKernels):
 
     name = "reference"
 
+    rms_norm = staticmethod(norm_rope.rms_norm)
+    gated_rms_norm = staticmethod(norm_rope.gated_rms_norm)
+    add_rms_norm = staticmethod(norm_rope.add_rms_norm)
+    gated_group_norm = staticmethod(norm_rope.gated_group_norm)
+    sigmoid_mul = staticmethod(activation.sigmoid_mul)
+    gelu_mul = staticmethod(activation.gelu_mul)
+    clamped_swiglu = staticmethod(activation.clamped_swiglu)
+    soft_cap = staticmethod(activation.soft_cap)
+    relu_squared = staticmethod(activation.relu_squared)
+    rope_and_cache = staticmethod(norm_rope.rope_and_cache)
+    attention = staticmethod(attention_op.attention)
+    latent_rope_and_cache = staticmethod(latent_attention_op.rope_and_cache)
+    latent_attention = staticmethod(latent_attention_op.attention)
+    sample = staticmethod(sampling.sample)
+
     def require(self, shape: AttentionShape) -> None:
         """Accept every shape."""
 
@@ -166,87 +154,8 @@ class ReferenceKernels(ComposedKernels):
         """Expanded, and rounded to ``dtype``."""
         return self.pack(expanded(matrix).to(dtype))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.rms_norm(x, weight, eps)
-
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.gated_rms_norm(x, gate, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return norm_rope.add_rms_norm(x, residual, weight, eps)
-
-    def gated_group_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
-    ) -> Tensor:
-        return norm_rope.gated_group_norm(x, gate, weight, num_groups, eps)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return activation.sigmoid_mul(x, gate)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return activation.gelu_mul(gate_up)
-
-    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return activation.clamped_swiglu(gate_up, alpha, limit)
-
-    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        return activation.soft_cap(logits, cap)
-
-    def relu_squared(self, x: Tensor) -> Tensor:
-        return activation.relu_squared(x)
-
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryTable,
-        rows: AttentionRows,
-        kv: LayerKV,
-        qk_norm: QKNorm | None,
-    ) -> Tensor:
-        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
-
-    def attention(
-        self,
-        q: Tensor,
-        shape: AttentionShape,
-        rows: AttentionRows,
-        kv: LayerKV,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return attention.attention(q, shape, rows, kv, sinks)
-
     def require_latent(self, shape: LatentShape) -> None:
         """Accept every shape."""
 
     def pack_heads(self, weight: Tensor) -> PlainHeadWeights:
         return PlainHeadWeights(weight.contiguous())
-
-    def latent_rope_and_cache(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rotary: LatentRotary,
-        rows: AttentionRows,
-        memory: LayerLatent,
-        out: Tensor,
-    ) -> None:
-        latent_attention.rope_and_cache(q, latent, rotary, rows, memory, out)
-
-    def latent_attention(
-        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
-    ) -> Tensor:
-        return latent_attention.attention(q, scale, rows, memory)
-
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        token_ids: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)

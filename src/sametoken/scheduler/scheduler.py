@@ -109,11 +109,6 @@ class Scheduler:
         return self._memory.swap.usage
 
     @property
-    def num_blocks_in_file(self) -> int:
-        """Swapped KV blocks that are in the file alone."""
-        return self._memory.swap.num_in_file
-
-    @property
     def kv_usage(self) -> float:
         """Fraction of KV blocks that requests hold, 0..1, without unreferenced cached blocks."""
         return self._pool.num_referenced / self._pool.num_blocks

@@ -26,14 +26,19 @@ from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Build,
     ChangeWeights,
+    FallAsleep,
     FinishUpdate,
+    ForgetPrefixes,
     JoinedTensors,
     JoinTrainer,
     NameWeights,
+    Pause,
+    Resume,
     SharedTensors,
     StartUpdate,
     TakeWeights,
     TensorForm,
+    WakeUp,
 )
 from sametoken.serving.stats import EngineStats
 from sametoken.text.grammar.trials import AT_ONCE, TIME_LIMIT, ProcessTrials, busy
@@ -277,9 +282,7 @@ class AsyncLLM:
             WeightUpdateError, CheckpointError, UnsupportedError: as ``LLM.update_weights``.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        return await self._client.update(
-            lambda ticket: ChangeWeights(ticket, str(path), version, target)
-        )
+        return await self._client.command(ChangeWeights(str(path), version, target))
 
     async def join_trainer(self, at: Rendezvous) -> None:
         """Join a trainer's process group, in place of the one before.
@@ -288,7 +291,7 @@ class AsyncLLM:
             WeightUpdateError: it does not come within ``at.timeout_s``.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        await self._client.update(lambda ticket: JoinTrainer(ticket, at))
+        await self._client.command(JoinTrainer(at))
 
     async def start_update(self, target: str = "model") -> None:
         """Begin an update in parts; what was taken for another one is dropped.
@@ -297,7 +300,7 @@ class AsyncLLM:
             WeightUpdateError, UnsupportedError: there is no such target, or it cannot change.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        await self._client.update(lambda ticket: StartUpdate(ticket, target))
+        await self._client.command(StartUpdate(target))
 
     async def take_weights(
         self, weights: str | Path | tuple[TensorForm, ...] | JoinedTensors | SharedTensors
@@ -314,15 +317,15 @@ class AsyncLLM:
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
         taken = str(weights) if isinstance(weights, Path) else weights
-        await self._client.update(lambda ticket: TakeWeights(ticket, taken))
+        await self._client.command(TakeWeights(taken))
 
     async def finish_update(self, version: int | None = None) -> int:
         """Replace all weights by those that were taken; as ``update_weights``."""
-        return await self._client.update(lambda ticket: FinishUpdate(ticket, version))
+        return await self._client.command(FinishUpdate(version))
 
     async def name_weights(self, version: int) -> int:
         """Give the weights, which stay, a larger version; as ``update_weights``."""
-        return await self._client.update(lambda ticket: NameWeights(ticket, version))
+        return await self._client.command(NameWeights(version))
 
     @property
     def is_paused(self) -> bool:
@@ -344,11 +347,11 @@ class AsyncLLM:
             raise RequestError(f"there is no pause {shown(mode)}", f"use one of {PAUSES}")
         if mode == "abort":
             self._client.abort_all()
-        await self._client.pause(wait=mode == "wait")
+        await self._client.command(Pause(wait=mode == "wait"))
 
     async def resume(self) -> None:
         """Step again; errors as in ``pause``."""
-        await self._client.resume()
+        await self._client.command(Resume())
 
     @property
     def is_sleeping(self) -> bool:
@@ -372,7 +375,7 @@ class AsyncLLM:
         was_paused = self.is_paused
         await self.pause(mode)
         try:
-            await self._client.sleep(level)
+            await self._client.command(FallAsleep(level))
         except (RequestError, UnsupportedError):
             if not (was_paused or self.is_sleeping):
                 await self.resume()
@@ -380,11 +383,11 @@ class AsyncLLM:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
-        await self._client.wake_up(None if tags is None else tuple(tags))
+        await self._client.command(WakeUp(None if tags is None else tuple(tags)))
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache in the engine's memory; errors as in ``pause``."""
-        await self._client.forget_prefixes()
+        await self._client.command(ForgetPrefixes())
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and wait until those in flight have ended.

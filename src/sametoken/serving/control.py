@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from sametoken.engine.core import EngineCore
@@ -17,14 +16,15 @@ from sametoken.errors import (
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
-    Command,
     FallAsleep,
     FinishUpdate,
     ForgetPrefixes,
     NameWeights,
+    Order,
     Pause,
     Resume,
     WakeUp,
+    WeightCommand,
 )
 from sametoken.serving.weight_updates import Done, WeightUpdates
 
@@ -55,45 +55,47 @@ class Control:
         """Whether there is work, and no pause."""
         return self._engine.has_unfinished and not self._paused
 
-    def handle(self, message: Command | Done) -> None:
+    def handle(self, message: Order | Done) -> None:
         """Handle a command, and answer it now or later.
 
         Raises:
             EngineDeadError: a step in flight failed.
         """
-        if isinstance(message, Pause):
+        if isinstance(message, Done):
+            self._use(message)
+            self._updates.used()
+            return
+        command = message.command
+        if isinstance(command, Pause):
             self._waiting.append(message.ticket)
             self._engine.scheduler.admits = False
-            self._paused = not message.wait
+            self._paused = not command.wait
             self.note_step()
-        elif isinstance(message, Resume | FallAsleep | WakeUp):
-            self._answer(self._obey(message))
-        elif isinstance(message, ForgetPrefixes):
-            self._engine.scheduler.forget_prefixes()
-            self._answer(Answer(message.ticket))
-        elif isinstance(message, Done):
-            self._answer(self._use(message))
-            self._updates.used()
-        else:
+        elif isinstance(command, WeightCommand):
             self._updates.begin(message)
-
-    def _obey(self, message: Resume | FallAsleep | WakeUp) -> Answer:
-        try:
-            if isinstance(message, FallAsleep):
-                if not self._paused:
-                    raise RequestError("the engine runs", "pause it first")
-                self._engine.sleep(message.level)
-            elif isinstance(message, WakeUp):
-                self._engine.wake_up(message.tags)
-                if not self._engine.is_sleeping:
-                    self._resume()
-            elif self._engine.is_sleeping:
-                raise RequestError("the engine sleeps", "wake it up, which resumes too")
+        else:
+            try:
+                self._obey(command)
+            except (RequestError, WeightUpdateError, UnsupportedError) as error:
+                self._answer(message.ticket, error=error)
             else:
+                self._answer(message.ticket)
+
+    def _obey(self, command: Resume | FallAsleep | WakeUp | ForgetPrefixes) -> None:
+        if isinstance(command, ForgetPrefixes):
+            self._engine.scheduler.forget_prefixes()
+        elif isinstance(command, FallAsleep):
+            if not self._paused:
+                raise RequestError("the engine runs", "pause it first")
+            self._engine.sleep(command.level)
+        elif isinstance(command, WakeUp):
+            self._engine.wake_up(command.tags)
+            if not self._engine.is_sleeping:
                 self._resume()
-        except (RequestError, WeightUpdateError, UnsupportedError) as error:
-            return Answer(message.ticket, error=error)
-        return Answer(message.ticket)
+        elif self._engine.is_sleeping:
+            raise RequestError("the engine sleeps", "wake it up, which resumes too")
+        else:
+            self._resume()
 
     def _resume(self) -> None:
         # Pauses that wait end here.
@@ -101,9 +103,8 @@ class Control:
         self.note_step()
         self._paused, self._engine.scheduler.admits = False, True
 
-    def _answer(self, answer: Answer) -> None:
-        sleeps = self._engine.is_sleeping
-        self._send(replace(answer, paused=self._paused, sleeps=sleeps))
+    def _answer(self, ticket: int, version: int = 0, error: SametokenError | None = None) -> None:
+        self._send(Answer(ticket, version, error, self._paused, self._engine.is_sleeping))
 
     def note_step(self) -> None:
         """Begin and answer pauses that need not wait any longer; call it after each step."""
@@ -112,17 +113,15 @@ class Control:
         if self._waiting and (self._paused or not runs):
             self._paused = True
             for ticket in self._waiting:
-                self._answer(Answer(ticket))
+                self._answer(ticket)
             self._waiting.clear()
 
-    def _use(self, done: Done) -> Answer:
-        message, result = done.message, done.result
-        if isinstance(result, SametokenError):
-            return Answer(message.ticket, error=result)
-        if not isinstance(result, NewWeights):
-            return Answer(message.ticket)
-        assert isinstance(message, ChangeWeights | FinishUpdate | NameWeights)
-        try:
-            return Answer(message.ticket, self._engine.use_weights(result, message.version))
-        except WeightUpdateError as error:
-            return Answer(message.ticket, error=error)
+    def _use(self, done: Done) -> None:
+        command, result, version = done.order.command, done.result, 0
+        if isinstance(result, NewWeights):
+            assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
+            try:
+                version, result = self._engine.use_weights(result, command.version), None
+            except WeightUpdateError as error:
+                result = error
+        self._answer(done.order.ticket, version, result)

@@ -21,16 +21,12 @@ from sametoken.serving.messages import (
     Answer,
     Build,
     Command,
-    FallAsleep,
-    ForgetPrefixes,
+    Order,
     Pause,
     Refused,
     Release,
-    Resume,
     StepReport,
     Submit,
-    WakeUp,
-    WeightCommand,
 )
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
@@ -57,6 +53,8 @@ class EngineClient:
         supervisor: of the engine process.
         draining: whether new requests are refused.
         idle: set while there is no unfinished request.
+        is_paused: whether a pause holds or begins; an engine that died has none.
+        is_sleeping: whether the engine sleeps, in whole or in part.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class EngineClient:
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
-        self._paused = self._sleeps = False
+        self.is_paused = self.is_sleeping = False
         self._tickets = itertools.count()
         self._answers: dict[int, asyncio.Future[int]] = {}
         self.supervisor = Supervisor(process, config, build, limits, self)
@@ -110,7 +108,7 @@ class EngineClient:
     @property
     def awaits_report(self) -> bool:
         """Whether completions are in the engine or in transit to it."""
-        return self._queue.has_unfinished and not self._paused
+        return self._queue.has_unfinished and not self.is_paused
 
     def require_ready(self) -> EngineProcess:
         """The engine process, if requests are accepted.
@@ -152,75 +150,37 @@ class EngineClient:
         """End a request with the output so far; unknown ids are ignored."""
         self._deliver(self._outputs.abort(request_id, time.monotonic()), aborted=True)
 
-    # Commands
-
-    async def pause(self, *, wait: bool) -> None:
-        """Let the engine stop, and return once it has; errors as in ``require_ready``."""
-        self.require_ready()
-        # A paused engine reports nothing, and is not hung.
-        self._paused = True
-        await self._command(lambda ticket: Pause(ticket, wait))
-
-    async def resume(self) -> None:
-        """Let the engine step again; errors as in ``require_ready``, or it sleeps."""
-        self.require_ready()
-        await self._command(Resume)
-
-    async def sleep(self, level: int) -> None:
-        """Give the engine's memory back, in a pause; errors as in ``EngineCore.sleep``."""
-        self.require_ready()
-        await self._command(lambda ticket: FallAsleep(ticket, level))
-
-    async def wake_up(self, tags: tuple[str, ...] | None) -> None:
-        """End a sleep, and the pause with it; errors as in ``EngineCore.wake_up``."""
-        self.require_ready()
-        await self._command(lambda ticket: WakeUp(ticket, tags))
-
-    async def forget_prefixes(self) -> None:
-        """Empty the prefix cache; errors as in ``require_ready``."""
-        self.require_ready()
-        await self._command(ForgetPrefixes)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, in whole or in part."""
-        return self._sleeps
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether a pause holds or begins; an engine that died has none."""
-        return self._paused
-
-    async def update(self, message: Callable[[int], WeightCommand]) -> int:
-        """Carry out a command about weights, made for a ticket.
-
-        Returns:
-            The version of the weights if it changed them, else 0.
-
-        Raises:
-            WeightUpdateError, CheckpointError, UnsupportedError: it is refused; see the messages.
-            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
-        """
-        self.require_ready()
-        return await self._command(message)
-
     def abort_all(self) -> None:
         """End every request with the output so far."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    async def _command(self, message: Callable[[int], Command]) -> int:
+    async def command(self, command: Command) -> int:
+        """Have a command carried out.
+
+        Returns:
+            The version of the weights if it changed them, else 0.
+
+        Raises:
+            RequestError, WeightUpdateError, CheckpointError, UnsupportedError: it is refused; see
+                ``AsyncLLM``.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        self.require_ready()
+        if isinstance(command, Pause):
+            # A paused engine reports nothing, and is not hung.
+            self.is_paused = True
         ticket = next(self._tickets)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[ticket] = answer
-        self.supervisor.send(message(ticket))
+        self.supervisor.send(Order(ticket, command))
         try:
             return await answer
         finally:
             del self._answers[ticket]
 
     def _take_answer(self, message: Answer) -> None:
-        self._paused, self._sleeps = message.paused, message.sleeps
+        self.is_paused, self.is_sleeping = message.paused, message.sleeps
         load = self._queue.load
         if message.error is None and message.version > load.weight_version:
             # The report that has it follows the answer.
@@ -238,7 +198,7 @@ class EngineClient:
 
     def engine_died(self, cause: SametokenError) -> None:
         """See ``Listener``: every unfinished request fails."""
-        self._paused = self._sleeps = False
+        self.is_paused = self.is_sleeping = False
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()

@@ -22,8 +22,8 @@ from sametoken.io.child_process import Failure, Inbox, Outbox, take_socket
 from sametoken.serving.control import Control
 from sametoken.serving.messages import (
     Announcement,
-    Command,
     Launch,
+    Order,
     Prepared,
     Ready,
     Refused,
@@ -181,7 +181,7 @@ class EngineLoop:
         self._control.note_step()
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _handle(self, message: Submit | Prepared | Release | Failure | Command | Done) -> None:
+    def _handle(self, message: Submit | Prepared | Release | Failure | Order | Done) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):

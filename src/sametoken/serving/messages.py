@@ -86,7 +86,6 @@ class Release:
 class Pause:
     """Stop stepping; with ``wait`` once the running requests have ended, else now."""
 
-    ticket: int
     wait: bool
 
 
@@ -94,14 +93,11 @@ class Pause:
 class Resume:
     """Step again."""
 
-    ticket: int
-
 
 @dataclass(frozen=True, slots=True)
 class FallAsleep:
     """Give memory back, in a pause; as ``EngineCore.sleep``."""
 
-    ticket: int
     level: int
 
 
@@ -109,7 +105,6 @@ class FallAsleep:
 class WakeUp:
     """End a sleep, or that of some parts; once all is awake, the pause ends too."""
 
-    ticket: int
     tags: tuple[str, ...] | None
 
 
@@ -117,14 +112,11 @@ class WakeUp:
 class ForgetPrefixes:
     """Empty the prefix cache."""
 
-    ticket: int
-
 
 @dataclass(frozen=True, slots=True)
 class ChangeWeights:
     """Replace the weights by those of a directory; as ``LLM.update_weights``."""
 
-    ticket: int
     path: str
     version: int | None
     target: str
@@ -134,7 +126,6 @@ class ChangeWeights:
 class JoinTrainer:
     """Join a trainer's process group, in place of the one before."""
 
-    ticket: int
     at: Rendezvous
 
 
@@ -142,7 +133,6 @@ class JoinTrainer:
 class StartUpdate:
     """Begin an update of "model" or "drafter"; what was sent of another one is dropped."""
 
-    ticket: int
     target: str
 
 
@@ -153,7 +143,6 @@ class TakeWeights:
     Or tensors in its memory, which are read when the update is finished.
     """
 
-    ticket: int
     weights: str | tuple[TensorForm, ...] | JoinedTensors | SharedTensors
 
 
@@ -161,7 +150,6 @@ class TakeWeights:
 class FinishUpdate:
     """Replace the weights by those that were taken since ``StartUpdate``."""
 
-    ticket: int
     version: int | None
 
 
@@ -169,7 +157,6 @@ class FinishUpdate:
 class NameWeights:
     """Give the weights, which stay, another version."""
 
-    ticket: int
     version: int
 
 
@@ -183,6 +170,14 @@ class Prepared:
 
 WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
 Command = Pause | Resume | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command, and the ticket of its ``Answer``."""
+
+    ticket: int
+    command: Command
 
 
 # From the engine
@@ -216,7 +211,7 @@ class Answer:
     """A command is done, or was refused.
 
     Attributes:
-        ticket: the command's.
+        ticket: the order's.
         version: of the weights, after they or it have changed; else 0.
         paused, sleeps: whether the engine is paused, and sleeps, now.
     """

@@ -22,14 +22,16 @@ from sametoken.models.load.sent import SentTensors, source_of
 from sametoken.models.load.weights import TensorSource
 from sametoken.serving.messages import (
     ChangeWeights,
+    Command,
     FinishUpdate,
     JoinedTensors,
     JoinTrainer,
     NameWeights,
+    Order,
     SharedTensors,
     StartUpdate,
+    TakeWeights,
     TensorForm,
-    WeightCommand,
 )
 from sametoken.types.units import in_units
 from sametoken.types.weight_updates import MemoryHandle
@@ -45,7 +47,7 @@ _DTYPES = (
 class Done:
     """Within the engine process: what a command came to; weights are still to be written."""
 
-    message: WeightCommand
+    order: Order
     result: NewWeights | SametokenError | None
 
 
@@ -64,15 +66,15 @@ class WeightUpdates:
         self._weights = weights
         self._device = device
         self._post = post
-        self._waiting: queue.SimpleQueue[WeightCommand] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._used = threading.Semaphore(0)
         self._group: TrainerGroup | None = None
         self._update: _Update | None = None
         threading.Thread(target=self._work, name="weights", daemon=True).start()
 
-    def begin(self, message: WeightCommand) -> None:
-        """Carry out a command, after those before it."""
-        self._waiting.put(message)
+    def begin(self, order: Order) -> None:
+        """Carry out a command about weights, after those before it."""
+        self._waiting.put(order)
 
     def used(self) -> None:
         """The ``Done`` has been handled."""
@@ -82,14 +84,14 @@ class WeightUpdates:
         while True:
             self._finish(self._waiting.get())
 
-    def _finish(self, message: WeightCommand) -> None:
+    def _finish(self, order: Order) -> None:
         # A function of its own, so that no local of the thread keeps weights.
-        self._post(Done(message, self._result(message)))
+        self._post(Done(order, self._result(order.command)))
         self._used.acquire()
 
-    def _result(self, message: WeightCommand) -> NewWeights | SametokenError | None:
+    def _result(self, command: Command) -> NewWeights | SametokenError | None:
         try:
-            return self._carry_out(message)
+            return self._carry_out(command)
         except SametokenError as error:
             # A copy, without the frames, which hold what was sent.
             kind, given = error.__reduce__()
@@ -97,33 +99,37 @@ class WeightUpdates:
         except Exception as error:
             return WeightUpdateError(f"the new weights cannot be loaded: {error!r}", "see the log")
 
-    def _carry_out(self, message: WeightCommand) -> NewWeights | None:
-        if isinstance(message, ChangeWeights):
-            return self._weights.load(source_of(Path(message.path)), message.target)
-        if isinstance(message, NameWeights):
+    def _carry_out(self, command: Command) -> NewWeights | None:
+        if isinstance(command, ChangeWeights):
+            return self._weights.load(source_of(Path(command.path)), command.target)
+        if isinstance(command, NameWeights):
             return NewWeights.same()
-        if isinstance(message, FinishUpdate):
+        if isinstance(command, FinishUpdate):
             update, self._update = self._begun(), None
             return self._weights.load(update.source(), update.target)
-        if isinstance(message, JoinTrainer):
+        if isinstance(command, JoinTrainer):
             self._group = None
-            self._group = TrainerGroup(message.at)
-        elif isinstance(message, StartUpdate):
+            self._group = TrainerGroup(command.at)
+        elif isinstance(command, StartUpdate):
             # A trainer that was started again has nothing to end the one before with.
             self._update = None
-            most_bytes = self._weights.require_target(message.target)
-            self._update = _Update(message.target, most_bytes)
-        elif isinstance(message.weights, str):
-            self._begun().take_directory(Path(message.weights))
-        elif isinstance(message.weights, SharedTensors):
-            update, self._update = self._begun(), None
-            update.open(message.weights, self._device)
-            self._update = update
-        elif isinstance(message.weights, JoinedTensors):
-            self._receive(message.weights.forms, message.weights.packed_bytes)
-        else:
-            self._receive(message.weights, None)
+            most_bytes = self._weights.require_target(command.target)
+            self._update = _Update(command.target, most_bytes)
+        elif isinstance(command, TakeWeights):
+            self._take(command.weights)
         return None
+
+    def _take(self, weights: str | tuple[TensorForm, ...] | JoinedTensors | SharedTensors) -> None:
+        if isinstance(weights, str):
+            self._begun().take_directory(Path(weights))
+        elif isinstance(weights, SharedTensors):
+            update, self._update = self._begun(), None
+            update.open(weights, self._device)
+            self._update = update
+        elif isinstance(weights, JoinedTensors):
+            self._receive(weights.forms, weights.packed_bytes)
+        else:
+            self._receive(weights, None)
 
     def _receive(self, forms: tuple[TensorForm, ...], packed_bytes: int | None) -> None:
         """Receive tensors; after a failure the group is left, as its ranks may be out of step."""

@@ -94,11 +94,6 @@ class ModelCache:
         assert isinstance(layer, LayerKV)
         return layer
 
-    @property
-    def slots_nbytes(self) -> int:
-        """Bytes of all slots, without their blocks."""
-        return sum(tensor.nbytes for tensor in self.slots)
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU, of pages that take no memory before they are written."""

@@ -115,13 +115,13 @@ class Eagle3Network(HeadNetwork):
         self._rotary = tuple(torch.cat((x, x), dim=-1)[None] for x in (rotary.cos, rotary.sin))
 
     def unroll(
-        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
+        self, embedding: Tensor, token_ids: Tensor, states: Tensor, k: int
     ) -> Iterator[Tensor]:
-        """See ``HeadNetwork``; ``auxiliary`` is [B, L, num_aux * hidden]."""
+        """See ``DraftModule``; ``states`` are [B, L, num_aux * hidden]."""
         (layer,) = self.layers
-        hidden, kv = self.fc(auxiliary.float() * self.state_scale), UnrolledKV()
+        hidden, kv = self.fc(states.float() * self.state_scale), UnrolledKV()
         num_rows = token_ids.shape[1]
-        for step in range(num_steps):
+        for step in range(k):
             embedded = embedding[shifted(token_ids, 1 + step)].to(hidden.dtype)
             cos, sin = (table[:, step : step + num_rows] for table in self._rotary)
             hidden = layer(embedded, hidden, (cos, sin), kv)

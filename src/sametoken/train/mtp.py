@@ -60,10 +60,10 @@ class ModuleNetwork(HeadNetwork):
         self._frozen = (head,)
 
     def unroll(
-        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
+        self, embedding: Tensor, token_ids: Tensor, states: Tensor, k: int
     ) -> Iterator[Tensor]:
-        """See ``HeadNetwork``; ``auxiliary`` is [B, L, hidden], after the final norm."""
-        return self.mtp.unroll(embedding, token_ids, auxiliary, num_steps)
+        """See ``DraftModule``."""
+        return self.mtp.unroll(embedding, token_ids, states, k)
 
     @property
     def draft_head(self) -> Tensor:

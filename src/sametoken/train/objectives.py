@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows
@@ -17,6 +16,7 @@ from sametoken.train.distillation import Distillation, VerifiedDrafts
 from sametoken.train.loop import StepLoss
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.token_map import membership
+from sametoken.train.unrolled import DraftModule
 
 # Logits held at once: they fit a CPU's cache, and fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 2**20, 2**28
@@ -30,22 +30,8 @@ class Unroll:
     decay: float
 
 
-class HeadNetwork(nn.Module, ABC):
+class HeadNetwork(DraftModule):
     """A trainable head over the target's states."""
-
-    @abstractmethod
-    def unroll(
-        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
-    ) -> Iterator[Tensor]:
-        """What logits are made from, [B, L, hidden], of each draft in turn.
-
-        Args:
-            embedding: [V, hidden], the target's.
-            token_ids: [B, L] int64.
-            auxiliary: [B, L, ...], the target's states that the head reads.
-            num_steps: drafts in a row. At step s, row r stands for position r + s and takes
-                the token at r + s + 1.
-        """
 
     @property
     @abstractmethod

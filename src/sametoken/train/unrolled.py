@@ -16,7 +16,7 @@ UNROLLED = "sametoken_unrolled"
 
 
 class DraftModule(nn.Module, ABC):
-    """A multi-token-prediction (MTP) module."""
+    """What drafts from the target's states: a multi-token-prediction (MTP) module, or a head."""
 
     @abstractmethod
     def unroll(
@@ -27,8 +27,10 @@ class DraftModule(nn.Module, ABC):
         Args:
             embedding: [V, hidden], the target's.
             token_ids: [B, L] int64.
-            states: [B, L, hidden], the target's after its final norm.
-            k: drafts in a row, as in ``HeadNetwork.unroll``.
+            states: [B, L, ...], those of the target's that it reads; for a module [B, L, hidden],
+                after the final norm.
+            k: drafts in a row. At step s, row r stands for position r + s and takes the token at
+                r + s + 1.
         """
         ...
 

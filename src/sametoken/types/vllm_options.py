@@ -20,14 +20,14 @@ class VllmOptions:
         why: the reason, a clause.
         values: names of those that take a value, separated by spaces.
         switches: names of those that are true or false, separated by spaces.
-        accepted: values that change nothing here; others are refused. None: all of them.
-        instead: the remedy of a refusal.
+        instead: the remedy of a refusal; without one all values change nothing here.
+        accepted: with one, the values that change nothing.
     """
 
     why: str
     values: str = ""
     switches: str = ""
-    accepted: tuple[str, ...] | None = None
+    accepted: tuple[str, ...] = ("false",)
     instead: str = ""
 
     @property
@@ -37,7 +37,7 @@ class VllmOptions:
 
     def accepts(self, value: object) -> bool:
         """Whether a value is accepted; ``True`` and ``None`` are written true and none."""
-        return self.accepted is None or str(value).lower() in self.accepted
+        return not self.instead or str(value).lower() in self.accepted
 
 
 #: Further spellings on vLLM's command line.
@@ -53,12 +53,7 @@ SHORT_FLAGS: Mapping[str, tuple[str, ...]] = {
     "quantization": ("-q",),
 }
 
-_OFF = ("false",)
 _NO_ADAPTERS = "adapters are not served"
-_MERGE = "merge the adapter into the checkpoint"
-_NO_CODE = "code from outside the package is never run"
-_OWN_SPECULATION = "speculation has one option"
-_GRAPHS = "CUDA graphs are captured for fixed shapes; --enforce-eager turns them off"
 
 #: The table. What vLLM's command lines have and is neither here nor an option of ours is unknown.
 VLLM_OPTIONS = (
@@ -77,7 +72,7 @@ VLLM_OPTIONS = (
         switches="enable_reasoning",
     ),
     VllmOptions(
-        _GRAPHS,
+        "CUDA graphs are captured for fixed shapes; --enforce-eager turns them off",
         values="compilation_config optimization_level cudagraph_capture_sizes cuda_graph_sizes "
         "max_cudagraph_capture_size max_seq_len_to_capture",
     ),
@@ -152,7 +147,6 @@ VLLM_OPTIONS = (
     VllmOptions(
         "scales of KV are the checkpoint's, or 1",
         switches="calculate_kv_scales",
-        accepted=_OFF,
         instead="use a checkpoint with a kv_cache_scheme",
     ),
     VllmOptions(
@@ -170,7 +164,6 @@ VLLM_OPTIONS = (
     VllmOptions(
         "experts are divided by their width",
         switches="enable_expert_parallel enable_eplb",
-        accepted=_OFF,
         instead="use --tensor-parallel-size N",
     ),
     VllmOptions(
@@ -230,7 +223,6 @@ VLLM_OPTIONS = (
     VllmOptions(
         "requests and answers are never logged",
         switches="enable_log_requests enable_log_outputs",
-        accepted=_OFF,
         instead="the access log has a line for each request",
     ),
     # Refused.
@@ -262,11 +254,10 @@ VLLM_OPTIONS = (
     VllmOptions(
         "a server needs its tokenizer",
         switches="skip_tokenizer_init",
-        accepted=_OFF,
         instead="use LLM(skip_tokenizer_init=True) for prompts of token ids",
     ),
     VllmOptions(
-        _NO_CODE,
+        "code from outside the package is never run",
         values="tool_parser_plugin reasoning_parser_plugin logits_processors "
         "logits_processor_pattern middleware worker_cls worker_extension_cls scheduler_cls",
         accepted=(),
@@ -275,7 +266,6 @@ VLLM_OPTIONS = (
     VllmOptions(
         "a request's template could take the server's time",
         switches="trust_request_chat_template",
-        accepted=_OFF,
         instead="use --chat-template FILE",
     ),
     VllmOptions(
@@ -288,11 +278,10 @@ VLLM_OPTIONS = (
         _NO_ADAPTERS,
         values="lora_modules qlora_adapter_name_or_path default_mm_loras",
         switches="enable_lora enable_prompt_adapter",
-        accepted=_OFF,
-        instead=_MERGE,
+        instead="merge the adapter into the checkpoint",
     ),
     VllmOptions(
-        _OWN_SPECULATION,
+        "speculation has one option",
         values="speculative_model num_speculative_tokens ngram_prompt_lookup_max "
         "ngram_prompt_lookup_min speculative_draft_tensor_parallel_size "
         "speculative_disable_by_batch_size spec_decoding_acceptance_method",
@@ -308,7 +297,6 @@ VLLM_OPTIONS = (
     VllmOptions(
         "an engine sleeps without a flag for it",
         switches="enable_sleep_mode",
-        accepted=_OFF,
         instead="use --weight-transfer-config, with which the server answers /sleep",
     ),
     VllmOptions(
@@ -320,26 +308,22 @@ VLLM_OPTIONS = (
     VllmOptions(
         "a request asks for what its answer shows",
         switches="return_tokens_as_token_ids enable_force_include_usage enable_per_request_metrics",
-        accepted=_OFF,
         instead="send return_tokens_as_token_ids, stream_options or include_speculation_stats",
     ),
     VllmOptions(
         "answers carry their id in the body",
         switches="enable_request_id_headers",
-        accepted=_OFF,
         instead='read the field "id"',
     ),
     VllmOptions(
         "the endpoints are those of docs/server.md",
         switches="enable_tokenizer_info_endpoint tokens_only headless disable_fastapi_docs",
-        accepted=_OFF,
         instead="hide or add paths in a proxy before the server",
     ),
     VllmOptions(
         "the server ends TLS with a certificate and a key",
         values="ssl_ca_certs ssl_cert_reqs ssl_ciphers",
         switches="enable_ssl_refresh",
-        accepted=_OFF,
         instead="let a proxy end TLS",
     ),
     VllmOptions(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 
@@ -75,10 +73,7 @@ def test_runs_add_up():
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, ""), (200, "no metric { at all")])
-def test_no_counters_where_there_are_none(status, body):
-    async def run():
-        transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await scrape(client)
-
-    assert asyncio.run(run()) is None
+async def test_no_counters_where_there_are_none(status, body):
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        assert await scrape(client) is None

@@ -82,7 +82,7 @@ def llm(monkeypatch):
     loaded = SimpleNamespace(last=None, error=None, all=[])
 
     def load(model, options):
-        loaded.last = FakeLLM(model, announce=generate_module._announce, **options)
+        loaded.last = FakeLLM(model, announce=generate_module.announce, **options)
         loaded.last.error = loaded.error
         loaded.all.append(loaded.last)
         return loaded.last

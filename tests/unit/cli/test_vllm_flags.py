@@ -68,10 +68,8 @@ def test_what_is_the_same_is_an_option_of_serve():
 def test_all_that_has_no_effect_takes_one_line(started):
     arguments, expected = [], []
     for options, name in OPTIONS:
-        if options.accepted != ():
-            value = "true" if options.accepted is None else options.accepted[0]
-            if is_switch(options, name) and options.accepted is not None:
-                value = "true" if "true" in options.accepted else "false"
+        if options.accepted:
+            value = options.accepted[0] if options.instead else "true"
             arguments += words(options, name, value)
             expected.append(f"{' '.join(words(options, name, value))} ({options.why})")
     result = serve(*arguments)
@@ -85,7 +83,7 @@ def test_all_that_has_no_effect_takes_one_line(started):
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [pair for pair in OPTIONS if pair[0].accepted is not None],
+    [pair for pair in OPTIONS if pair[0].instead],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_what_is_refused_says_why_and_what_to_do(started, options, name):

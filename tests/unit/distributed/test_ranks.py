@@ -16,7 +16,7 @@ import pytest
 
 from helpers.checkpoints import write_llama
 from helpers.compiled import is_compiler
-from helpers.harness import request, run
+from helpers.harness import requests_of, run
 from helpers.thread_ranks import engine_over_threads
 from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
@@ -53,10 +53,7 @@ def config_of(path, **options) -> EngineConfig:
 
 
 def items():
-    return [
-        request(f"r{i}", prompt, MAX_TOKENS, temperature=0.8 * (i % 2), seed=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    return requests_of(PROMPTS, MAX_TOKENS, 0.0, 0.8)
 
 
 def children() -> list[psutil.Process]:

@@ -23,16 +23,13 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.forward import load
 from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import NoDrafter, Placement, named
-from sametoken.drafters.build import (
-    load_drafter,
-    require_drafter_fits,
-    required_aux_layers,
-)
+from sametoken.drafters.base import LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter, read_token_map
@@ -46,7 +43,7 @@ from sametoken.errors import (
     UnsupportedError,
 )
 from sametoken.models.heads.base import HeadCheckpoint
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
@@ -58,18 +55,19 @@ PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positio
 
 
 def load_target(directory, aux_layers=()):
-    return load_model(
-        directory,
-        kernels=KERNELS,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=MAX_LEN,
-        aux_layers=aux_layers,
-    )
+    return load(directory, KERNELS, aux_layers=aux_layers)
 
 
 def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
     return SpeculativeConfig(method, k, None if model is None else str(model))
+
+
+def require_drafts(loaded: LoadedDrafter, bench: Bench, kind: type, num_steps: int = 5) -> None:
+    """It is attached as a drafter of this kind, which looks ahead as it said, and runs."""
+    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
+    assert isinstance(bench.drafter, kind)
+    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
+    bench.run(num_steps, VOCAB, lambda context, drafts: None)
 
 
 @pytest.fixture
@@ -91,10 +89,7 @@ def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
     target = load_target(target_directory)
     bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
     loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
-    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
-    assert isinstance(bench.drafter, DraftModelDrafter)
-    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
-    bench.run(15, VOCAB, lambda context, drafts: None)
+    require_drafts(loaded, bench, DraftModelDrafter, 15)
     assert bench.counts.offered > 10
     assert bench.counts.accepted == bench.counts.offered
 
@@ -110,12 +105,7 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
     layers = required_aux_layers(spec, read_config(target_directory))
     assert layers == wanted
     target = load_target(target_directory, layers)
-    loaded = load_drafter(spec, target, PLACEMENT)
-    bench = Bench(target, k)
-    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
-    assert isinstance(bench.drafter, EagleDrafter)
-    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
-    bench.run(5, VOCAB, lambda context, drafts: None)
+    require_drafts(load_drafter(spec, target, PLACEMENT), Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -125,11 +115,7 @@ def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
     assert required_aux_layers(spec, read_config(directory), directory) == ()
     target = load_target(directory)
     loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
-    bench = Bench(target, k)
-    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
-    assert isinstance(bench.drafter, EagleDrafter)
-    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
-    bench.run(5, VOCAB, lambda context, drafts: None)
+    require_drafts(loaded, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -158,11 +144,8 @@ def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, c
     target = load_target(target_directory, layers)
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.history.texts.shape[0] == cached
-    bench = Bench(target, 6)
-    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
-    assert isinstance(bench.drafter, CascadeDrafter)
-    assert bench.drafter.lookahead_slots == loaded.lookahead_slots <= 2
-    bench.run(8, VOCAB, lambda context, drafts: None)
+    assert loaded.lookahead_slots <= 2
+    require_drafts(loaded, Bench(target, 6), CascadeDrafter, 8)
 
 
 def test_a_target_without_such_a_module_is_refused(target_directory):

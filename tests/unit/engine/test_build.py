@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
-from helpers.harness import request, run
+from helpers.harness import request, run, swapped_by
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.summary import explanation
@@ -105,9 +105,7 @@ def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):
 
 def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):
     core = build(target, num_kv_blocks=6, **speculative("draft_model", 3, target))
-    swap, swapped = core._runner.swap, []
-    move_out = swap.move_out
-    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    swapped = swapped_by(core, monkeypatch)
     ran = run(core, [request("a", (1, 2, 3), 24), request("b", (4, 5, 6, 7), 24)])
     assert swapped
     assert ran.offered > 0

@@ -7,9 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, load
 from helpers.rows import ragged_rows
-from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -38,17 +37,6 @@ def theirs_and_path(tmp_path_factory):
     return theirs, path
 
 
-def load(path, kernels, aux_layers=()):
-    return load_model(
-        path,
-        kernels=kernels,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=64,
-        aux_layers=aux_layers,
-    )
-
-
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("aux_layers", [(2, 1, 3), (0,), (NUM_LAYERS,), (1, 1)])
 def test_auxiliary_states_are_the_inputs_of_the_layers(theirs_and_path, kernels, aux_layers):
@@ -62,13 +50,13 @@ def test_auxiliary_states_are_the_inputs_of_the_layers(theirs_and_path, kernels,
     hook.remove()
     streams = [*states[:NUM_LAYERS], before_norm[0]]
     expected = torch.cat([streams[index][0] for index in aux_layers], dim=-1)
-    found = Bench(load(path, kernels, aux_layers)).run(PROMPT, 0)
+    found = Bench(load(path, kernels, aux_layers=aux_layers)).run(PROMPT, 0)
     torch.testing.assert_close(found.auxiliary, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.last, states[-1][0], atol=1e-4, rtol=1e-4)
 
 
 def test_without_auxiliary_layers_there_are_none(theirs_and_path):
-    hidden = Bench(load(theirs_and_path[1], ReferenceKernels())).run(PROMPT, 0)
+    hidden = Bench(load(theirs_and_path[1])).run(PROMPT, 0)
     assert hidden.auxiliary.shape == (len(PROMPT), 0)
     assert hidden.auxiliary.dtype == hidden.last.dtype
 
@@ -76,9 +64,7 @@ def test_without_auxiliary_layers_there_are_none(theirs_and_path):
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_and_company_do_not_change_a_bit(theirs_and_path, kernels, dtype):
-    model = load_model(
-        theirs_and_path[1], kernels=kernels, dtype=dtype, device=CPU, max_positions=64
-    )
+    model = load(theirs_and_path[1], kernels, dtype=dtype)
     whole = Bench(model).logits(PROMPT, [])
     assert torch.equal(Bench(model).logits(PROMPT, [7, 1, 9]), whole)
     assert torch.equal(Bench(model).logits(PROMPT, [1] * len(PROMPT)), whole)
@@ -93,6 +79,6 @@ def test_chunks_and_company_do_not_change_a_bit(theirs_and_path, kernels, dtype)
 
 
 def test_rows_beyond_the_rotary_table_do_not_pass_silently(theirs_and_path):
-    model = load(theirs_and_path[1], ReferenceKernels())
+    model = load(theirs_and_path[1], max_positions=64)
     with pytest.raises(IndexError):
         Bench(model, max_len=128).run([1], 64)

@@ -8,18 +8,17 @@ import math
 import pytest
 import torch
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, load
 from helpers.latents import YARN, fixed_latent, write_latent
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import GatedMLP, SparseMoE
 from sametoken.models.deepseek import DeepseekV3ForCausalLM, latent_sizes
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.cache_types import LatentKV
 from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.reference import ReferenceKernels
 
 #: As published (zai-org/GLM-4.7-Flash), less what changes no size.
 GLM_FLASH = {
@@ -87,16 +86,6 @@ def written(directory, config, **changes):
     return directory
 
 
-def loaded(path, kernels=None):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=64,
-    )
-
-
 def test_glm_flash_has_its_published_size_and_keeps_576_elements_a_token(tmp_path):
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     found = measure_memory(
@@ -141,8 +130,8 @@ def test_dense_and_sparse_layers_lie_where_the_config_says(tmp_path):
     write_latent(tmp_path / "first", "deepseek_v3", first_k_dense_replace=2)
     types = ["sparse", "dense", "sparse"]
     write_latent(tmp_path / "named", "glm4_moe_lite", mlp_layer_types=types)
-    dense = [type(layer.mlp) for layer in loaded(tmp_path / "first").layers]
-    named = [type(layer.mlp) for layer in loaded(tmp_path / "named").layers]
+    dense = [type(layer.mlp) for layer in load(tmp_path / "first").layers]
+    named = [type(layer.mlp) for layer in load(tmp_path / "named").layers]
     assert dense == [GatedMLP, GatedMLP, SparseMoE]
     assert named == [SparseMoE, GatedMLP, SparseMoE]
 
@@ -152,10 +141,7 @@ def test_every_other_layer_may_be_sparse(tmp_path):
     config = json.loads(fixed_latent("deepseek_v3").to_json_string())
     config |= {"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 2}
     written(tmp_path, config, first_k_dense_replace=0)
-    model = load_model(
-        tmp_path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU,
-        max_positions=8, load_format="dummy",
-    )  # fmt: skip
+    model = load(tmp_path, load_format="dummy")
     kinds = [type(layer.mlp) for layer in model.layers]
     assert kinds == [SparseMoE, GatedMLP, SparseMoE]
 
@@ -163,10 +149,7 @@ def test_every_other_layer_may_be_sparse(tmp_path):
 def test_a_model_without_shared_experts_runs(tmp_path):
     config = json.loads(fixed_latent("deepseek_v3").to_json_string())
     config |= {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": None}
-    model = load_model(
-        written(tmp_path, config), kernels=select_kernels(CPU), dtype=torch.float32, device=CPU,
-        max_positions=64, load_format="dummy",
-    )  # fmt: skip
+    model = load(written(tmp_path, config), select_kernels(CPU), load_format="dummy")
     assert Bench(model).logits([1, 2, 3], []).isfinite().all()
 
 
@@ -191,8 +174,5 @@ def test_impossible_and_other_settings_are_refused_by_name(tmp_path, name, chang
     architecture = {"deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM"}
     written(tmp_path, config | {"architectures": [architecture[name]]}, **changes)
     with pytest.raises(error, match=message) as caught:
-        load_model(
-            tmp_path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU,
-            max_positions=8, load_format="dummy",
-        )  # fmt: skip
+        load(tmp_path, load_format="dummy")
     assert caught.value.remedy

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.families import write_family
-from helpers.forward import Bench, OneRun
-from helpers.parity import load
+from helpers.forward import Bench, OneRun, load
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.triton import TritonKernels

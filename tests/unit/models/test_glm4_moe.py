@@ -9,22 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.families import fixed_config, random_model, write_family
-from helpers.forward import CPU
+from helpers.forward import CPU, load
 from helpers.harness import request, run
 from helpers.heads import empty_kv, rms_norm, rows_of_one_slot
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.own_module import open_module
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.models.registry import require_divisible
 from sametoken.ops.reference import ReferenceKernels
-
-
-def load(path):
-    return load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=16
-    )
 
 
 @pytest.fixture(scope="module")

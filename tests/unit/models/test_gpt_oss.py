@@ -9,13 +9,12 @@ import torch
 
 from helpers.checkpoints import write_checkpoint
 from helpers.families import fixed_config, random_model, write_family
-from helpers.forward import CPU, Bench
-from sametoken.engine.build import _attention_kernels
+from helpers.forward import CPU, Bench, load
+from sametoken.engine.load import _attention_kernels
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.weights import WeightReader
-from sametoken.models.loader import load_model
 from sametoken.ops.cache_types import stored_in
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.native.backend import NativeKernels
@@ -23,16 +22,6 @@ from sametoken.ops.reference import ReferenceKernels
 
 TOKENS = [3, 40, 17, 5, 5, 21, 0, 9, 30, 11]
 SINKS = "model.layers.1.self_attn.sinks"
-
-
-def load(path, kernels=None):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=32,
-    )
 
 
 def written(folder, change=lambda tensors: None, **changes):

@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load import weights
-from sametoken.models.loader import load_model
-from sametoken.ops.reference import ReferenceKernels
 
 transformers_logging.disable_progress_bar()
 SIZES = {
@@ -41,11 +39,6 @@ def saved(directory, *, qwen3=False, **options):
     model = model_class(config_class(**SIZES, **options)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
-
-
-def load(directory, **options):
-    arguments = {"dtype": torch.float32, "device": CPU, "max_positions": 64} | options
-    return load_model(directory, kernels=ReferenceKernels(), **arguments)
 
 
 @pytest.fixture(scope="module")

@@ -10,32 +10,21 @@ import torch
 from transformers import NemotronHConfig
 
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import CPU, Bench, OneRun
+from helpers.forward import Bench, OneRun, load
 from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.settings import Settings
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.models.nemotron_h import NemotronHForCausalLM, time_step_limit
 from sametoken.ops.cache_types import PagedKV, Recurrent, Stateless
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.model.mamba2.rule import Mamba2
-from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 
 
 def read(directory, **changes):
     (directory / "config.json").write_text(json.dumps(nemotron_config(**changes)))
     return read_config(directory)
-
-
-def load(directory, kernels=None):
-    return load_model(
-        directory,
-        kernels=kernels or ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=64,
-    )
 
 
 def test_each_layer_declares_what_it_keeps(tmp_path):

@@ -12,11 +12,9 @@ from transformers import LlamaForCausalLM
 
 from helpers.checkpoints import write_llama
 from helpers.compressed import tiny_llama
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.models.loader import load_model
 from sametoken.models.quantize import SCHEMES, module_of, quantize_checkpoint
-from sametoken.ops.reference import ReferenceKernels
 
 DOWN = "model.layers.1.mlp.down_proj"
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
@@ -31,10 +29,7 @@ def source(tmp_path_factory):
 
 
 def logits_of(path):
-    model = load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=32
-    )
-    return Bench(model, max_len=16).logits(TOKENS, [])
+    return Bench(load(path), max_len=16).logits(TOKENS, [])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

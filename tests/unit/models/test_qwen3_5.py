@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import random_weight, write_checkpoint
-from helpers.forward import CPU, Bench, OneRun
+from helpers.forward import Bench, OneRun, load
 from helpers.hybrids import write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
@@ -89,17 +89,6 @@ def checkpoint(tmp_path):
     return write_checkpoint(tmp_path, CONFIG, tensors)
 
 
-def load(directory, dtype=torch.float32, device=CPU, load_format="auto"):
-    return load_model(
-        directory,
-        kernels=ReferenceKernels(),
-        dtype=dtype,
-        device=device,
-        max_positions=64,
-        load_format=load_format,
-    )
-
-
 def change_config(directory, **changes):
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
 
@@ -110,7 +99,7 @@ def change_tensors(directory, **changes):
 
 
 def test_what_slots_and_blocks_hold(checkpoint):
-    model = load(checkpoint, torch.bfloat16)
+    model = load(checkpoint, dtype=torch.bfloat16)
     recurrent, attention = model.caches
     assert recurrent == Recurrent(GatedDelta(2, 4, 8, 6, 3), torch.bfloat16)
     assert recurrent.rule.conv_channels == 56
@@ -139,7 +128,7 @@ def test_full_attention_alone_has_no_recurrent_state(checkpoint):
 
 def test_decay_is_not_rounded_with_the_other_weights(checkpoint):
     """A_log and dt_bias count in an exponent; checkpoints may store them in fp32."""
-    params = load(checkpoint, torch.bfloat16).layers[0].attention.params
+    params = load(checkpoint, dtype=torch.bfloat16).layers[0].attention.params
     tensors = load_file(checkpoint / "model.safetensors")
     assert torch.equal(params.A_log, tensors[f"{LINEAR}.A_log"])
     assert torch.equal(params.dt_bias, tensors[f"{LINEAR}.dt_bias"])
@@ -148,7 +137,7 @@ def test_decay_is_not_rounded_with_the_other_weights(checkpoint):
 
 def test_norms_add_one_in_fp32(checkpoint):
     stored = load_file(checkpoint / "model.safetensors")["model.norm.weight"].bfloat16()
-    weight = load(checkpoint, torch.bfloat16)._final_norm.weight
+    weight = load(checkpoint, dtype=torch.bfloat16)._final_norm.weight
     assert torch.equal(weight, 1.0 + stored.float())
 
 
@@ -216,8 +205,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 
 
 def bench(path, kernels: Kernels) -> OneRun:
-    model = load_model(path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=16)
-    return OneRun(model, max_len=16)
+    return OneRun(load(path, kernels), max_len=16)
 
 
 def by_kernels(path) -> OneRun:

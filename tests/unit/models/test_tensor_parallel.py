@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import write_checkpoint, write_llama
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from helpers.gguf_files import convert
 from helpers.hybrids import (
     EXPERTS,
@@ -24,9 +24,8 @@ from helpers.hybrids import (
 from helpers.nemotron import nemotron_config, write_nemotron
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load import weights
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import bytes_per_block, bytes_per_slot
 from sametoken.ops.native.backend import NativeKernels
@@ -43,18 +42,6 @@ SIZES = {
 HYBRID_SIZES = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 NEMOTRON_SIZES = SIZES | {"mamba_num_heads": 8, "n_groups": 4, "moe_latent_size": 16}
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
-
-
-def load(path, parallel=SINGLE_RANK, dtype=torch.float32, kernels=None, **options):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=dtype,
-        device=CPU,
-        max_positions=32,
-        parallel=parallel,
-        **options,
-    )
 
 
 def logits_of(model, *chunks: int):
@@ -106,7 +93,7 @@ def test_ranks_agree_and_are_near_one_rank(tmp_path, kind, backend):
     path = WRITERS[kind](tmp_path)
     kernels = backend()
     whole = logits_of(load(path, kernels=kernels))
-    first, second = run_ranks(2, lambda p: logits_of(load(path, p, kernels=kernels)))
+    first, second = run_ranks(2, lambda p: logits_of(load(path, parallel=p, kernels=kernels)))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
 
@@ -116,7 +103,7 @@ def test_a_row_s_bits_do_not_depend_on_its_company(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
 
     def run(parallel):
-        model = load(path, parallel, torch.bfloat16)
+        model = load(path, parallel=parallel, dtype=torch.bfloat16)
         alone = logits_of(model, *[1] * len(TOKENS))
         return torch.equal(alone, logits_of(model))
 
@@ -126,7 +113,7 @@ def test_a_row_s_bits_do_not_depend_on_its_company(tmp_path, kind):
 def test_ranks_hold_shares_and_not_the_whole(tmp_path):
     path = write_llama(tmp_path, **SIZES)
     whole = load(path)
-    ranks = run_ranks(2, lambda p: load(path, p))
+    ranks = run_ranks(2, lambda p: load(path, parallel=p))
     assert [{cache.num_kv_heads for cache in rank.caches} for rank in ranks] == [{1}, {1}]
     # The embedding is whole on every rank.
     divided = sum(rank.weights_bytes for rank in ranks) - 2 * whole.embedding.nbytes
@@ -138,7 +125,7 @@ def test_ranks_hold_shares_and_not_the_whole(tmp_path):
 def test_ranks_hold_shares_of_a_hybrid_and_of_its_state(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
     whole = load(path)
-    for rank in run_ranks(2, lambda p: load(path, p)):
+    for rank in run_ranks(2, lambda p: load(path, parallel=p)):
         for cache, undivided in zip(rank.caches, whole.caches, strict=True):
             assert 2 * bytes_per_block([cache], 4) == bytes_per_block([undivided], 4)
             assert 2 * bytes_per_slot([cache], 3) == bytes_per_slot([undivided], 3)
@@ -169,7 +156,7 @@ def test_a_rank_that_drafts_has_the_whole_head(tmp_path, kind, load_format):
     assert whole.whole_head() is whole.head
     unit = torch.eye(SIZES["hidden_size"])
     expected = whole.head.matmul(unit, out_dtype=torch.float32)
-    for rank in run_ranks(2, lambda p: load(path, p, load_format=load_format)):
+    for rank in run_ranks(2, lambda p: load(path, parallel=p, load_format=load_format)):
         head = rank.whole_head()
         assert torch.equal(head.matmul(unit, out_dtype=torch.float32), expected)
         assert (head is rank.embedding) == whole.config.tie_word_embeddings
@@ -178,16 +165,16 @@ def test_a_rank_that_drafts_has_the_whole_head(tmp_path, kind, load_format):
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5 with experts", "qwen3_next"])
 def test_shares_are_the_same_in_whatever_pieces_files_are_read(tmp_path, kind, monkeypatch):
     path = WRITERS[kind](tmp_path)
-    at_once = run_ranks(2, lambda p: logits_of(load(path, p)))
+    at_once = run_ranks(2, lambda p: logits_of(load(path, parallel=p)))
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 5 * SIZES["hidden_size"])
-    assert torch.equal(run_ranks(2, lambda p: logits_of(load(path, p)))[0], at_once[0])
+    assert torch.equal(run_ranks(2, lambda p: logits_of(load(path, parallel=p)))[0], at_once[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_dummy_weights_are_shares_of_the_same(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
     whole = logits_of(load(path, load_format="dummy"))
-    ranks = run_ranks(2, lambda p: logits_of(load(path, p, load_format="dummy")))
+    ranks = run_ranks(2, lambda p: logits_of(load(path, parallel=p, load_format="dummy")))
     torch.testing.assert_close(ranks[1], whole, rtol=1e-4, atol=1e-4)
 
 
@@ -202,7 +189,7 @@ def test_biases_are_divided_with_their_rows_and_added_once(tmp_path):
             tensor.normal_()
     model.save_pretrained(tmp_path)
     whole = logits_of(load(tmp_path))
-    ranks = run_ranks(2, lambda p: logits_of(load(tmp_path, p)))
+    ranks = run_ranks(2, lambda p: logits_of(load(tmp_path, parallel=p)))
     torch.testing.assert_close(ranks[0], whole, rtol=1e-4, atol=1e-4)
 
 
@@ -211,7 +198,7 @@ def test_a_tensor_of_another_shape_is_refused_whatever_the_share(tmp_path):
     text = (path / "config.json").read_text()
     (path / "config.json").write_text(text.replace('"head_dim": 8', '"head_dim": 4'))
     with pytest.raises(CheckpointError, match="q_proj"):
-        run_ranks(2, lambda p: load(path, p))
+        run_ranks(2, lambda p: load(path, parallel=p))
 
 
 @pytest.mark.parametrize(

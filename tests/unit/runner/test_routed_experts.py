@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.forward import OneRun
+from helpers.forward import OneRun, load
 from helpers.nemotron import write_nemotron
-from helpers.parity import load
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.gemm.tuning import load_table

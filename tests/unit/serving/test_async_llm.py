@@ -306,32 +306,28 @@ def test_a_hung_engine_is_killed_and_comes_back(model, offline):
     assert essence(asyncio.run(scenario())) == essence(expected)
 
 
-def test_a_drained_server_finishes_what_it_has(model):
+async def test_a_drained_server_finishes_what_it_has(model):
     config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **SIZES)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    llm = await AsyncLLM.start(config, ServingLimits(shadow_audit_rate=1.0))
+    audited = await last_of(llm.generate("the log", SamplingParams(seed=2), "audited"))
+    await until(lambda: llm.stats().audit.num_audited)
+    assert audited.finished
+    assert llm.stats().audit.num_mismatched == 0
 
-    async def scenario():
-        llm = await AsyncLLM.start(config, ServingLimits(shadow_audit_rate=1.0))
-        audited = await last_of(llm.generate("the log", SamplingParams(seed=2), "audited"))
-        await until(lambda: llm.stats().audit.num_audited)
-        assert audited.finished
-        assert llm.stats().audit.num_mismatched == 0
-
-        stream = llm.generate("the cat", params, "in flight")
-        assert not await llm.drain(0.0)
-        with pytest.raises(DrainingError):
-            llm.generate("the cat", params, "late")
-        reader = asyncio.create_task(last_of(stream))
-        assert await llm.drain(60.0)
-        assert (await reader).outputs[0].finish_reason == "length"
-        await llm.shutdown()
-        await llm.shutdown()
-        assert not llm.is_ready
-
-    asyncio.run(scenario())
+    stream = llm.generate("the cat", params, "in flight")
+    assert not await llm.drain(0.0)
+    with pytest.raises(DrainingError):
+        llm.generate("the cat", params, "late")
+    reader = asyncio.create_task(last_of(stream))
+    assert await llm.drain(60.0)
+    assert (await reader).outputs[0].finish_reason == "length"
+    await llm.shutdown()
+    await llm.shutdown()
+    assert not llm.is_ready
 
 
-def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
+async def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
     config = EngineConfig.from_options(model=model, **SIZES)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
@@ -353,10 +349,7 @@ def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
             llm.generate("the cat", params, "r")
         await llm.shutdown()
 
-    async def both():
-        await asyncio.gather(stopped(), given_up())
-
-    asyncio.run(both())
+    await asyncio.gather(stopped(), given_up())
 
 
 def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):

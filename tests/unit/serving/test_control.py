@@ -11,7 +11,15 @@ import torch
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.serving.control import Control
-from sametoken.serving.messages import Answer, ChangeWeights, FallAsleep, Pause, Resume, WakeUp
+from sametoken.serving.messages import (
+    Answer,
+    ChangeWeights,
+    FallAsleep,
+    Order,
+    Pause,
+    Resume,
+    WakeUp,
+)
 from sametoken.serving.weight_updates import Done
 
 
@@ -54,9 +62,9 @@ def scene(monkeypatch):
 
 def test_a_pause_stops_at_once_or_after_the_running_requests(scene):
     engine, control, _, answers = scene
-    control.handle(Pause(1, wait=False))
+    control.handle(Order(1, Pause(wait=False)))
     assert (control.may_step, answers) == (False, [Answer(1, paused=True)])
-    control.handle(Pause(2, wait=True))
+    control.handle(Order(2, Pause(wait=True)))
     assert control.may_step
     assert not engine.scheduler.admits
     control.note_step()
@@ -67,7 +75,7 @@ def test_a_pause_stops_at_once_or_after_the_running_requests(scene):
     engine.scheduler.num_swapped = 0
     control.note_step()
     assert (control.may_step, answers) == (False, [Answer(1, paused=True), Answer(2, paused=True)])
-    control.handle(Resume(3))
+    control.handle(Order(3, Resume()))
     assert control.may_step
     assert engine.scheduler.admits
     assert answers[2:] == [Answer(3)]
@@ -75,9 +83,9 @@ def test_a_pause_stops_at_once_or_after_the_running_requests(scene):
 
 def test_no_pause_is_left_without_an_answer(scene):
     _, control, _, answers = scene
-    control.handle(Pause(1, wait=True))
-    control.handle(Pause(2, wait=True))
-    control.handle(Resume(3))
+    control.handle(Order(1, Pause(wait=True)))
+    control.handle(Order(2, Pause(wait=True)))
+    control.handle(Order(3, Resume()))
     assert answers == [Answer(1, paused=True), Answer(2, paused=True), Answer(3)]
     assert control.may_step
 
@@ -94,7 +102,7 @@ def test_no_pause_is_left_without_an_answer(scene):
 )
 def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, version, expected):
     _, control, inbox, answers = scene
-    control.handle(ChangeWeights(7, "anywhere", version, target))
+    control.handle(Order(7, ChangeWeights("anywhere", version, target)))
     loaded = inbox.get(timeout=10)
     assert isinstance(loaded, Done)
     assert answers == []
@@ -105,17 +113,17 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
 
 def test_a_sleep_needs_a_pause_and_ends_it(scene):
     engine, control, _, answers = scene
-    control.handle(FallAsleep(1, 1))
+    control.handle(Order(1, FallAsleep(1)))
     assert isinstance(answers.pop().error, RequestError)
-    control.handle(Pause(2, wait=False))
-    control.handle(FallAsleep(3, 1))
-    control.handle(Resume(4))
+    control.handle(Order(2, Pause(wait=False)))
+    control.handle(Order(3, FallAsleep(1)))
+    control.handle(Order(4, Resume()))
     assert answers[:2] == [Answer(2, paused=True), Answer(3, paused=True, sleeps=True)]
     assert isinstance(answers[2].error, RequestError)
     assert not control.may_step
-    control.handle(WakeUp(5, ("weights",)))
+    control.handle(Order(5, WakeUp(("weights",))))
     assert answers[3] == Answer(5, paused=True, sleeps=True)
-    control.handle(WakeUp(6, None))
+    control.handle(Order(6, WakeUp(None)))
     assert answers[4] == Answer(6)
     assert control.may_step
     engine.has_unfinished = False

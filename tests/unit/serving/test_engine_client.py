@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -115,25 +116,23 @@ def update(request_id, *token_ids, **changes):
 
 
 @pytest.fixture
-def play(resolved, tokenizer):
-    """Runs a scenario over a kit, on a new event loop."""
+def open_kit(resolved, tokenizer):
+    """Opens kits, on a test's event loop."""
     decided = replace(resolved, config=replace(resolved.config, speculative_config=NGRAM))
 
-    def run(scenario, **limits):
-        async def main():
-            kit = Kit(decided, tokenizer, **limits)
-            try:
-                await scenario(kit)
-            finally:
-                await kit.client.supervisor.stop()
+    @asynccontextmanager
+    async def opened(**limits):
+        kit = Kit(decided, tokenizer, **limits)
+        try:
+            yield kit
+        finally:
+            await kit.client.supervisor.stop()
 
-        asyncio.run(main())
-
-    return run
+    return opened
 
 
-def test_a_request_goes_out_and_its_outputs_come_back(play):
-    async def scenario(kit):
+async def test_a_request_goes_out_and_its_outputs_come_back(open_kit):
+    async with open_kit() as kit:
         stream = kit.begin()
         (submit,) = kit.process.take_sent()
         assert [one.request_id for one in submit.completions] == ["r"]
@@ -146,11 +145,9 @@ def test_a_request_goes_out_and_its_outputs_come_back(play):
         assert kit.client.idle.is_set()
         assert kit.client.stats.num_finished == {"length": 1}
 
-    play(scenario)
 
-
-def test_a_stop_string_ends_the_request_and_frees_the_engine(play):
-    async def scenario(kit):
+async def test_a_stop_string_ends_the_request_and_frees_the_engine(open_kit):
+    async with open_kit() as kit:
         dog = kit.inputs.tokenize("the dog").token_ids
         stream = kit.begin(stop="og", max_tokens=20)
         kit.process.take_sent()
@@ -159,11 +156,9 @@ def test_a_stop_string_ends_the_request_and_frees_the_engine(play):
         assert (last.outputs[0].text, last.outputs[0].stop_reason) == ("the d", "og")
         assert kit.process.take_sent() == [Release({"r": len(PROMPT) + len(dog)})]
 
-    play(scenario)
 
-
-def test_a_failed_request_fails_alone(play):
-    async def scenario(kit):
+async def test_a_failed_request_fails_alone(open_kit):
+    async with open_kit() as kit:
         bad, good = kit.begin("bad"), kit.begin("good")
         kit.report(update("bad", failed=True), update("good", 20))
         last = await anext(bad)
@@ -172,11 +167,9 @@ def test_a_failed_request_fails_alone(play):
         assert (await anext(good)).outputs[0].token_ids == (20,)
         assert kit.client.stats.num_finished == {"error": 1}
 
-    play(scenario)
 
-
-def test_an_abort_is_sent_at_once_and_answered(play):
-    async def scenario(kit):
+async def test_an_abort_is_sent_at_once_and_answered(open_kit):
+    async with open_kit() as kit:
         stream = kit.begin()
         kit.report(update("r", 20))
         kit.process.take_sent()
@@ -188,11 +181,9 @@ def test_an_abort_is_sent_at_once_and_answered(play):
         kit.report(update("r", 21))
         assert [one async for one in stream] == []
 
-    play(scenario)
 
-
-def test_a_dropped_stream_aborts_its_request(play):
-    async def scenario(kit):
+async def test_a_dropped_stream_aborts_its_request(open_kit):
+    async with open_kit() as kit:
         stream = kit.begin()
         kit.process.take_sent()
         del stream
@@ -201,11 +192,9 @@ def test_a_dropped_stream_aborts_its_request(play):
         assert kit.process.take_sent() == [Release({"r": 3}, aborted=True)]
         assert kit.client.idle.is_set()
 
-    play(scenario)
 
-
-def test_all_completions_of_a_prompt_end_together(play):
-    async def scenario(kit):
+async def test_all_completions_of_a_prompt_end_together(open_kit):
+    async with open_kit() as kit:
         stream = kit.begin(n=2)
         kit.report(update("r.0", 20), update("r.1", 21))
         assert [one.token_ids for one in (await anext(stream)).outputs] == [(20,), (21,)]
@@ -213,33 +202,27 @@ def test_all_completions_of_a_prompt_end_together(play):
         await stream.aclose()
         assert kit.process.take_sent() == [Release({"r.0": 4, "r.1": 4}, aborted=True)]
 
-    play(scenario)
-
 
 @pytest.mark.parametrize("taken", ["r", "r.0", "r.1"])
-def test_ids_in_use_are_refused_also_those_of_completions(play, taken):
-    async def scenario(kit):
+async def test_ids_in_use_are_refused_also_those_of_completions(open_kit, taken):
+    async with open_kit() as kit:
         stream = kit.begin(n=2)
         with pytest.raises(RequestError, match=f"'{taken}' is already here"):
             kit.begin(taken)
         await stream.aclose()
         kit.begin(taken)
 
-    play(scenario)
 
-
-def test_a_request_that_can_never_run_is_refused_before_it_is_sent(play):
-    async def scenario(kit):
+async def test_a_request_that_can_never_run_is_refused_before_it_is_sent(open_kit):
+    async with open_kit() as kit:
         kit.process.ready = replace(kit.process.ready, limits=replace(LIMITS, num_blocks=2))
         with pytest.raises(RequestError, match="may need 3 KV blocks"):
             kit.begin(max_tokens=20)
         assert kit.process.sent == []
 
-    play(scenario)
 
-
-def test_too_many_waiting_are_refused_and_counted(play):
-    async def scenario(kit):
+async def test_too_many_waiting_are_refused_and_counted(open_kit):
+    async with open_kit(max_waiting=1) as kit:
         streams = [kit.begin(f"r{i}") for i in range(3)]
         with pytest.raises(OverloadedError) as caught:
             kit.begin("one too many")
@@ -249,11 +232,9 @@ def test_too_many_waiting_are_refused_and_counted(play):
         kit.report(num_received=3, num_running=2)
         kit.begin("now")
 
-    play(scenario, max_waiting=1)
 
-
-def test_what_the_engine_refuses_fails_alone(play):
-    async def scenario(kit):
+async def test_what_the_engine_refuses_fails_alone(open_kit):
+    async with open_kit() as kit:
         refused, other = kit.begin("refused"), kit.begin("other")
         kit.client.take(Refused(("refused",), RequestError("too long")))
         with pytest.raises(RequestError, match="too long"):
@@ -261,11 +242,9 @@ def test_what_the_engine_refuses_fails_alone(play):
         kit.report(update("other", 20))
         assert (await anext(other)).outputs[0].token_ids == (20,)
 
-    play(scenario)
 
-
-def test_when_the_process_dies_every_request_fails_with_one_error(play):
-    async def scenario(kit):
+async def test_when_the_process_dies_every_request_fails_with_one_error(open_kit):
+    async with open_kit() as kit:
         streams = [kit.begin(f"r{i}") for i in range(2)]
         kit.report(update("r0", 20))
         kit.process.ended.set()
@@ -279,21 +258,17 @@ def test_when_the_process_dies_every_request_fails_with_one_error(play):
         with pytest.raises(EngineDeadError, match="the engine is gone"):
             kit.begin("later")
 
-    play(scenario)
 
-
-def test_between_two_processes_requests_are_told_to_come_again(play):
-    async def scenario(kit):
+async def test_between_two_processes_requests_are_told_to_come_again(open_kit):
+    async with open_kit(max_restarts=1, restart_backoff_s=100.0) as kit:
         kit.process.ended.set()
         await asyncio.sleep(0.01)
         with pytest.raises(EngineRestartingError, match="being started again"):
             kit.begin()
 
-    play(scenario, max_restarts=1, restart_backoff_s=100.0)
 
-
-def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
-    async def scenario(kit):
+async def test_results_that_cannot_be_taken_in_end_the_requests(open_kit, caplog):
+    async with open_kit() as kit:
         stream = kit.begin()
         await asyncio.sleep(0)
         kit.process.says = "nonsense"
@@ -301,20 +276,16 @@ def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
         with pytest.raises(EngineDeadError, match="results cannot be processed"):
             await asyncio.wait_for(anext(stream), 5)
 
-    play(scenario)
 
-
-def test_a_process_that_does_not_report_is_killed(play):
-    async def scenario(kit):
+async def test_a_process_that_does_not_report_is_killed(open_kit):
+    async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()
         with pytest.raises(EngineDeadError, match=r"a step took more than 0\.05 s"):
             await asyncio.wait_for(anext(stream), 5)
 
-    play(scenario, step_timeout_s=0.05)
 
-
-def test_a_process_without_work_may_be_silent(play):
-    async def scenario(kit):
+async def test_a_process_without_work_may_be_silent(open_kit):
+    async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()
         assert kit.client.awaits_report
         kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01)
@@ -324,11 +295,9 @@ def test_a_process_without_work_may_be_silent(play):
         await asyncio.sleep(0.1)
         assert kit.client.is_ready
 
-    play(scenario, step_timeout_s=0.05)
 
-
-def test_while_draining_nobody_comes_in_and_the_others_finish(play):
-    async def scenario(kit):
+async def test_while_draining_nobody_comes_in_and_the_others_finish(open_kit):
+    async with open_kit() as kit:
         stream = kit.begin()
         kit.client.draining = True
         with pytest.raises(DrainingError):
@@ -338,14 +307,12 @@ def test_while_draining_nobody_comes_in_and_the_others_finish(play):
         assert (await anext(stream)).finished
         assert kit.client.idle.is_set()
 
-    play(scenario)
-
 
 # The shadow audit
 
 
-def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
-    async def scenario(kit):
+async def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
@@ -371,11 +338,9 @@ def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
         assert kit.client.stats.audit.num_audited == 1
         assert kit.client.stats.audit.num_mismatched == 0
 
-    play(scenario, shadow_audit_rate=1.0)
 
-
-def test_a_difference_is_reported(play, caplog):
-    async def scenario(kit):
+async def test_a_difference_is_reported(open_kit, caplog):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
@@ -384,11 +349,9 @@ def test_a_difference_is_reported(play, caplog):
         assert (difference.position, difference.served, difference.replayed) == (1, 21, 7)
         assert kit.client.stats.audit.num_mismatched == 1
 
-    play(scenario, shadow_audit_rate=1.0)
 
-
-def test_while_others_run_or_the_server_drains_nothing_is_audited(play):
-    async def scenario(kit):
+async def test_while_others_run_or_the_server_drains_nothing_is_audited(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
         first, second = kit.begin("first"), kit.begin("second")
         kit.process.take_sent()
         kit.report(update("first", 20, 21, 22, 23))
@@ -400,11 +363,9 @@ def test_while_others_run_or_the_server_drains_nothing_is_audited(play):
         assert not any(isinstance(message, Submit) for message in kit.process.take_sent())
         assert kit.client.stats.audit.num_pending == 2
 
-    play(scenario, shadow_audit_rate=1.0)
 
-
-def test_a_replay_is_not_repeated_after_it_was_refused_or_died(play):
-    async def scenario(kit):
+async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
@@ -417,8 +378,6 @@ def test_a_replay_is_not_repeated_after_it_was_refused_or_died(play):
         await asyncio.sleep(0.01)
         assert kit.client.stats.audit.num_dropped == 2
 
-    play(scenario, shadow_audit_rate=1.0)
-
 
 def output(number, *, finished=False):
     return RequestOutput("r", str(number), (), (), finished, RequestMetrics(0.0))
@@ -428,79 +387,64 @@ async def read(stream):
     return [one.prompt async for one in stream]
 
 
-def test_a_slow_reader_sees_the_newest_and_always_the_last():
-    async def scenario():
-        stream = RequestStream("r", pytest.fail)
-        stream.put(output(1))
-        stream.put(output(2))
-        assert (await anext(stream)).prompt == "2"
-        stream.put(output(3))
-        stream.put(output(4, finished=True))
-        stream.put(output(5))
-        assert await read(stream) == ["4"]
-        assert await read(stream) == []
-
-    asyncio.run(scenario())
+async def test_a_slow_reader_sees_the_newest_and_always_the_last():
+    stream = RequestStream("r", pytest.fail)
+    stream.put(output(1))
+    stream.put(output(2))
+    assert (await anext(stream)).prompt == "2"
+    stream.put(output(3))
+    stream.put(output(4, finished=True))
+    stream.put(output(5))
+    assert await read(stream) == ["4"]
+    assert await read(stream) == []
 
 
-def test_a_waiting_reader_is_woken():
-    async def scenario():
-        stream = RequestStream("r", pytest.fail)
-        reader = asyncio.create_task(read(stream))
-        for number in range(3):
-            await asyncio.sleep(0)
-            stream.put(output(number, finished=number == 2))
-            await asyncio.sleep(0)
-        assert await reader == ["0", "1", "2"]
-
-    asyncio.run(scenario())
+async def test_a_waiting_reader_is_woken():
+    stream = RequestStream("r", pytest.fail)
+    reader = asyncio.create_task(read(stream))
+    for number in range(3):
+        await asyncio.sleep(0)
+        stream.put(output(number, finished=number == 2))
+        await asyncio.sleep(0)
+    assert await reader == ["0", "1", "2"]
 
 
-def test_an_error_comes_after_what_was_not_seen_yet_and_only_once():
-    async def scenario():
-        stream = RequestStream("r", pytest.fail)
-        stream.put(output(1))
-        stream.fail(EngineDeadError("gone"))
-        assert (await anext(stream)).prompt == "1"
-        with pytest.raises(EngineDeadError):
-            await anext(stream)
-        assert await read(stream) == []
-
-    asyncio.run(scenario())
+async def test_an_error_comes_after_what_was_not_seen_yet_and_only_once():
+    stream = RequestStream("r", pytest.fail)
+    stream.put(output(1))
+    stream.fail(EngineDeadError("gone"))
+    assert (await anext(stream)).prompt == "1"
+    with pytest.raises(EngineDeadError):
+        await anext(stream)
+    assert await read(stream) == []
 
 
 @pytest.mark.parametrize("way", ["close", "cancel", "drop"])
-def test_whoever_stops_reading_aborts(way):
-    async def scenario():
-        aborted = []
-        stream = RequestStream("r", aborted.append)
-        stream.put(output(1))
-        await anext(stream)
-        if way == "close":
-            await stream.aclose()
-            stream.put(output(2))
-            assert await read(stream) == []
-        elif way == "cancel":
-            reader = asyncio.create_task(anext(stream))
-            await asyncio.sleep(0)
-            reader.cancel()
-            await asyncio.wait((reader,))
-        else:
-            del stream
-            gc.collect()
-            await asyncio.sleep(0)
-        assert aborted == ["r"]
-
-    asyncio.run(scenario())
-
-
-def test_a_finished_stream_aborts_nothing():
-    async def scenario():
-        stream = RequestStream("r", pytest.fail)
-        stream.put(output(1, finished=True))
+async def test_whoever_stops_reading_aborts(way):
+    aborted = []
+    stream = RequestStream("r", aborted.append)
+    stream.put(output(1))
+    await anext(stream)
+    if way == "close":
         await stream.aclose()
+        stream.put(output(2))
+        assert await read(stream) == []
+    elif way == "cancel":
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait((reader,))
+    else:
         del stream
         gc.collect()
         await asyncio.sleep(0)
+    assert aborted == ["r"]
 
-    asyncio.run(scenario())
+
+async def test_a_finished_stream_aborts_nothing():
+    stream = RequestStream("r", pytest.fail)
+    stream.put(output(1, finished=True))
+    await stream.aclose()
+    del stream
+    gc.collect()
+    await asyncio.sleep(0)

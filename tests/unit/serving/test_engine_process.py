@@ -50,49 +50,43 @@ def request(*prompt):
     return Submit((EngineRequest("r", prompt, params, len(prompt) + 4),))
 
 
-def test_it_serves_fails_and_says_why(config):
-    async def scenario():
-        process = await EngineProcess.start(config, build_faulty)
-        assert process.ready.summary.max_model_len == 256
-        assert process.ready.limits.max_num_seqs == 8
-        process.send(request(1, 2))
-        emitted = []
-        while len(emitted) < 4:
-            report = await process.receive()
-            assert isinstance(report, StepReport)
-            emitted += [token for update in report.updates for token in update.token_ids]
-        process.send(request(FATAL_TOKEN))
-        while await process.receive() is not None:
-            pass
-        error = await process.stop()
-        assert isinstance(error, EngineDeadError)
-        assert "a kernel failed" in error.cause
-        assert not is_alive(process.pid)
-        process.send(request(1))
-
-    asyncio.run(scenario())
+async def test_it_serves_fails_and_says_why(config):
+    process = await EngineProcess.start(config, build_faulty)
+    assert process.ready.summary.max_model_len == 256
+    assert process.ready.limits.max_num_seqs == 8
+    process.send(request(1, 2))
+    emitted = []
+    while len(emitted) < 4:
+        report = await process.receive()
+        assert isinstance(report, StepReport)
+        emitted += [token for update in report.updates for token in update.token_ids]
+    process.send(request(FATAL_TOKEN))
+    while await process.receive() is not None:
+        pass
+    error = await process.stop()
+    assert isinstance(error, EngineDeadError)
+    assert "a kernel failed" in error.cause
+    assert not is_alive(process.pid)
+    process.send(request(1))
 
 
-def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(config):
-    async def scenario():
-        first, second = await asyncio.gather(
-            EngineProcess.start(config, build_engine), EngineProcess.start(config, build_engine)
-        )
-        # Only the serving process stops it: a terminal's Ctrl-C reaches all.
-        os.kill(first.pid, signal.SIGINT)
-        os.kill(first.pid, signal.SIGTERM)
-        first.send(request(1, 2))
-        assert isinstance(await first.receive(), StepReport)
-        os.kill(first.pid, signal.SIGKILL)
-        while await asyncio.wait_for(first.receive(), PATIENCE_S) is not None:
-            pass
-        assert "SIGKILL" in (await first.stop()).cause
+async def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(config):
+    first, second = await asyncio.gather(
+        EngineProcess.start(config, build_engine), EngineProcess.start(config, build_engine)
+    )
+    # Only the serving process stops it: a terminal's Ctrl-C reaches all.
+    os.kill(first.pid, signal.SIGINT)
+    os.kill(first.pid, signal.SIGTERM)
+    first.send(request(1, 2))
+    assert isinstance(await first.receive(), StepReport)
+    os.kill(first.pid, signal.SIGKILL)
+    while await asyncio.wait_for(first.receive(), PATIENCE_S) is not None:
+        pass
+    assert "SIGKILL" in (await first.stop()).cause
 
-        # By itself: one that is killed has another status.
-        assert "exit status 0" in (await second.stop(grace_s=PATIENCE_S)).cause
-        assert not is_alive(second.pid)
-
-    asyncio.run(scenario())
+    # By itself: one that is killed has another status.
+    assert "exit status 0" in (await second.stop(grace_s=PATIENCE_S)).cause
+    assert not is_alive(second.pid)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +104,13 @@ def test_why_it_cannot_start_is_told_by_its_own_error(config, build, options, ki
     assert type(caught.value) is kind
 
 
-def test_a_start_that_is_given_up_leaves_no_process(config, caplog):
-    async def scenario():
-        with caplog.at_level(logging.INFO, "sametoken"):
-            start = asyncio.create_task(EngineProcess.start(config, build_slowly))
-            while "pid " not in caplog.text:
-                assert not start.done()
-                await asyncio.sleep(0.02)
-            start.cancel()
-            await asyncio.wait((start,))
-        pid = int(caplog.messages[-1].split()[1])
-        assert not is_alive(pid)
-
-    asyncio.run(scenario())
+async def test_a_start_that_is_given_up_leaves_no_process(config, caplog):
+    with caplog.at_level(logging.INFO, "sametoken"):
+        start = asyncio.create_task(EngineProcess.start(config, build_slowly))
+        while "pid " not in caplog.text:
+            assert not start.done()
+            await asyncio.sleep(0.02)
+        start.cancel()
+        await asyncio.wait((start,))
+    pid = int(caplog.messages[-1].split()[1])
+    assert not is_alive(pid)

@@ -15,6 +15,7 @@ from sametoken.serving.messages import (
     JoinedTensors,
     JoinTrainer,
     NameWeights,
+    Order,
     StartUpdate,
     TakeWeights,
     TensorForm,
@@ -62,10 +63,11 @@ def scene(monkeypatch):
     weights, inbox = Weights(), queue.SimpleQueue()
     updates = WeightUpdates(weights, CPU, inbox.put)
 
-    def carry_out(message):
-        updates.begin(message)
+    def carry_out(command):
+        order = Order(0, command)
+        updates.begin(order)
         done = inbox.get(timeout=10)
-        assert done.message is message
+        assert done.order is order
         updates.used()
         return done.result
 
@@ -74,18 +76,18 @@ def scene(monkeypatch):
 
 def test_tensors_in_several_parts_make_one_update(scene):
     weights, carry_out = scene
-    assert carry_out(JoinTrainer(0, 9)) is None
-    assert carry_out(StartUpdate(1, "drafter")) is None
-    assert carry_out(TakeWeights(2, (ONE,))) is None
-    assert carry_out(TakeWeights(3, (TWO,))) is None
+    assert carry_out(JoinTrainer(9)) is None
+    assert carry_out(StartUpdate("drafter")) is None
+    assert carry_out(TakeWeights((ONE,))) is None
+    assert carry_out(TakeWeights((TWO,))) is None
     assert weights.loaded == []
-    assert isinstance(carry_out(FinishUpdate(4, None)), NewWeights)
+    assert isinstance(carry_out(FinishUpdate(None)), NewWeights)
     ((target, tensors),) = weights.loaded
     assert target == "drafter"
     sent = torch.arange(24, dtype=torch.uint8)
     assert torch.equal(tensors["one"], sent.view(torch.float32).view(2, 3))
     assert tensors["two"].dtype == torch.bfloat16
-    assert isinstance(carry_out(FinishUpdate(5, None)), WeightUpdateError)
+    assert isinstance(carry_out(FinishUpdate(None)), WeightUpdateError)
 
 
 def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monkeypatch):
@@ -93,12 +95,12 @@ def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monk
     told = []
     whole = lambda sizes, most: told.append(most) or [range(len(sizes))]  # noqa: E731
     monkeypatch.setattr(Group, "pieces", staticmethod(whole))
-    carry_out(JoinTrainer(0, 1))
-    carry_out(StartUpdate(1, "model"))
+    carry_out(JoinTrainer(1))
+    carry_out(StartUpdate("model"))
     odd = TensorForm("odd", "bfloat16", (3,))
-    assert carry_out(TakeWeights(2, JoinedTensors((odd, ONE, TWO), 100))) is None
+    assert carry_out(TakeWeights(JoinedTensors((odd, ONE, TWO), 100))) is None
     assert told == [100]
-    assert isinstance(carry_out(FinishUpdate(3, None)), NewWeights)
+    assert isinstance(carry_out(FinishUpdate(None)), NewWeights)
     tensors = weights.loaded[0][1]
     sent = torch.arange(32, dtype=torch.uint8)
     assert torch.equal(tensors["odd"], sent[:6].view(torch.bfloat16))
@@ -108,21 +110,21 @@ def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monk
 
 def test_a_new_update_drops_what_was_sent(scene):
     weights, carry_out = scene
-    carry_out(JoinTrainer(0, 9))
+    carry_out(JoinTrainer(9))
     for name in ("half", "whole"):
-        carry_out(StartUpdate(1, "model"))
-        carry_out(TakeWeights(2, (TensorForm(name, "float32", (1,)),)))
-    carry_out(FinishUpdate(3, None))
+        carry_out(StartUpdate("model"))
+        carry_out(TakeWeights((TensorForm(name, "float32", (1,)),)))
+    carry_out(FinishUpdate(None))
     assert list(weights.loaded[0][1]) == ["whole"]
 
 
 def test_a_trainer_that_is_lost_ends_update_and_group(scene):
     weights, carry_out = scene
-    carry_out(JoinTrainer(0, 1))
-    carry_out(StartUpdate(1, "model"))
-    assert "not whole" in str(carry_out(TakeWeights(2, (ONE, TWO))))
-    assert "no trainer" in str(carry_out(TakeWeights(3, (ONE,))))
-    assert "no update" in str(carry_out(FinishUpdate(4, None)))
+    carry_out(JoinTrainer(1))
+    carry_out(StartUpdate("model"))
+    assert "not whole" in str(carry_out(TakeWeights((ONE, TWO))))
+    assert "no trainer" in str(carry_out(TakeWeights((ONE,))))
+    assert "no update" in str(carry_out(FinishUpdate(None)))
     assert weights.loaded == []
 
 
@@ -138,30 +140,30 @@ def test_a_trainer_that_is_lost_ends_update_and_group(scene):
 )
 def test_forms_are_checked_before_anything_is_received(scene, forms, told):
     _, carry_out = scene
-    carry_out(JoinTrainer(0, 0))
-    carry_out(StartUpdate(1, "model"))
-    assert told in str(carry_out(TakeWeights(2, forms)))
+    carry_out(JoinTrainer(0))
+    carry_out(StartUpdate("model"))
+    assert told in str(carry_out(TakeWeights(forms)))
 
 
 def test_directories(scene, tmp_path):
     _, carry_out = scene
-    assert "no update" in str(carry_out(TakeWeights(0, str(tmp_path))))
-    carry_out(StartUpdate(1, "model"))
-    assert carry_out(TakeWeights(2, str(tmp_path))) is None
-    assert "two directories" in str(carry_out(TakeWeights(3, str(tmp_path))))
-    assert isinstance(carry_out(FinishUpdate(4, None)), CheckpointError)
-    assert isinstance(carry_out(ChangeWeights(5, "/nowhere", None, "model")), CheckpointError)
+    assert "no update" in str(carry_out(TakeWeights(str(tmp_path))))
+    carry_out(StartUpdate("model"))
+    assert carry_out(TakeWeights(str(tmp_path))) is None
+    assert "two directories" in str(carry_out(TakeWeights(str(tmp_path))))
+    assert isinstance(carry_out(FinishUpdate(None)), CheckpointError)
+    assert isinstance(carry_out(ChangeWeights("/nowhere", None, "model")), CheckpointError)
 
 
 def test_another_version_replaces_nothing(scene):
     _, carry_out = scene
-    named = carry_out(NameWeights(0, 7))
+    named = carry_out(NameWeights(7))
     assert (named.replacement.pairs, named.version_after(3, 7)) == ((), 7)
 
 
 def test_fixed_weights_refuse_at_the_start():
     inbox = queue.SimpleQueue()
-    WeightUpdates(FixedWeights("extraction"), CPU, inbox.put).begin(StartUpdate(0, "model"))
+    WeightUpdates(FixedWeights("extraction"), CPU, inbox.put).begin(Order(0, StartUpdate("model")))
     assert isinstance(inbox.get(timeout=10).result, UnsupportedError)
 
 
@@ -169,11 +171,11 @@ def test_the_next_command_waits_until_weights_are_used():
     inbox = queue.SimpleQueue()
     updates = WeightUpdates(Weights(), CPU, inbox.put)
     for ticket in range(2):
-        updates.begin(NameWeights(ticket, 7))
-    assert inbox.get(timeout=10).message.ticket == 0
+        updates.begin(Order(ticket, NameWeights(7)))
+    assert inbox.get(timeout=10).order.ticket == 0
     with pytest.raises(queue.Empty):
         inbox.get(timeout=0.1)
     updates.used()
     done = inbox.get(timeout=10)
-    assert done.message.ticket == 1
+    assert done.order.ticket == 1
     assert not isinstance(done.result, SametokenError)

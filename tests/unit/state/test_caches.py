@@ -64,7 +64,7 @@ def test_a_cpu_s_memory_is_taken_when_it_is_written():
 def test_what_is_counted_is_what_is_allocated():
     cache = allocate()
     assert sum(memory.nbytes for memory in cache.blocks) == 8 * bytes_per_block(CACHES, 4)
-    assert cache.slots_nbytes == 3 * bytes_per_slot(CACHES, 5)
+    assert sum(memory.nbytes for memory in cache.slots) == 3 * bytes_per_slot(CACHES, 5)
     assert bytes_per_block([LatentKV(512, 64, BF16)], 16) == 16 * 576 * 2
     assert bytes_per_block([CACHES[1]], 4) == bytes_per_slot([WIDE], 5) == 0
 

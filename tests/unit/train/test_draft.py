@@ -8,29 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.training import (
-    GREEDY,
-    NUM_PROMPTS,
-    SIZES,
-    open_llm,
-    prompts_of,
-)
+from helpers import training
+from helpers.training import SIZES
 from sametoken.errors import ConfigError
 from sametoken.models.loader import read_config
 from sametoken.train.draft import train_draft
-from sametoken.train.options import DraftOptions, LoopOptions
+from sametoken.train.options import DraftOptions
 
 K = 2
 DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, judged_drafts=K)
-LOOP = LoopOptions(
-    steps=4,
-    warmup_steps=2,
-    batch_tokens=160,
-    max_length=64,
-    learning_rate=5e-3,
-    validation=0.0,
-    device="cpu",
-)
+LOOP = replace(training.LOOP, learning_rate=5e-3)
 
 
 def train(target, output, text, *, loop=LOOP):
@@ -42,19 +29,8 @@ def train(target, output, text, *, loop=LOOP):
 def test_a_trained_drafter_is_accepted_as_training_said(target, text, tmp_path):
     loop = replace(LOOP, steps=120, warmup_steps=10, batch_tokens=512)
     result = train(target, tmp_path, text, loop=loop)
-    plain = open_llm(target).generate(prompts_of(), GREEDY)
-    speculative = {
-        "method": "draft_model",
-        "model": str(tmp_path),
-        "num_speculative_tokens": K,
-    }
-    llm = open_llm(target, speculative_config=speculative)
-    drafted = llm.generate(prompts_of(), GREEDY)
-    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    metrics = llm.speculation_metrics
-    engine_length = 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS)
-    assert engine_length == pytest.approx(result.acceptance_length, rel=0.03)
-    assert metrics.acceptance_per_position[0] > 10 / SIZES["vocab_size"]
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": K}
+    training.require_accepted(target, target, drafts, result.acceptance_length)
 
 
 def test_a_seed_names_the_bits_and_the_config_is_the_target_s(target, text, tmp_path):

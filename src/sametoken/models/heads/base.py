@@ -149,14 +149,15 @@ class HeadCheckpoint(ABC, Generic[Head]):
         """
         ...
 
-    @abstractmethod
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose inputs the head reads, in its order.
+
+        By default none: it reads the target's last hidden state.
 
         Raises:
             DrafterMismatchError: a layer does not exist.
         """
-        ...
+        return ()
 
     @abstractmethod
     def _build(

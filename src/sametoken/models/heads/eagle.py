@@ -197,10 +197,6 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
 
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the head reads the target's last hidden state."""
-        return ()
-
     def _build(
         self,
         reader: WeightReader,

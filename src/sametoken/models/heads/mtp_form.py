@@ -125,10 +125,6 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self.config.vocab_size, self.config.hidden_size, target)
 
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the module reads the target's last hidden state."""
-        return ()
-
     def _require_module(self, kind: str, prefix: str, num_layers: object, fusion: str) -> None:
         """Refuse a checkpoint without a module, or with one that is not implemented.
 

@@ -75,24 +75,6 @@ EXPORT void add_rms_norm(void *x, void *residual, const void *weight, int64_t t,
     else add_rms_norm_rows(x, residual, weight, t, h, eps, 1, 0);
 }
 
-INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t size,
-                          const int bf16) {
-#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < t; row++) {
-        int64_t first = row * 2 * size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            f32v up = load_some(gate_up, first + size + i, size - i, bf16);
-            f32v silu = silu_some(gate_up, first + i, size - i, bf16);
-            store_some(out, row * size + i, size - i, bf16, silu * up);
-        }
-    }
-}
-
-EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, int64_t bf16) {
-    if (bf16) silu_mul_rows(gate_up, out, t, size, 1);
-    else silu_mul_rows(gate_up, out, t, size, 0);
-}
-
 /* gelu(gate) of up to LANES elements, approximated by tanh: x * sigmoid(2 sqrt(2 / pi) (...)). */
 INLINE f32v gelu_some(const void *gate, int64_t index, int64_t count, int bf16) {
     f32v v = load_some(gate, index, count, bf16);
@@ -100,22 +82,28 @@ INLINE f32v gelu_some(const void *gate, int64_t index, int64_t count, int bf16) 
     return v / (exp_lanes(-slope) + 1.0f);
 }
 
-INLINE void gelu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t size,
-                          const int bf16) {
+INLINE void gated_rows(const void *gate_up, void *out, int64_t t, int64_t size, const int gelu,
+                       const int bf16) {
 #pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * 2 * size;
         for (int64_t i = 0; i < size; i += LANES) {
             f32v up = load_some(gate_up, first + size + i, size - i, bf16);
-            f32v gelu = gelu_some(gate_up, first + i, size - i, bf16);
-            store_some(out, row * size + i, size - i, bf16, gelu * up);
+            f32v gate = gelu ? gelu_some(gate_up, first + i, size - i, bf16)
+                             : silu_some(gate_up, first + i, size - i, bf16);
+            store_some(out, row * size + i, size - i, bf16, gate * up);
         }
     }
 }
 
+EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, int64_t bf16) {
+    if (bf16) gated_rows(gate_up, out, t, size, 0, 1);
+    else gated_rows(gate_up, out, t, size, 0, 0);
+}
+
 EXPORT void gelu_mul(const void *gate_up, void *out, int64_t t, int64_t size, int64_t bf16) {
-    if (bf16) gelu_mul_rows(gate_up, out, t, size, 1);
-    else gelu_mul_rows(gate_up, out, t, size, 0);
+    if (bf16) gated_rows(gate_up, out, t, size, 1, 1);
+    else gated_rows(gate_up, out, t, size, 1, 0);
 }
 
 INLINE void clamped_swiglu_rows(const void *gate_up, void *out, int64_t t, int64_t size,

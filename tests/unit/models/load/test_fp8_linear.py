@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_latent
 from helpers.quantized import (
@@ -24,8 +24,6 @@ from helpers.quantized import (
 )
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.layers.parallel import SINGLE_RANK
-from sametoken.models.loader import load_model
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
@@ -42,17 +40,6 @@ SIZES = {
     "head_dim": 64,
 }
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-def load(path, kernels=None, dtype=torch.float32, parallel=SINGLE_RANK):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=dtype,
-        device=CPU,
-        max_positions=32,
-        parallel=parallel,
-    )
 
 
 def logits_of(model, *chunks: int) -> torch.Tensor:
@@ -176,7 +163,7 @@ def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
 def test_chunks_of_a_prompt_change_no_bit(tmp_path, kernels, dtype):
-    model = load(write_block(tmp_path), kernels(), dtype)
+    model = load(write_block(tmp_path), kernels(), dtype=dtype)
     whole = logits_of(model)
     for chunks in ([1] * len(TOKENS), [2, 3], [5]):
         assert torch.equal(logits_of(model, *chunks), whole)

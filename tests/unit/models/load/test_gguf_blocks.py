@@ -11,13 +11,13 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from helpers.forward import CPU, Bench, OneRun
+from helpers import forward
+from helpers.forward import Bench, OneRun
 from helpers.gguf_files import write_gguf
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.load.gguf_blocks import _UNPACKED
 from sametoken.models.load.gguf_file import read_gguf
-from sametoken.models.loader import load_model
 from sametoken.ops.model.gemm.int4 import expanded
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.integers import product
@@ -112,15 +112,7 @@ class ReferenceProducts(NativeKernels):
 
 
 def load(path, load_format: str, kernels=native, **options):
-    return load_model(
-        path,
-        kernels=kernels,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=64,
-        load_format=load_format,
-        **options,
-    )
+    return forward.load(path, kernels, load_format=load_format, **options)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.examples import FIXED
+from helpers.forward import Bench, load
 from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import weights
-from sametoken.models.loader import load_model, read_config
-from sametoken.ops.reference import ReferenceKernels
+from sametoken.models.loader import read_config
 
 transformers_logging.disable_progress_bar()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -42,12 +42,6 @@ def make_model(config_class, **options):
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     return model.eval()
-
-
-def load(path):
-    return load_model(
-        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=64
-    )
 
 
 def assert_same_logits(model, path, tolerance=1e-4):
@@ -295,12 +289,7 @@ def intact(tmp_path_factory):
     return convert(make_model(LlamaConfig, num_hidden_layers=1), path).read_bytes()
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(FIXED, max_examples=200)
 @given(
     damage=st.lists(st.tuples(st.integers(0, 2200), st.integers(0, 255)), min_size=1, max_size=3)
 )

@@ -8,9 +8,10 @@ import struct
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import FIXED
 from sametoken.errors import CheckpointError
 from sametoken.models.load.gguf_file import read_gguf
 
@@ -65,12 +66,7 @@ def test_every_truncation_is_refused(path, tmp_path):
             read_gguf(tmp_path / "cut.gguf")
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(FIXED, max_examples=150)
 @given(damage=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=6))
 def test_damage_never_raises_anything_else(path, tmp_path, damage):
     data = bytearray(path.read_bytes())

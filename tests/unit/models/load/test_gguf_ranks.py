@@ -10,13 +10,13 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from helpers import forward
 from helpers.forward import CPU, Bench
 from helpers.gguf_files import write_gguf
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import ConfigError
 from sametoken.models.load.gguf_blocks import BlockFormat
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.models.loader import load_model
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -93,15 +93,7 @@ def test_ranks_share_a_model_in_its_bits(tmp_path, name, family, tied):
     path = write_gguf(tmp_path / "model.gguf", name, family, tied, **sizes)
 
     def load(kernels, **options):
-        return load_model(
-            path,
-            kernels=kernels,
-            dtype=torch.float32,
-            device=CPU,
-            max_positions=64,
-            load_format="gguf-packed",
-            **options,
-        )
+        return forward.load(path, kernels, load_format="gguf-packed", **options)
 
     def logits_of(model):
         return Bench(model, max_len=16).logits([3, 1, 4, 1, 5, 9], [3])

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from helpers.forward import load
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.layer_types import sliding_windows
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
-from sametoken.ops.reference import ReferenceKernels
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -274,14 +274,7 @@ def test_phi_3_as_it_is_published(tmp_path, rope_type):
 def test_what_a_family_lacks_is_refused_by_name(tmp_path, name, changes, what):
     read(tmp_path, BASE | {"architectures": [name]} | changes)
     with pytest.raises(UnsupportedError, match=what):
-        load_model(
-            tmp_path,
-            kernels=ReferenceKernels(),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            max_positions=8,
-            load_format="dummy",
-        )
+        load(tmp_path, load_format="dummy")
 
 
 def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):

@@ -7,14 +7,12 @@ import torch
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, load
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.models.loader import load_model
 from sametoken.ops.model.gemm.int4 import Int4Weight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
@@ -32,17 +30,6 @@ SIZES = {
 }
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def load(path, kernels=None, parallel=SINGLE_RANK):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=32,
-        parallel=parallel,
-    )
 
 
 def logits_of(model, *chunks: int) -> torch.Tensor:

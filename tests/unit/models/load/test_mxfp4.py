@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import forward
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import CPU, Bench, OneRun
+from helpers.forward import Bench, OneRun
 from helpers.mxfp4 import EXPERTS_0, MXFP4, made, write_mxfp4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load.mxfp4 import MAX_SCALE, expanded
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -24,15 +24,8 @@ NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 NUMBERS += [-number for number in NUMBERS]
 
 
-def load(path, kernels=None, parallel=SINGLE_RANK, **options):
-    return load_model(
-        path,
-        kernels=kernels or ReferenceKernels(),
-        device=CPU,
-        max_positions=32,
-        parallel=parallel,
-        **{"dtype": torch.bfloat16} | options,
-    )
+def load(path, kernels=None, **options):
+    return forward.load(path, kernels, **{"dtype": torch.bfloat16} | options)
 
 
 def logits_of(model) -> torch.Tensor:
@@ -79,7 +72,7 @@ def test_two_ranks_agree_and_are_near_one(tmp_path, size):
     path = write_mxfp4(tmp_path, intermediate_size=size)
     whole = logits_of(load(path, dtype=torch.float32))
     first, second = run_ranks(
-        2, lambda ranks: logits_of(load(path, None, ranks, dtype=torch.float32))
+        2, lambda ranks: logits_of(load(path, parallel=ranks, dtype=torch.float32))
     )
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)

@@ -7,15 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.compressed import compressed, written
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, load
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.nvfp4_linear import Nvfp4Linear
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -39,18 +38,6 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nvfp4")
     return folder, written(
         folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64
-    )
-
-
-def load(folder, kernels=None, parallel=SINGLE_RANK, dtype=torch.float32, **options):
-    return load_model(
-        folder,
-        kernels=kernels or ReferenceKernels(),
-        dtype=dtype,
-        device=CPU,
-        max_positions=16,
-        parallel=parallel,
-        **options,
     )
 
 

@@ -14,28 +14,15 @@ from helpers.checkpoints import (
     write_llama,
     write_speculators,
 )
-from helpers.forward import CPU, Bench
+from helpers.forward import Bench, load
 from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.files import INDEX_PICKLED
 from sametoken.models.load.pickled import PickledSource, load_tensors
-from sametoken.models.loader import load_model
-from sametoken.ops.reference import ReferenceKernels
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
-def load(path, **options):
-    return load_model(
-        path,
-        kernels=ReferenceKernels(),
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=32,
-        **options,
-    )
 
 
 def logits(path):

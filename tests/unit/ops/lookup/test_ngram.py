@@ -39,7 +39,7 @@ def table(rows: list[list[int]], garbage: int, slack: int = 5) -> tuple[torch.Te
     return torch.tensor(padded), torch.tensor([len(row) for row in rows])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     rows=histories(),
     min_length=st.integers(1, 4),
@@ -63,7 +63,7 @@ def test_drafts_are_those_of_the_definition(rows, min_length, extra, k, garbage)
         assert set(drafts) <= set(row)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rows=histories(), k=st.integers(1, 8), fill=st.integers(0, 7))
 def test_nothing_above_the_length_is_read(rows, k, fill):
     token_ids, num_tokens = table(rows, 0)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import FIXED
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import (
     AttentionRows,
@@ -29,12 +30,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 native, reference = NativeKernels(), ReferenceKernels()
 
 BF16, FP32 = torch.bfloat16, torch.float32
-few = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = settings(FIXED, max_examples=40)
 dtypes = st.sampled_from([BF16, FP32])
 counts = st.integers(1, 70)
 seeds = st.integers(0, 2**31)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import FIXED
 from helpers.recurrent import Slots
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
@@ -52,12 +53,7 @@ def run(cache: Slots, params: Mamba2Params, slot: int, first: int, *counts: int)
     return out
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(FIXED, max_examples=25)
 @given(
     groups=st.integers(1, 3),
     per_group=st.integers(1, 3),

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import FIXED
 from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
@@ -26,12 +27,7 @@ native, reference = NativeKernels(), ReferenceKernels()
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOTS = 4
-few = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = settings(FIXED, max_examples=40)
 
 
 def spec_of(heads=(2, 4), sizes=(24, 40), taps=4, dtype=FP32) -> Recurrent:

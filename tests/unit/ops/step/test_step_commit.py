@@ -180,7 +180,7 @@ def judgements(draw, scene: Scene):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_ragged_steps(k, data):
     scene = data.draw(scenes(k))
@@ -188,7 +188,7 @@ def test_ragged_steps(k, data):
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_ragged_steps_judged_by_chance(k, data):
     scene = data.draw(scenes(k))
@@ -243,7 +243,7 @@ def test_the_noise_fills_its_range_evenly():
     assert counts.min() > 0.97 * noise.numel() / 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**31))
 def test_the_noise_is_splitmix_at_the_drafts_position(seed, position):
     drawn_there = reference.uniform(torch.tensor([seed]), torch.tensor([position]))

@@ -107,7 +107,7 @@ def check_compact(found, static, x, sequences) -> None:
 
 @both
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.data())
 def test_ragged_steps(k, with_newest, data):
     scene = data.draw(scenes(k))

@@ -114,7 +114,7 @@ def check_against_lists(x, scene: Scene, sequences) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(st.data())
 def test_ragged_steps(k, data):
     check(data.draw(scenes(k)))

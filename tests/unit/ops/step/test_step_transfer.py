@@ -69,7 +69,7 @@ def check(scene: Scene, ops, first_place: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 @each_op
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.data())
 def test_results_go_to_their_places(ops, k, data):
     check(data.draw(scenes(k)), ops, data.draw(st.integers(0, 3)))

@@ -237,7 +237,7 @@ def test_a_request_that_the_endpoint_refuses_has_its_answer_as_response():
     assert found["c5"]["response"]["body"]["error"]["param"] == "stream"
 
 
-def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():
+async def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():
     running = most = 0
 
     async def app(scope, receive, send):
@@ -250,11 +250,8 @@ def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def main():
-        lines = [line(i) for i in range(11)]
-        return [len(group) async for group in answers_of(app, lines, 4)]
-
-    assert sum(asyncio.run(main())) == 11
+    lines = [line(i) for i in range(11)]
+    assert sum([len(group) async for group in answers_of(app, lines, 4)]) == 11
     assert most == 4
 
 

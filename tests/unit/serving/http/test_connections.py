@@ -52,34 +52,31 @@ async def taken(connections: Connections, made: list[Held], listener: socket.soc
         ({0: False, 1: False, 2: False}, [False, False, False]),
     ],
 )
-def test_who_waits_longest_makes_room(waits, dropped):
-    async def main():
-        connections = Connections(3)
-        made: list[Held] = []
+async def test_who_waits_longest_makes_room(waits, dropped):
+    connections = Connections(3)
+    made: list[Held] = []
 
-        def make() -> Held:
-            made.append(Held(connections))
-            return made[-1]
+    def make() -> Held:
+        made.append(Held(connections))
+        return made[-1]
 
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listen(listener)
-            connections.accept_from(listener, make, None)
-            for _ in range(3):
-                await taken(connections, made, listener)
-            for index, states in waits.items():
-                for state in [states] if isinstance(states, bool) else states:
-                    connections.note(made[index], waits=state)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listen(listener)
+        connections.accept_from(listener, make, None)
+        for _ in range(3):
             await taken(connections, made, listener)
-            assert len(connections) == 3
-            assert [one.is_dropped for one in made] == dropped
-            connections.stop()
-            await taken(connections, made, listener)
-            assert len(made) == len(dropped)
-        for one in made:
-            one.socket.close()
-
-    asyncio.run(main())
+        for index, states in waits.items():
+            for state in [states] if isinstance(states, bool) else states:
+                connections.note(made[index], waits=state)
+        await taken(connections, made, listener)
+        assert len(connections) == 3
+        assert [one.is_dropped for one in made] == dropped
+        connections.stop()
+        await taken(connections, made, listener)
+        assert len(made) == len(dropped)
+    for one in made:
+        one.socket.close()
 
 
 def test_what_has_ended_is_forgotten_for_good():

@@ -33,114 +33,93 @@ async def begin(engine: FakeEngine, *texts: str) -> Generation:
     return await Generation.begin(engine, prompts, PARAMS, "r", times)
 
 
-def test_prompts_run_beside_each_other_and_stay_apart():
-    async def main():
-        engine = FakeEngine(lambda prompt, index: f"{prompt}{index}" * 3)
-        seen = []
-        async with await begin(engine, "ab", "c") as generation:
-            async for progress in generation:
-                seen.append(progress.prompt_index)
-        texts = [[one.text for one in output.outputs] for output in generation.outputs]
-        assert texts == [["ab0" * 3, "ab1" * 3], ["c0" * 3, "c1" * 3]]
-        assert seen != sorted(seen), "one after the other"
-        counted = usage(generation.outputs)
-        assert (counted.prompt_tokens, counted.completion_tokens) == (3, 2 * 10 + 2 * 7)
-        assert speculation_stats(generation.outputs, True).num_accepted_tokens > 0
-
-    asyncio.run(main())
+async def test_prompts_run_beside_each_other_and_stay_apart():
+    engine = FakeEngine(lambda prompt, index: f"{prompt}{index}" * 3)
+    seen = []
+    async with await begin(engine, "ab", "c") as generation:
+        async for progress in generation:
+            seen.append(progress.prompt_index)
+    texts = [[one.text for one in output.outputs] for output in generation.outputs]
+    assert texts == [["ab0" * 3, "ab1" * 3], ["c0" * 3, "c1" * 3]]
+    assert seen != sorted(seen), "one after the other"
+    counted = usage(generation.outputs)
+    assert (counted.prompt_tokens, counted.completion_tokens) == (3, 2 * 10 + 2 * 7)
+    assert speculation_stats(generation.outputs, True).num_accepted_tokens > 0
 
 
-def test_leaving_early_aborts():
-    async def main():
-        engine = FakeEngine("x", endless=True)
-        async with await begin(engine, "a", "b") as generation:
-            async for _ in generation:
-                break
-        assert sorted(engine.aborted) == ["r-0", "r-1"]
-
-    asyncio.run(main())
+async def test_leaving_early_aborts():
+    engine = FakeEngine("x", endless=True)
+    async with await begin(engine, "a", "b") as generation:
+        async for _ in generation:
+            break
+    assert sorted(engine.aborted) == ["r-0", "r-1"]
 
 
-def test_a_refusal_begins_nothing():
-    async def main():
-        engine = FakeEngine("x", endless=True)
-        begin_one, calls = engine.begin, []
+async def test_a_refusal_begins_nothing():
+    engine = FakeEngine("x", endless=True)
+    begin_one, calls = engine.begin, []
 
-        def refuse_the_second(*arguments):
-            calls.append(arguments)
-            if len(calls) == 2:
-                raise OverloadedError("too many wait")
-            return begin_one(*arguments)
+    def refuse_the_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OverloadedError("too many wait")
+        return begin_one(*arguments)
 
-        engine.begin = refuse_the_second
-        with pytest.raises(OverloadedError):
-            await begin(engine, "a", "b")
-        await asyncio.sleep(0.01)
-        assert engine.aborted == ["r-0"]
-
-    asyncio.run(main())
+    engine.begin = refuse_the_second
+    with pytest.raises(OverloadedError):
+        await begin(engine, "a", "b")
+    await asyncio.sleep(0.01)
+    assert engine.aborted == ["r-0"]
 
 
-def test_a_failure_ends_all():
-    async def main():
-        async with await begin(FakeEngine(failed=True), "a", "b") as generation:
-            with pytest.raises(NumericalError):
-                await generation.finish()
-
-    asyncio.run(main())
+async def test_a_failure_ends_all():
+    async with await begin(FakeEngine(failed=True), "a", "b") as generation:
+        with pytest.raises(NumericalError):
+            await generation.finish()
 
 
-def test_an_abort_from_outside_is_an_error():
-    async def main():
-        async with await begin(FakeEngine("hello"), "a") as generation:
-            (output,) = await generation.finish()
-            aborted = tuple(replace(one, finish_reason="abort") for one in output.outputs)
-            with pytest.raises(ApiError, match="aborted"):
-                generation._take(0, replace(output, outputs=aborted))
-
-    asyncio.run(main())
+async def test_an_abort_from_outside_is_an_error():
+    async with await begin(FakeEngine("hello"), "a") as generation:
+        (output,) = await generation.finish()
+        aborted = tuple(replace(one, finish_reason="abort") for one in output.outputs)
+        with pytest.raises(ApiError, match="aborted"):
+            generation._take(0, replace(output, outputs=aborted))
 
 
-def test_work_ends_when_the_client_goes():
-    async def main():
-        cancelled = asyncio.Event()
+async def test_work_ends_when_the_client_goes():
+    cancelled = asyncio.Event()
 
-        async def work():
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                cancelled.set()
-                raise
-
-        messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
-
-        async def receive():
-            await asyncio.sleep(0)
-            return next(messages)
-
-        assert await while_connected(receive, work()) is None
-        assert cancelled.is_set()
-
-        async def stay():
+    async def work():
+        try:
             await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
-        assert await while_connected(stay, asyncio.sleep(0, "done")) == "done"
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
 
-    asyncio.run(main())
+    async def receive():
+        await asyncio.sleep(0)
+        return next(messages)
+
+    assert await while_connected(receive, work()) is None
+    assert cancelled.is_set()
+
+    async def stay():
+        await asyncio.sleep(60)
+
+    assert await while_connected(stay, asyncio.sleep(0, "done")) == "done"
 
 
-def test_the_work_s_error_is_raised():
-    async def main():
-        async def fail():
-            raise ZeroDivisionError
+async def test_the_work_s_error_is_raised():
+    async def fail():
+        raise ZeroDivisionError
 
-        async def stay():
-            await asyncio.sleep(60)
+    async def stay():
+        await asyncio.sleep(60)
 
-        with pytest.raises(ZeroDivisionError):
-            await while_connected(stay, fail())
-
-    asyncio.run(main())
+    with pytest.raises(ZeroDivisionError):
+        await while_connected(stay, fail())
 
 
 BODY = b'{"prompt": "x", "max_tokens": 400, "stream": true}'
@@ -214,28 +193,22 @@ async def call(engine: FakeEngine, path: str, body: bytes, leave_after: int) -> 
     return sent
 
 
-def test_a_client_that_goes_in_mid_stream_aborts_its_request():
-    async def main():
-        engine = FakeEngine("x", endless=True)
-        sent = await call(engine, "/v1/completions", BODY, leave_after=3)
+async def test_a_client_that_goes_in_mid_stream_aborts_its_request():
+    engine = FakeEngine("x", endless=True)
+    sent = await call(engine, "/v1/completions", BODY, leave_after=3)
+    assert len(engine.aborted) == 1
+    assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
+
+
+async def test_a_client_that_does_not_wait_for_its_answer_aborts_its_request():
+    engine = FakeEngine("x", window=1, endless=True)
+    for path, body in (
+        ("/v1/completions", BODY.replace(b"true", b"false")),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "x"}], "ignore_eos": true}',
+        ),
+    ):
+        engine.aborted.clear()
+        await call(engine, path, body, leave_after=0)
         assert len(engine.aborted) == 1
-        assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
-
-    asyncio.run(main())
-
-
-def test_a_client_that_does_not_wait_for_its_answer_aborts_its_request():
-    async def main():
-        engine = FakeEngine("x", window=1, endless=True)
-        for path, body in (
-            ("/v1/completions", BODY.replace(b"true", b"false")),
-            (
-                "/v1/chat/completions",
-                b'{"messages": [{"role": "user", "content": "x"}], "ignore_eos": true}',
-            ),
-        ):
-            engine.aborted.clear()
-            await call(engine, path, body, leave_after=0)
-            assert len(engine.aborted) == 1
-
-    asyncio.run(main())

@@ -18,12 +18,9 @@ def post(path: str, **body) -> AppRequest:
     return AppRequest("POST", path, headers=JSON, body=json.dumps(body).encode())
 
 
-def test_an_answer_is_that_of_a_client_on_a_socket(serve):
-    async def ask():
-        app = create_app(FakeEngine("hello"), ServerConfig())
-        return await whole_answer(app, post("/v1/completions", prompt="a", max_tokens=9))
-
-    status, body = asyncio.run(ask())
+async def test_an_answer_is_that_of_a_client_on_a_socket(serve):
+    app = create_app(FakeEngine("hello"), ServerConfig())
+    status, body = await whole_answer(app, post("/v1/completions", prompt="a", max_tokens=9))
     expected = serve(FakeEngine("hello")).post(
         "/v1/completions", json={"prompt": "a", "max_tokens": 9}
     )
@@ -45,22 +42,19 @@ def test_path_query_headers_and_root_reach_the_application():
     assert [seen[name] for name in names] == expected
 
 
-def test_leaving_early_ends_the_request_in_the_engine():
-    async def main():
-        engine = FakeEngine("x", endless=True)
-        app = create_app(engine, ServerConfig())
-        request = post("/v1/completions", prompt="a", max_tokens=400, stream=True)
-        async with aclosing(messages_of(app, request)) as messages:
-            async for message in messages:
-                if message["type"] == "http.response.body":
-                    break
-        assert len(engine.aborted) == 1
-
-    asyncio.run(main())
+async def test_leaving_early_ends_the_request_in_the_engine():
+    engine = FakeEngine("x", endless=True)
+    app = create_app(engine, ServerConfig())
+    request = post("/v1/completions", prompt="a", max_tokens=400, stream=True)
+    async with aclosing(messages_of(app, request)) as messages:
+        async for message in messages:
+            if message["type"] == "http.response.body":
+                break
+    assert len(engine.aborted) == 1
 
 
 @pytest.mark.parametrize("num_messages", [1, 100])
-def test_a_slow_reader_holds_the_application_back_and_misses_nothing(num_messages):
+async def test_a_slow_reader_holds_the_application_back_and_misses_nothing(num_messages):
     sent = []
 
     async def app(scope, receive, send):
@@ -69,27 +63,21 @@ def test_a_slow_reader_holds_the_application_back_and_misses_nothing(num_message
             await send({"type": "http.response.body", "body": b"%d " % i, "more_body": True})
             sent.append(i)
 
-    async def main():
-        body = b""
-        async for message in messages_of(app, AppRequest("GET", "/")):
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert len(sent) - len(body.split()) <= 20
-            body += message.get("body", b"")
-        assert body.split() == [b"%d" % i for i in range(num_messages)]
-
-    asyncio.run(main())
+    body = b""
+    async for message in messages_of(app, AppRequest("GET", "/")):
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(sent) - len(body.split()) <= 20
+        body += message.get("body", b"")
+    assert body.split() == [b"%d" % i for i in range(num_messages)]
 
 
-def test_a_failure_of_the_application_is_its_answer_and_not_ours(caplog):
+async def test_a_failure_of_the_application_is_its_answer_and_not_ours(caplog):
     class Broken(FakeEngine):
         def begin(self, *arguments):
             raise ZeroDivisionError
 
-    async def ask():
-        app = create_app(Broken(), ServerConfig())
-        return await whole_answer(app, post("/v1/completions", prompt="a"))
-
-    status, body = asyncio.run(ask())
+    app = create_app(Broken(), ServerConfig())
+    status, body = await whole_answer(app, post("/v1/completions", prompt="a"))
     assert (status, json.loads(body)["error"]["code"]) == (500, "internal_error")
     assert "failed unexpectedly" in caplog.text

@@ -15,7 +15,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.dictionaries(st.text(), VALUES, max_size=4), st.sampled_from([None, 1]), st.booleans())
 def test_members_stand_where_they_stand(value, indent, ascii_only):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
@@ -25,7 +25,7 @@ def test_members_stand_where_they_stand(value, indent, ascii_only):
     assert found == value
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), VALUES, max_size=3))
 def test_what_is_found_early_is_found_later(value):
     text = json.dumps(value)

@@ -85,7 +85,7 @@ PIECES = (*MARKS, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "<
 WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "arguments": {}}')
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(REASONING_FORMS)),
     st.sampled_from((PLAIN, OPENED, ENDED, HARMONY)),
@@ -97,7 +97,7 @@ def test_a_stream_of_anything_adds_up(name, prompt, content, is_constrained, tex
     assert_adds_up(parser_of(name, prompt, content, is_constrained=is_constrained), text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(("deepseek_r1", "qwen3")), st.lists(st.sampled_from((*PIECES, "a"))))
 def test_no_text_is_lost(name, pieces):
     text = "a" + "".join(pieces)

@@ -71,16 +71,13 @@ def test_sigterm_drains_while_the_server_answers(in_time, caplog):
 @pytest.mark.parametrize(
     "signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)]
 )
-def test_a_second_signal_or_sigint_waits_for_nobody(signals):
-    async def main():
-        server, task, _ = await started(DrainedEngine())
-        for number in signals:
-            server.handle_exit(number, None)
-            await asyncio.sleep(0.02)
-        await asyncio.wait_for(task, 10)
-        assert server.interrupted == (signal.SIGINT in signals)
-
-    asyncio.run(main())
+async def test_a_second_signal_or_sigint_waits_for_nobody(signals):
+    server, task, _ = await started(DrainedEngine())
+    for number in signals:
+        server.handle_exit(number, None)
+        await asyncio.sleep(0.02)
+    await asyncio.wait_for(task, 10)
+    assert server.interrupted == (signal.SIGINT in signals)
 
 
 @pytest.mark.parametrize("is_off", [False, True])
@@ -118,30 +115,26 @@ def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
     )
 
 
-def test_clients_can_connect_once_the_log_says_that_the_server_started(caplog):
+async def test_clients_can_connect_once_the_log_says_that_the_server_started(caplog):
     config = replace(CONFIG, log_level="info")
     engine = DrainedEngine()
+    server = DrainingServer(create_app(engine, config), engine, config)
+    with bind(config) as listener:
+        seen = []
 
-    async def main():
-        server = DrainingServer(create_app(engine, config), engine, config)
-        with bind(config) as listener:
-            seen = []
+        def connect(record: logging.LogRecord) -> bool:
+            if "startup complete" in record.getMessage():
+                socket.create_connection(listener.getsockname(), timeout=5).close()
+                seen.append(record)
+            return True
 
-            def connect(record: logging.LogRecord) -> bool:
-                if "startup complete" in record.getMessage():
-                    socket.create_connection(listener.getsockname(), timeout=5).close()
-                    seen.append(record)
-                return True
-
-            logging.getLogger("uvicorn.error").addFilter(connect)
-            try:
-                server.should_exit = True
-                await server.serve(sockets=[listener])
-            finally:
-                logging.getLogger("uvicorn.error").removeFilter(connect)
-        assert len(seen) == 1
-
-    asyncio.run(main())
+        logging.getLogger("uvicorn.error").addFilter(connect)
+        try:
+            server.should_exit = True
+            await server.serve(sockets=[listener])
+        finally:
+            logging.getLogger("uvicorn.error").removeFilter(connect)
+    assert len(seen) == 1
 
 
 def test_idle_connections_outlive_those_of_clients_and_proxies():

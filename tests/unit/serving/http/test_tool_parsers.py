@@ -157,7 +157,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(TOOL_PARSERS)), st.lists(PIECES, max_size=10).map("".join))
 def test_a_stream_of_anything_adds_up(name, text):
     assert_adds_up(TOOL_PARSERS[name]({"f": SCHEMA}), text)

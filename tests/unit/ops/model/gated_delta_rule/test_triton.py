@@ -157,7 +157,7 @@ SPECS = [
 
 
 @given(spec=st.sampled_from(SPECS), steps=steps)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, steps):
     cache, oracle = empty(spec, 3), empty(spec, 3, RowByRowPass.begin)
     slots: dict[int, Slot] = {}
@@ -303,7 +303,7 @@ def test_rows_behind_all_runs_change_nothing():
     assert cache.states.isnan().all()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_runs_are_those_of_the_reference(data):
     max_pending = 3

@@ -1,0 +1,220 @@
+"""Validate an engine's options, load its models and plan its memory; nothing is allocated yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sametoken.config import DUMMY, EngineConfig
+from sametoken.distributed.ranks import Ranks
+from sametoken.drafters.base import LoadedDrafter, Placement
+from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
+from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
+from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
+from sametoken.engine.reasons import reasons_of_defaults
+from sametoken.engine.resolve import (
+    RequestMemory,
+    ResolvedConfig,
+    kv_dtype,
+    reachable_positions,
+    require_quantization,
+    require_ranks,
+    require_room,
+    resolve_device,
+    resolve_dtype,
+    resolve_extraction,
+    resolve_kv_bytes,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+    resolve_sizes,
+)
+from sametoken.engine.step_memory import StepMemory, most_expanded
+from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
+from sametoken.extraction.recording import Extraction
+from sametoken.layers.rotary import DRAFT_POSITIONS
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
+from sametoken.models.drafter_config import complete_drafter
+from sametoken.models.hub import Needed
+from sametoken.models.loader import load_model, read_config
+from sametoken.models.names import resolve_drafter, resolve_model
+from sametoken.models.registry import model_class
+from sametoken.ops.backend import AttentionShape
+from sametoken.ops.cache_types import (
+    LayerCache,
+    PagedKV,
+    bytes_per_block,
+    bytes_per_slot,
+    stored_in,
+)
+from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
+from sametoken.runner.routed_experts import recording
+from sametoken.types.units import in_units
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The requested engine, validated as far as configs allow before loading.
+
+    Attributes:
+        given: the user's options.
+        config: sizes resolved, the drafter's path in place of its name.
+        path: the target's checkpoint.
+        dtype: dtype of weights and activations, and the reason.
+        aux_layers: the target's layers whose inputs the drafter reads.
+        reasons: options that were turned off or filled in, and why.
+    """
+
+    given: EngineConfig
+    config: EngineConfig
+    device: torch.device
+    path: Path
+    architecture: ModelConfig
+    dtype: tuple[torch.dtype, str]
+    aux_layers: tuple[int, ...]
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Loaded weights, the target's caches and resolved sizes; nothing else is allocated yet."""
+
+    target: Decoder
+    caches: tuple[LayerCache, ...]
+    drafter: LoadedDrafter
+    backend: Backend
+    memory: MemoryPlan
+    swap: SwapPlan
+    resolved: ResolvedConfig
+    extraction: Extraction
+
+
+def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested:
+    """Refuse what configs and options alone show to be impossible; errors as ``build_engine``."""
+    device = resolve_device(config)
+    require_quantization(config, device)
+    given, config = config, resolve_sizes(config, device)
+    path = resolve_model(config.model, announce, Needed.of(config.load_format))
+    spec, shipped = resolve_drafter(
+        config.speculative_config, path, announce, config.draft_load_format
+    )
+    spec, completed = complete_drafter(spec)
+    config = replace(config, speculative_config=spec)
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        # Loaded after the weights, so that a wrong name must be found before.
+        tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
+        config = replace(config, tokenizer=str(tokenizer))
+    architecture = read_config(path, load_format=config.load_format)
+    dtype = resolve_dtype(config, architecture.dtype)
+    max_len = resolve_max_model_len(config, architecture)
+    require_room(config)
+    require_ranks(config, architecture, device)
+    require_swap(config)
+    require_drafter_fits(spec, architecture, max_len)
+    config, reasons = resolve_extraction(config, device)
+    config, stored = resolve_kv_dtype(config, architecture, str(path), device)
+    layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
+    reasons = shipped | completed | reasons | stored
+    return Requested(given, config, device, path, architecture, dtype, layers, reasons)
+
+
+def load(
+    requested: Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
+) -> Loaded:
+    """Read the weights, and plan the memory beside them; errors as ``build_engine``."""
+    begun = time.monotonic()
+    if requested.architecture.also_sees:
+        announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
+    target, drafter, backend = _load_models(requested, ranks)
+    made = "made random" if requested.config.load_format == DUMMY else "loaded"
+    num_bytes = target.weights_bytes + drafter.weights_bytes
+    announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
+    config = requested.config
+    own = stored_in(target.caches, kv_dtype(config, requested.dtype[0]))
+    caches = (*own, *drafter.caches)
+    per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
+    recurrent_bytes = (config.max_num_seqs + 1) * per_slot
+    architecture, (dtype, why) = requested.architecture, requested.dtype
+    num_expanded = most_expanded((target, drafter.model), requested.device)
+    num_aux = len(requested.aux_layers)
+    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded)
+    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
+    memory = ranks.broadcast_object(
+        plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
+    )
+    config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
+    off_reasons = requested.reasons | off_reasons
+    for name, reason in off_reasons.items():
+        announce(f"{name} is {reason}")
+    swap = ranks.broadcast_object(plan_swap_of(config, caches, memory.max_model_len))
+    defaults = reasons_of_defaults(requested.given, requested.device.type)
+    resolved = ResolvedConfig(
+        config=config,
+        model_path=requested.path,
+        model=architecture,
+        dtype=dtype,
+        device=requested.device,
+        max_model_len=memory.max_model_len,
+        num_kv_blocks=memory.num_kv_blocks,
+        kernels=backend.model.name,
+        attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
+        reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
+        weights_bytes=target.weights_bytes,
+        kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
+        recurrent_bytes=recurrent_bytes,
+        step_bytes=steps.bytes_of(config.max_num_batched_tokens),
+        num_kept_states=memory.num_kept_states,
+        kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
+        request_memory=RequestMemory.of(config.num_speculative_tokens, own, drafter.caches),
+    )
+    require_memory(resolved)
+    return Loaded(target, own, drafter, backend, memory, swap, resolved, extraction)
+
+
+def _attention_kernels(
+    backend: Backend, requested: Requested, caches: tuple[LayerCache, ...], has_sinks: bool
+) -> str:
+    model, size, device = requested.architecture, requested.config.block_size, requested.device
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
+    kernels, paged = backend.model.name, [one for one in caches if isinstance(one, PagedKV)]
+    asked = {(replace(shape, head_dim=one.k_dim), one.dtype) for one in paged}
+    found = {attention_kernels(kernels, *one, size, device, has_sinks=has_sinks) for one in asked}
+    return " and ".join(sorted(found)) or kernels
+
+
+def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
+    """Read the weights of this rank."""
+    config, device = requested.config, requested.device
+    path, architecture = requested.path, requested.architecture
+    dtype, _ = requested.dtype
+    # Only rank 0 drafts, so only rank 0 loads the drafter.
+    spec = config.speculative_config if ranks.parallel.rank == 0 else None
+    layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
+    max_len = resolve_max_model_len(config, architecture)
+    declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
+    stored = kv_dtype(config, dtype)
+    own = stored_in((cache.divided(ranks.parallel.size) for cache in declared), stored)
+    max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
+    backend = select_backend(device)
+    # Each rank routes all rows alike, so rank 0 records them.
+    records = config.enable_return_routed_experts and ranks.parallel.rank == 0
+    target = load_model(
+        path,
+        kernels=recording(backend.model) if records else backend.model,
+        dtype=dtype,
+        device=device,
+        max_positions=max_positions,
+        aux_layers=layers,
+        load_format=config.load_format,
+        parallel=ranks.parallel,
+    )
+    placement = Placement(
+        backend, dtype, device, max_len, max_positions, config.draft_load_format, path
+    )
+    drafter = load_drafter(spec, target, placement)
+    drafter = replace(drafter, caches=stored_in(drafter.caches, stored))
+    return target, drafter, backend

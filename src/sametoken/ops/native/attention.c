@@ -140,12 +140,13 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
     }
 }
 
-/* Scaled scores of all queries with `count` positions. */
+/* Scaled scores of all queries with `count` positions; the next unit's values are fetched, unless
+ * they lie among its keys. */
 INLINE void score(const attention_job *job, workspace *work, int64_t queries, int64_t count,
                   float scale, const int bf16) {
     int64_t stride = job->dim * (bf16 ? 2 : 4);
     for (int64_t column = 0; column < count; column += GROUP) {
-        for (int64_t i = column; i < column + GROUP; i++)
+        for (int64_t i = column; i < column + GROUP && job->values != job->keys; i++)
             fetch(job, work, job->values, i, job->v_dim, bf16);
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {

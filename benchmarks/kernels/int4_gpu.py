@@ -23,9 +23,10 @@ from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
+from sametoken.ops.hopper import SHARED_MEMORY
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import quantize
-from sametoken.ops.model.gemm.fp8_triton import HOPPER_MEMORY, Fp8DeviceWeight
+from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import (
     FEW_ROWS,
@@ -67,7 +68,7 @@ def label(config: Int4Config) -> str:
 
 def candidates(panels: Int4Panels, rows: int) -> list[Int4Config]:
     """List the kernels for few rows, the default first."""
-    default = default_config(panels, rows, HOPPER_MEMORY)
+    default = default_config(panels, rows, SHARED_MEMORY)
     size, found = default.block_rows, [default]
     if rows <= 32:
         found += [Int4Config(size, 64, 2, 4, depth) for depth in (3, 4, 6, 8)]

@@ -25,6 +25,7 @@ from triton import next_power_of_2
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.hopper import is_hopper
 from sametoken.ops.model.latent_attention import hopper, triton
 from sametoken.ops.model.latent_attention.heads_triton import head_products
 from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
@@ -112,7 +113,7 @@ def configs(rows: int, heads: int) -> list[LatentConfig]:
 
 def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
     """What is worth trying of the Gluon kernels, on a chip that has them."""
-    if not hopper.is_hopper(torch.device("cuda")):
+    if not is_hopper(torch.device("cuda")):
         return []
     least = min(next_power_of_2(heads), 64)
     found = [LatentHopperConfig(*sizes) for sizes in HOPPER

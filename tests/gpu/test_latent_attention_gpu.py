@@ -14,6 +14,7 @@ from helpers.rows import runs_of
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.hopper import is_hopper
 from sametoken.ops.model.latent_attention import (
     heads_triton,
     hopper,
@@ -42,7 +43,7 @@ FORMS = [
     hopper.WHOLE_ROWS,
     *(replace(hopper.CONFIGS[queries], programs=7) for queries in (32, 64)),
 ]
-ON_HOPPER = torch.cuda.is_available() and hopper.is_hopper(torch.device("cuda"))
+ON_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 KERNELS = [triton, pytest.param(hopper, marks=needs_hopper)]
 MAX_TOKENS = 48

@@ -21,6 +21,7 @@ from sametoken.ops.backend import (
     Routing,
     SampledRows,
 )
+from sametoken.ops.hopper import is_hopper
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
@@ -113,8 +114,8 @@ class TritonKernels:
 
     def __init__(self, table: TuningTable | None = None) -> None:
         if table is None:
-            is_hopper = hopper.is_hopper(torch.device("cuda"))
-            table = load_table(torch.cuda.get_device_name(), hopper=is_hopper)
+            on_hopper = is_hopper(torch.device("cuda"))
+            table = load_table(torch.cuda.get_device_name(), hopper=on_hopper)
         self.table = ProvenTable(table)
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()

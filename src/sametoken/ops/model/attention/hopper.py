@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.hopper import is_hopper
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
 from sametoken.ops.model.attention.schedule import max_splits
@@ -111,11 +112,6 @@ def serves(
 
 
 @functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is a GPU of compute capability 9."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def table_for(shape: AttentionShape) -> HopperTable:
     """The configurations for heads of this size."""
     return TABLES[_block_dim(shape)]

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import GROUP, LARGEST, STEP, TINY, Fp8Weight
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
@@ -30,10 +31,6 @@ DEPTH = 128
 
 #: Features per instruction of Hopper's wgmma (operands in shared memory).
 FEATURES = 64
-
-#: Bytes of shared memory per program on Hopper, and its multiprocessors.
-HOPPER_MEMORY = 227 << 10
-MULTIPROCESSORS = 132
 
 #: A weight with fewer features has fewer programs than a large chip has multiprocessors: each has
 #: one to itself, and all of its shared memory for loads in flight.
@@ -100,7 +97,7 @@ def default_config(
     shape: GemmShape,
     rows: int,
     pdl: bool,
-    memory: int = HOPPER_MEMORY,
+    memory: int = SHARED_MEMORY,
     row_bytes: int = 1,
     grouped: bool = False,
 ) -> TritonConfig:
@@ -224,7 +221,7 @@ def product(
 
 def shared_memory(x: Tensor) -> int:
     """Bytes of shared memory per program on the tensor's device."""
-    return _memory_of(x.get_device()) if x.is_cuda else HOPPER_MEMORY
+    return _memory_of(x.get_device()) if x.is_cuda else SHARED_MEMORY
 
 
 @functools.cache

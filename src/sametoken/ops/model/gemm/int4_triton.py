@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8_triton import shared_memory
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
@@ -31,9 +32,6 @@ from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
 FEW_ROWS = 128
-
-#: Up to this number of tiles each has a multiprocessor to itself, and all of its shared memory.
-_ALONE = 132
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -147,7 +145,8 @@ def default_config(panels: Int4Panels, rows: int, memory: int, itemsize: int = 2
         itemsize: bytes of an element of the activations.
     """
     block_rows = next((size for size in (16, 32) if rows <= size), 64)
-    alone = panels.out_features // 64 <= _ALONE
+    # Each tile has a multiprocessor to itself, and all of its shared memory.
+    alone = panels.out_features // 64 <= MULTIPROCESSORS
     unroll = 2 if block_rows < 64 else 1
     stage_bytes = unroll * (64 * panels.block_bytes + BLOCK * itemsize * block_rows)
     most = 8 if alone else 4

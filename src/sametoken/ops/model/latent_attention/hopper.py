@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import AttentionRows, RunGroup
-from sametoken.ops.model.attention.hopper import is_hopper
+from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
@@ -32,9 +32,6 @@ from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.pdl import pdl_options
 
 RANK, WIDTH = 512, 576
-
-#: Programs that run at once: one a multiprocessor.
-MULTIPROCESSORS = 132
 
 #: Multiprocessors that programs of whole rows have to keep busy, over all their rounds. Below, it
 #: is faster to share splits evenly and to join them, which costs a sixth to a fourth.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RunGroup
+from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.attention.arithmetic import (
     accumulated,
     block_of,
@@ -38,9 +39,6 @@ from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES, Form
 from sametoken.ops.model.latent_attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
-
-#: Query tiles that fill a chip.
-_BUSY = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class LatentConfig:
     num_warps: int
     num_stages: int
     kv_left: bool = False
-    programs: int = 2 * _BUSY
+    programs: int = 2 * MULTIPROCESSORS
 
 
 #: 576-wide vectors of 16 bits: two tiles of 64 positions and 64 queries take 224 KB of a
@@ -91,7 +89,7 @@ def choose(
     tiles = num_runs * triton.cdiv(width, queries // group) * (num_heads // group)
     splits = max_splits(max_seq_len)
     fits = 4 * num_runs * width * num_heads * splits * 512 <= MAX_PARTIAL_BYTES
-    form: Form = "split_kv" if tiles < _BUSY and splits > 1 and fits else "sequential"
+    form: Form = "split_kv" if tiles < MULTIPROCESSORS and splits > 1 and fits else "sequential"
     config = _HALF_FEW if dtype.itemsize == 2 and queries < 64 else widest
     return replace(config, form=form, block_queries=queries)
 

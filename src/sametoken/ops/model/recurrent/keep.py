@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
     FIRST_ROW,
@@ -21,8 +22,8 @@ from sametoken.ops.pdl import gdc_wait
 KEPT_CHANNELS = 512
 # New rows that it copies at once.
 _KEPT_ROWS = tl.constexpr(4)
-# Multiprocessors of a large GPU, and warps that fit on one, with 32 columns of a state in each.
-_MULTIPROCESSORS, _WARPS = 132, 8
+# Warps that fit on a multiprocessor, with 32 columns of a state in each.
+_WARPS = 8
 
 
 @triton.jit
@@ -123,8 +124,8 @@ def num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bo
 
     For long runs, few enough that no multiprocessor gets an extra program, if any fit.
     """
-    places = _MULTIPROCESSORS * _WARPS // num_warps
+    places = MULTIPROCESSORS * _WARPS // num_warps
     if long:
-        places = triton.cdiv(programs * batch, _MULTIPROCESSORS) * _MULTIPROCESSORS
+        places = triton.cdiv(programs * batch, MULTIPROCESSORS) * MULTIPROCESSORS
     room = places // batch - programs
     return min(blocks, room) if room > 0 else blocks

@@ -38,7 +38,17 @@ INLINE f32v select_lanes(i32v mask, f32v yes, f32v no) {
     return (f32v)(((i32v)yes & mask) | ((i32v)no & ~mask));
 }
 
+/* The larger and the smaller; b where either is NaN. */
+#if defined(__AVX512F__)
+INLINE f32v max_lanes(f32v a, f32v b) { return (f32v)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE f32v min_lanes(f32v a, f32v b) { return (f32v)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+INLINE f32v max_lanes(f32v a, f32v b) { return (f32v)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE f32v min_lanes(f32v a, f32v b) { return (f32v)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE f32v max_lanes(f32v a, f32v b) { return select_lanes(a > b, a, b); }
+INLINE f32v min_lanes(f32v a, f32v b) { return select_lanes(a < b, a, b); }
+#endif
 
 /* a * b + c, fused if the CPU has FMA; every kernel of a build uses the same form. */
 INLINE f32v multiply_add(f32v a, f32v b, f32v c) {
@@ -170,8 +180,7 @@ INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32v 
 
 /* e^x to about 1 ulp: 0 below -87, infinity above 88, NaN for NaN. */
 INLINE f32v exp_lanes(f32v x) {
-    f32v inside = select_lanes(x < -87.0f, splat(-87.0f), x);
-    inside = select_lanes(inside > 88.0f, splat(88.0f), inside);
+    f32v inside = min_lanes(splat(88.0f), max_lanes(splat(-87.0f), x));
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer */
     f32v power = multiply_add(inside, splat(1.44269504f), splat(round)) - round;
     f32v r = multiply_add(power, splat(-0.693359375f), inside);
@@ -183,8 +192,12 @@ INLINE f32v exp_lanes(f32v x) {
     p = multiply_add(p, r, splat(1.6666665459e-1f));
     p = multiply_add(p, r, splat(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
+#if defined(__AVX512F__)
+    f32v value = (f32v)_mm512_scalef_ps((__m512)p, (__m512)power);
+#else
     i32v exponent = __builtin_convertvector(power, i32v);
     f32v value = p * (f32v)((exponent + 127) << 23);
+#endif
     value = select_lanes(x < -87.0f, splat(0.0f), value);
     return select_lanes(x > 88.0f, splat(INFINITY), value);
 }

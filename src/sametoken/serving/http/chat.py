@@ -24,6 +24,7 @@ from sametoken.serving.http.logprobs import (
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.parsed import Parsed
+from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
     CalledFunction,
     ChatChoice,
@@ -39,7 +40,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tools import ToolUse, tool_use
+from sametoken.serving.http.tools import ToolUse, text_of, tool_use
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -70,7 +71,9 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
-    params, parser = served.reasons(params, prompt.text or "", use.parser)
+    continued = text_of(request.messages[-1]) if request.continue_final_message else ""
+    rendered = RenderedPrompt(prompt.text or "", continued)
+    params, parser = served.reasons(params, rendered, use.parser)
     use = replace(use, parser=parser)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)

@@ -15,7 +15,11 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
 from sametoken.serving.http.parsed import Parser
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, with_marks
+from sametoken.serving.http.reasoning_parsers import (
+    REASONING_FORMS,
+    RenderedPrompt,
+    with_marks,
+)
 from sametoken.serving.http.responses import ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
@@ -201,13 +205,13 @@ class Served:
         return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
 
     def reasons(
-        self, params: SamplingParams, prompt: str, content: Parser
+        self, params: SamplingParams, prompt: RenderedPrompt, content: Parser
     ) -> tuple[SamplingParams, Parser]:
         """Parameters and the parser of an answer that may reason before its content.
 
         Args:
             params: of a request; a constraint is of the content.
-            prompt: the rendered prompt.
+            prompt: of the request.
             content: the parser of the content.
         """
         _, name = self.parsers

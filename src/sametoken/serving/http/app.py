@@ -145,8 +145,9 @@ def _token_routes(served: Served) -> APIRouter:
         if body.messages is not None:
             prompt = await served.render(
                 body.messages,
-                None,
+                body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
                 tools=template_tools(body.tools) if body.tools else None,
             )
         else:

@@ -14,8 +14,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.serving.http.errors import invalid
-from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
+from sametoken.serving.http.generation import (
+    Generation,
+    UsageInStream,
+    respond,
+    speculation_stats,
+    usage,
+)
 from sametoken.serving.http.logprobs import (
     LogprobsForm,
     chat_logprobs,
@@ -57,11 +62,6 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     """
     request.check_fields(num_prompts=1)
     model = served.name(request.model)
-    if request.add_generation_prompt and request.continue_final_message:
-        raise invalid(
-            "add_generation_prompt and continue_final_message contradict each other. Set one",
-            "continue_final_message",
-        )
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     prompt = await served.render(
@@ -114,13 +114,12 @@ class _Answer:
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The response in chunks: each output's new part of each completion."""
-        options = self.request.stream_options
-        with_usage = options is not None and options.include_usage
-        every: dict[str, Any] = {"usage": None} if with_usage else {}
+        told = UsageInStream(self.request.stream_options)
         writers = [_ChoiceWriter(self, index) for index in range(self.request.n)]
         begun = False
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
+                every = told.every([one.output])
                 if not begun:
                     first = [writer.begin() for writer in writers]
                     yield self._make(ChatChunk, first, **every, **self._ids(one.output))
@@ -131,9 +130,7 @@ class _Answer:
                     for choice in choices:
                         yield self._make(ChatChunk, [choice], **every)
         (output,) = generation.outputs
-        last = self._stats(output)
-        if with_usage:
-            last["usage"] = usage([output])
+        last = self._stats(output) | told.last([output])
         if last:
             yield self._make(ChatChunk, [], **last)
 

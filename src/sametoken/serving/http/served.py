@@ -174,7 +174,8 @@ class Served:
             options: the server's variables.
 
         Raises:
-            ApiError: the client sets a reserved variable, or a message is not text.
+            ApiError: the client sets a reserved variable, a message is not text, or the options
+                contradict each other.
             RequestError: there is no chat template, or it refuses the messages.
         """
         for name in given or {}:
@@ -183,6 +184,11 @@ class Served:
                     f"chat_template_kwargs may not set {name!r}. Leave it out",
                     "chat_template_kwargs",
                 )
+        if options.get("add_generation_prompt") and options.get("continue_final_message"):
+            raise invalid(
+                "add_generation_prompt and continue_final_message contradict each other. Set one",
+                "continue_final_message",
+            )
         every = {**(given or {}), **options}
 
         def render() -> PromptTokens:

@@ -115,13 +115,20 @@ def text_of(message: Message) -> str:
         return message.content or ""
     texts = []
     for part in message.content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        # A refusal is text of an earlier answer.
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
             raise invalid(
-                f"a message has a part of type {shown(part.get('type'))}. Only text is supported",
+                f"a message has a part of type {shown(kind)}. Only text is supported",
                 "messages",
                 "unsupported",
             )
-        texts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise invalid(
+                f"a message has a part of type {kind!r} whose {kind!r} is no text. Give a string",
+                "messages",
+            )
+        texts.append(part[kind])
     return "\n".join(texts)
 
 

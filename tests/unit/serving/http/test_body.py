@@ -35,6 +35,23 @@ def test_a_value_is_read_as_it_was_written(value, ascii_only):
     assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        ([-1], "prompt.0: Input should be greater than or equal to 0"),
+        ([1, "a"], "prompt.1: Input should be a valid integer"),
+        (["a", 1], "prompt.1: Input should be a valid string"),
+        ([[1], "a"], "prompt.1: Input should be a valid array"),
+        ([[1], [2, "a"]], "prompt.1.1: Input should be a valid integer"),
+        (5, "prompt: Input should be a valid string"),
+    ],
+)
+def test_a_prompt_s_fault_is_that_of_the_closest_type(prompt, cause):
+    with pytest.raises(ApiError) as caught:
+        read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert (str(caught.value), caught.value.param) == (cause, "prompt")
+
+
 @given(st.lists(st.text('"\\[{:1e9', max_size=8), max_size=4))
 def test_what_stands_in_strings_is_not_looked_at(texts):
     body = json.dumps(texts).encode()

@@ -173,11 +173,46 @@ def test_usage_and_statistics_when_asked_for(serve):
     assert (last["usage"], last["speculation"]) == (whole["usage"], whole["speculation"])
 
 
+def test_usage_throughout_a_stream(serve):
+    """As vLLM's clients ask for it; alone it asks for nothing."""
+    body = {"messages": USER, "stream": True, "n": 2}
+    both_options = {"include_usage": True, "continuous_usage_stats": True}
+    client = serve(FakeEngine("hello"))
+    chunks = events(
+        client.post("/v1/chat/completions", json=body | {"stream_options": both_options})
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 2 * 6
+    assert chunks[-1]["choices"] == []
+    alone = {"include_usage": None, "continuous_usage_stats": True}
+    chunks = events(client.post("/v1/chat/completions", json=body | {"stream_options": alone}))
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": None},
+        {"modalities": ["text"], "verbosity": "medium"},
+        {"top_logprobs": 0},
+        {"use_beam_search": False, "length_penalty": 1.0},
+        {"seed": -1},
+        {"stream_options": None},
+    ],
+)
+def test_what_asks_for_nothing_is_served(serve, body):
+    answer = serve(FakeEngine("hello")).post("/v1/chat/completions", json={"messages": USER} | body)
+    assert len(answer.json()["choices"]) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"messages": []}, "messages"),
         ({"functions": []}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"temperature": -1.0}, "temperature"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),

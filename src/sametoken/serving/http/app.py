@@ -54,6 +54,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "There is no such model"},
     408: {"model": ErrorResponse, "description": "The request came too slowly"},
     413: {"model": ErrorResponse, "description": "The request is too large"},
+    415: {"model": ErrorResponse, "description": "The body is compressed"},
     429: {"model": ErrorResponse, "description": "Too many requests; see Retry-After"},
     500: {"model": ErrorResponse, "description": "The model or the server failed"},
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.io.json_text import parse_json
-from sametoken.serving.http.errors import invalid, invalid_field
+from sametoken.io.json_text import parse_json, without_mark
+from sametoken.serving.http.errors import ApiError, invalid, invalid_field
 
 #: Members, objects and lists of a body. Parsing one costs far more than its bytes.
 MAX_NODES = 2**16
@@ -86,6 +86,7 @@ class JsonRoute(APIRoute):
 
         async def handle_read(request: Request) -> Response:
             body = await request.body()
+            _require_plain(request.headers.get("content-encoding", ""))
             if not body or not _is_json(request.headers.get("content-type", "")):
                 return await handle(request)
             if len(body) <= _SMALL:
@@ -106,12 +107,12 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """
     try:
         require_bounded(body)
-        return model.model_validate_json(body)
+        return model.model_validate_json(without_mark(body))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         fault = max(faults, key=_closeness)
         if fault["type"] == "json_invalid":
-            raise invalid(f"the body is not JSON: {fault['ctx']['error']}") from error
+            raise invalid(f"the body is not JSON: {_json_cause(fault)}") from error
         # Without pydantic's names for the types of a union.
         parts = map(str, fault["loc"])
         where = [part for part in parts if "[" not in part and part not in _FORMS]
@@ -121,6 +122,12 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     except ValueError as error:
         message = f"the body cannot be served: {error}. Send less, in finite numbers"
         raise invalid(message) from error
+
+
+def _json_cause(fault: Mapping[str, Any]) -> str:
+    cause = str(fault["ctx"]["error"])
+    # The parser's words for a lone surrogate, which json.dumps writes for a cut text.
+    return f"{cause}, half of a surrogate pair" if "hex escape" in cause else cause
 
 
 def _closeness(fault: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
@@ -141,6 +148,11 @@ class _ReadRequest(Request):
     async def json(self) -> Any:
         """The body as its model."""
         return self._value
+
+
+def _require_plain(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, "the body has a Content-Encoding. Send it without compression")
 
 
 def _is_json(content_type: str) -> bool:

@@ -99,6 +99,28 @@ def test_a_prompt_of_mixed_or_too_many_parts_is_named(prompt, message):
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+@pytest.mark.parametrize("escape", [b"\\ud83d", b"\\ud83dx", b"\\udc00"])
+def test_half_of_a_character_is_named(escape):
+    """Python's json.dumps writes it for a text that was cut within an emoji."""
+    with pytest.raises(ApiError, match="half of a surrogate pair"):
+        read_model(CompletionRequest, b'{"prompt": "' + escape + b'"}')
+
+
+def test_a_byte_order_mark_before_a_body_is_skipped(serve):
+    headers = {"Content-Type": "application/json"}
+    body = '\ufeff{"prompt": "a"}'.encode()
+    assert serve().post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 200), ("br", 415)])
+def test_a_compressed_body_is_refused_by_its_header(serve, encoding, status):
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    body = b'{"prompt": "a"}'
+    answer = serve().post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert (status == 200) == ("choices" in answer.json())
+
+
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]], [], [[]]])
 def test_every_form_of_a_prompt_is_read(prompt):
     found = read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())

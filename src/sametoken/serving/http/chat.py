@@ -103,11 +103,7 @@ class _Answer:
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
         """The response without a stream."""
         (output,) = outputs
-        more = self._stats(output)
-        if self.request.return_token_ids:
-            more["prompt_token_ids"] = list(output.prompt_token_ids)
-        if self.request.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        more = self._stats(output) | self._of_prompt(output)
         choices = [self._choice(completion) for completion in output.outputs]
         self._note_versions(choices, output)
         return self._make(ChatResponse, choices, usage=usage([output]), **more)
@@ -122,7 +118,7 @@ class _Answer:
                 every = told.every([one.output])
                 if not begun:
                     first = [writer.begin() for writer in writers]
-                    yield self._make(ChatChunk, first, **every, **self._ids(one.output))
+                    yield self._make(ChatChunk, first, **every, **self._of_prompt(one.output))
                     begun = True
                 for completion in one.output.outputs:
                     choices = writers[completion.index].write(completion)
@@ -193,9 +189,14 @@ class _Answer:
             if self.shows_versions:
                 note_versions(choice, output)
 
-    def _ids(self, output: RequestOutput) -> dict[str, Any]:
-        wanted = self.request.return_token_ids
-        return {"prompt_token_ids": list(output.prompt_token_ids)} if wanted else {}
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What was requested of the prompt, for the answer or a stream's first event."""
+        found: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            found["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return found
 
     def _stats(self, output: RequestOutput) -> dict[str, Any]:
         wanted = self.request.include_speculation_stats

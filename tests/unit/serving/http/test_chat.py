@@ -162,6 +162,7 @@ def test_the_first_chunk_names_the_role_and_the_last_the_reason(serve):
 
 def test_usage_and_statistics_when_asked_for(serve):
     body = {"messages": USER, "include_speculation_stats": True, "return_token_ids": True}
+    body |= {"prompt_logprobs": 1}
     client = serve(FakeEngine("hello"))
     whole = client.post("/v1/chat/completions", json=body).json()
     assert whole["usage"]["completion_tokens"] == 6
@@ -170,6 +171,8 @@ def test_usage_and_statistics_when_asked_for(serve):
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     first, *_, last = events(client.post("/v1/chat/completions", json=body))
     assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"])
     assert (last["usage"], last["speculation"]) == (whole["usage"], whole["speculation"])
 
 

@@ -191,7 +191,7 @@ _INTEGERS = (
     ("min_tokens", 0, MAX_COUNT, ""),
 )
 _OPTIONAL_INTEGERS = (
-    ("seed", 0, MAX_SEED),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
     ("max_tokens", 1, math.inf),
     ("num_speculative_tokens", 0, math.inf),
     ("logprobs", 0, MAX_LOGPROBS),

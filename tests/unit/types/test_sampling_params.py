@@ -133,6 +133,10 @@ def test_an_error_names_its_parameter():
             SamplingParams(**{name: value})
         assert caught.value.param == name
     assert str(caught.value).endswith("from 0 to 20")
+    with pytest.raises(
+        RequestError, match="integer from -9223372036854775808 to 9223372036854775807"
+    ):
+        SamplingParams(seed=2**63)
     with pytest.raises(RequestError, match="integer from 1 on"):
         SamplingParams(max_tokens=0)
 

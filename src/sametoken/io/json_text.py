@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -22,19 +21,13 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Nesting is limited to 200 levels, so that code that recurses into the value or serializes it
-    does not overflow the stack. A byte order mark before the text is skipped.
+    does not overflow the stack.
 
     Raises:
         ValueError: the text is not JSON, not UTF-8, nested deeper, or holds NaN, an infinity, a
             number of more than 4300 digits or a lone surrogate.
     """
-    bare = text.removeprefix("\ufeff") if isinstance(text, str) else without_mark(text)
-    return from_json(bare, allow_inf_nan=False)
-
-
-def without_mark(text: bytes) -> bytes:
-    """UTF-8 without the byte order mark that some editors and clients put first."""
-    return text.removeprefix(codecs.BOM_UTF8)
+    return from_json(text, allow_inf_nan=False)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:

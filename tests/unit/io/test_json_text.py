@@ -35,13 +35,6 @@ def test_what_is_no_json_is_a_value_error(text):
         parse_json(text)
 
 
-def test_a_byte_order_mark_is_skipped():
-    for text in (b"\xef\xbb\xbf[1]", "\ufeff[1]"):
-        assert parse_json(text) == [1]
-    with pytest.raises(ValueError, match="at line 1 column"):
-        parse_json(b"[1]\xef\xbb\xbf")
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_lines_have_their_numbers_and_end_at_a_line_feed_alone(tmp_path, name):
     data = '1\n\n "a\u2028b"\r\n[3]'.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.io.json_text import parse_json, without_mark
+from sametoken.io.json_text import parse_json
 from sametoken.serving.http.errors import ApiError, invalid, invalid_field
 
 #: Members, objects and lists of a body. Parsing one costs far more than its bytes.
@@ -107,7 +108,8 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """
     try:
         require_bounded(body)
-        return model.model_validate_json(without_mark(body))
+        # Some clients put a byte order mark first.
+        return model.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         fault = max(faults, key=_closeness)

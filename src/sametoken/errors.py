@@ -72,10 +72,19 @@ class RequestError(SametokenError, ValueError):
     """One request is invalid; the engine continues with the others.
 
     Cause and remedy are clipped to ``MAX_CAUSE`` characters each.
+
+    Args:
+        cause, remedy: see ``SametokenError``.
+        param: the parameter that is to blame, where there is one.
+        code: OpenAI's name of the cause, where clients know it. Neither crosses processes.
     """
 
-    def __init__(self, cause: str, remedy: str = "") -> None:
+    def __init__(
+        self, cause: str, remedy: str = "", *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(clipped(cause, MAX_CAUSE), clipped(remedy, MAX_CAUSE))
+        self.param = param
+        self.code = code
 
 
 class CheckpointError(SametokenError):

@@ -1,29 +1,22 @@
-"""Cheap imports: the command's help, the host's vocabulary and serving never load torch."""
+"""Cheap imports: the command's help, the host's vocabulary and serving never load torch.
+
+Clients of servers do not either (``tests/e2e/test_bench_serve.py``, ``test_audit_servers.py``).
+"""
 
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import sametoken
 from helpers.chat_model import save_tokenizer
+from helpers.commands import MODULES_AFTER, run_command, run_python
 from helpers.sources import parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn")
-MODULES_AFTER = "import sys; print([m for m in {heavy!r} if m in sys.modules])"
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def light_modules() -> list[str]:
@@ -45,15 +38,9 @@ def test_host_modules_load_nothing_heavy():
     "arguments", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]]
 )
 def test_help_loads_nothing_heavy(arguments):
-    code = (
-        "import sys\n"
-        f"sys.argv = ['sametoken', *{arguments!r}]\n"
-        "from sametoken.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
-    )
-    *shown, loaded = run_python(code + MODULES_AFTER.format(heavy=HEAVY)).strip().splitlines()
-    assert loaded == "[]"
-    assert "sametoken" in "\n".join(shown)
+    shown, loaded = run_command(arguments, HEAVY)
+    assert loaded == []
+    assert "sametoken" in shown
 
 
 def test_the_serving_process_loads_no_tensors(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.commands import run_command
 from helpers.http_server import running_server
 from helpers.serving import build_corrupt, build_noisy
 from sametoken.audit.asks import AuditRequest
@@ -74,6 +75,16 @@ def test_a_clean_server_is_identical(plain, drafting):
     found = json.loads(result.stdout)
     assert found["identical"]
     assert found["comparisons"][0]["num_requests"] == 4
+
+
+def test_an_audit_of_servers_loads_no_tensors(model, plain, drafting):
+    """Seconds and hundreds of megabytes that a client of HTTP has no use for."""
+    asked = ["audit", "--url", drafting, "--baseline-url", plain]
+    asked += ["--limit", "1", "--max-tokens", "4", "--dataset", "random"]
+    for named in ([], [str(model)]):
+        shown, loaded = run_command([*asked, *named], ("torch", "triton", "xgrammar"))
+        assert loaded == []
+        assert IDENTICAL in shown
 
 
 def test_a_planted_defect_is_corruption(model, plain):

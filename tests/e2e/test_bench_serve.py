@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.commands import run_command
 from helpers.http_server import running_server
 from sametoken.cli.main import app
 
@@ -74,6 +75,15 @@ def test_chat_and_poisson_arrivals(server):
     arrivals = [times["arrival"] for times in numbers["timeline"]]
     assert arrivals == sorted(arrivals)
     assert len(set(arrivals)) == 3
+
+
+def test_a_measurement_of_a_server_loads_no_tensors(server, prompts, tmp_path):
+    """Seconds and hundreds of megabytes that a client of HTTP has no use for."""
+    output = str(tmp_path / "run.json")
+    asked = ["bench", "serve", "--url", server.url, *prompts, "--output", output]
+    shown, loaded = run_command(asked, ("torch", "triton", "transformers"))
+    assert loaded == []
+    assert "acceptance length" in shown
 
 
 def test_failures_are_counted_named_and_in_the_exit_code(server, prompts):

@@ -69,6 +69,21 @@ def test_a_json_answer_reasons_first_and_drafts_change_no_token(server, seed):
     assert message["reasoning"] == thought.removeprefix("<think>") != ""
 
 
+def test_an_answer_continued_behind_its_reasoning_is_constrained_at_once(server):
+    begun = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "<think>ann</think>"},
+    ]
+    ends = {"add_generation_prompt": False, "continue_final_message": True}
+    choice, plain = (
+        ask(server, 1, k, messages=begun, **ends, response_format=FORM) for k in (6, 0)
+    )
+    assert choice == plain
+    message = choice["message"]
+    assert (message["reasoning"], set(json.loads(message["content"]))) == (None, {"name", "old"})
+    assert TOKENS.decode(choice["token_ids"]) == message["content"]
+
+
 def test_a_forced_call_reasons_first(server):
     choice = ask(server, 1, 6, tools=[PICK], tool_choice="required", parallel_tool_calls=False)
     (call,) = choice["message"]["tool_calls"]

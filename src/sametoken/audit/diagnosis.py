@@ -10,12 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from sametoken.audit.asks import Answers, AuditRequest
 from sametoken.audit.engine_runs import RunSettings, run_requests
 from sametoken.bench.acceptance import BEYOND_FIRST, MIN_DRAFTS, Finding, Profile, profile_findings
 from sametoken.bench.measure import Window
-from sametoken.engine.core import EngineCore
+
+if TYPE_CHECKING:
+    from sametoken.engine.core import EngineCore
 
 STALE_LENGTHS = "running drafts fall behind fresh ones"
 CONTEXT_DECAY = "decay with context length"

@@ -6,13 +6,16 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.measure import Window
-from sametoken.engine.core import EngineCore
 from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sametoken.engine.core import EngineCore
 
 NUM_CANDIDATES = 2
 

@@ -14,13 +14,15 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.report import Summary, environment, settings
-from sametoken.bench.session import Session
 from sametoken.errors import ConfigError
 from sametoken.io.files import replacing
 from sametoken.io.json_text import parse_json
+
+if TYPE_CHECKING:
+    from sametoken.bench.session import Session
 
 _PAGE = resources.files("sametoken.bench").joinpath("page")
 

@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sametoken.engine.core import EngineCore
 from sametoken.errors import NumericalError
 from sametoken.text.detokenizer import make_detokenizer
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import SpeculationMetrics
 from sametoken.types.request import EngineRequest, RequestUpdate
+
+if TYPE_CHECKING:
+    from sametoken.engine.core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)

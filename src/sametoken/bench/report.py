@@ -8,15 +8,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import sametoken
 from sametoken.bench.measure import RequestRecord, Run, StepRecord
-from sametoken.bench.roofline import Bandwidth, Traffic
-from sametoken.engine.resolve import ResolvedConfig
 from sametoken.types.outputs import SpeculationMetrics
+
+if TYPE_CHECKING:
+    import torch
+
+    from sametoken.bench.roofline import Bandwidth, Traffic
+    from sametoken.engine.resolve import ResolvedConfig
 
 _PACKAGES = ("torch", "triton", "transformers")
 
@@ -208,6 +210,8 @@ def environment(device: torch.device | None) -> dict[str, Any]:
     }
     if device is None:
         return versions
+    import torch
+
     on_cuda = device.type == "cuda"
     return versions | {
         "platform": platform.platform(),

@@ -21,7 +21,6 @@ from sametoken.io.files import require_writable
 
 if TYPE_CHECKING:
     from sametoken.audit.asks import AuditRequest
-    from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.server_audit import Side
     from sametoken.audit.servers import Server
     from sametoken.audit.trainer_verdict import TrainerVerdict
@@ -202,8 +201,6 @@ def audit(
 
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
-    from sametoken.audit.engine_audit import AuditSettings
-    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
     from sametoken.audit.verdict import html_of, lines_of
 
     if html is not None:
@@ -215,12 +212,12 @@ def audit(
             raise ConfigError("--trainer takes no --url or --baseline-url", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
         of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)
-        _report(of_rollouts, lines_of_trainer(of_rollouts), html_of_trainer, html, json_output)
+        _report_trainer(of_rollouts, html, as_json=json_output)
     if of_trainer["checkpoint"]:
         raise ConfigError("--checkpoint is of use with --trainer alone", "give --trainer")
     prompts = _Prompts.of(**of_prompts)
     if servers.url is None:
-        settings = AuditSettings(concurrency=concurrency, num_alone=alone, diagnose=diagnose)
+        settings = {"concurrency": concurrency, "num_alone": alone, "diagnose": diagnose}
         verdict = _audit_engine(_config(model, options), prompts, settings)
     else:
         verdict = _audit_servers(model, options, prompts, servers)
@@ -240,6 +237,12 @@ def _report(
     for line in (json.dumps(verdict.as_json()),) if as_json else lines:
         typer.echo(line)
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
+
+
+def _report_trainer(verdict: TrainerVerdict, html: Path | None, *, as_json: bool) -> NoReturn:
+    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
+
+    _report(verdict, lines_of_trainer(verdict), html_of_trainer, html, as_json)
 
 
 def _audit_trainer(
@@ -278,8 +281,9 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettings) -> Verdict:
-    from sametoken.audit.engine_audit import audit_engine
+def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: dict[str, Any]) -> Verdict:
+    """The verdict on this engine; ``settings`` are arguments of ``AuditSettings``."""
+    from sametoken.audit.engine_audit import AuditSettings, audit_engine
     from sametoken.text.tokenizer import all_eos_ids
 
     path, tokenizer = _tokenizer(config)
@@ -287,8 +291,8 @@ def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettin
     requests = prompts.requests(tokenizer, templated=has_template and not prompts.raw)
     others = prompts.requests(tokenizer, templated=True) if has_template and prompts.raw else []
     config = replace(config, model=str(path))
-    settings = replace(settings, stop_token_ids=all_eos_ids((), tokenizer))
-    verdict = audit_engine(config, requests, settings, templated=others, announce=announce)
+    chosen = AuditSettings(**settings, stop_token_ids=all_eos_ids((), tokenizer))
+    verdict = audit_engine(config, requests, chosen, templated=others, announce=announce)
     return replace(verdict, texts=_texts(verdict, tokenizer))
 
 

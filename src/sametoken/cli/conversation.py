@@ -24,7 +24,11 @@ from sametoken.errors import (
 )
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.parsed import Parser, parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, with_marks
+from sametoken.serving.http.reasoning_parsers import (
+    REASONING_FORMS,
+    RenderedPrompt,
+    with_marks,
+)
 from sametoken.serving.http.tool_parsers import parser_of_template
 from sametoken.types.option_values import NO_FILE, suggestion
 from sametoken.types.outputs import RequestOutput
@@ -209,9 +213,8 @@ class Chat:
         if name is None:
             return params, parse_nothing
         form = REASONING_FORMS[name]
-        parser = form.parser(
-            prompt.text or "", parse_nothing, shows_marks=False, is_constrained=False
-        )
+        rendered = RenderedPrompt(prompt.text or "")
+        parser = form.parser(rendered, parse_nothing, shows_marks=False, is_constrained=False)
         return with_marks(params, form, Tokenizer(hf_tokenizer), ()), parser
 
     def again(self, argument: str) -> None:

@@ -25,6 +25,8 @@ from sametoken.types.structured_outputs import Grammar
 Prompt = str | Mapping[str, Any]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+#: By this clients know that a shorter conversation may fit.
+_TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class InputProcessor:
                 f"the prompt has {num_characters} characters and at most {most} can fit "
                 f"max_model_len={self._max_model_len}",
                 "shorten it or raise max_model_len",
+                code=_TOO_LONG,
             )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
@@ -277,6 +280,7 @@ class InputProcessor:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens and at most {longest} fit (max_model_len - 1)",
                 "shorten it or raise max_model_len",
+                code=_TOO_LONG,
             )
 
     def _check_params(self, params: SamplingParams) -> None:

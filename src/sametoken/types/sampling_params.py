@@ -42,7 +42,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this.
         min_p: keep tokens at least this fraction as likely as the most likely one.
-        seed: makes the output reproducible; None draws one.
+        seed: makes the output reproducible; None or -1 draws one. Other negative integers of 64
+            bits are kept without their sign bit, as the device's seeds have none.
         stop, bad_words: a list of texts, or one text.
         logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
         logit_bias: added to the logits of these ids.
@@ -94,6 +95,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if isinstance(self.seed, int) and self.seed < 0:
+            object.__setattr__(self, "seed", _without_sign(self.seed))
         self._check_numbers()
         self._check_together()
 
@@ -141,19 +144,24 @@ class SamplingParams:
         for name, low, high in _OPTIONAL_INTEGERS:
             value = getattr(self, name)
             fits = value is None or (_is_int(value) and low <= value <= high)
-            most = "more" if high == math.inf else high
-            _require(fits, name, value, f"use None or an integer from {low} to {most}")
+            end = "on" if high == math.inf else f"to {high}"
+            _require(fits, name, value, f"use None or an integer from {low} {end}")
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {shown(self.max_tokens)}",
                 "raise max_tokens or lower min_tokens",
+                param="min_tokens",
             )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text but detokenize is off", "drop one of them")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty, so no token is allowed", "name some")
+            raise RequestError(
+                "allowed_token_ids is empty, so no token is allowed",
+                "name some",
+                param="allowed_token_ids",
+            )
 
 
 _SWITCHES = (
@@ -183,7 +191,7 @@ _INTEGERS = (
     ("min_tokens", 0, MAX_COUNT, ""),
 )
 _OPTIONAL_INTEGERS = (
-    ("seed", 0, MAX_SEED),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
     ("max_tokens", 1, math.inf),
     ("num_speculative_tokens", 0, math.inf),
     ("logprobs", 0, MAX_LOGPROBS),
@@ -199,6 +207,7 @@ def _texts(name: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
             raise RequestError(
                 f"{name} has a text of {len(text)} characters and at most {longest} are possible",
                 "use shorter texts",
+                param=name,
             )
     return texts
 
@@ -237,17 +246,19 @@ def _read(name: str, given: Iterable[Any], make: Callable[[Iterable[Any]], Any],
         return make(islice(given, most + 1))
     except Exception as error:
         # An iterator of an arbitrary class may raise anything.
-        raise RequestError(f"{name} cannot be read ({shown(error)})", "use a list") from error
+        raise RequestError(
+            f"{name} cannot be read ({shown(error)})", "use a list", param=name
+        ) from error
 
 
 def _require_few(name: str, num_items: int, most: int) -> None:
     if num_items > most:
-        raise RequestError(f"{name} has more than {most} entries", "use fewer")
+        raise RequestError(f"{name} has more than {most} entries", "use fewer", param=name)
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
-        raise RequestError(f"{name}={shown(value)} is not possible", remedy)
+        raise RequestError(f"{name}={shown(value)} is not possible", remedy, param=name)
 
 
 def _is_int(value: object) -> bool:
@@ -256,6 +267,13 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _without_sign(seed: int) -> int | None:
+    """A negative seed as the device stores it, None for -1; out of range if it was before."""
+    if seed == -1:
+        return None
+    return seed & MAX_SEED if seed >= -MAX_SEED - 1 else seed
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -74,7 +74,7 @@ BEYOND = {
     "top_p": (0, -0.1, 1.1, NAN),
     "top_k": (-2, 1.5, True, 2**31),
     "min_p": (-0.1, 1.1, NAN),
-    "seed": (-1, MAX_SEED + 1, 1.5, True),
+    "seed": (-MAX_SEED - 2, MAX_SEED + 1, 1.5, True),
     "max_tokens": (0, -1, 1.5, True),
     "min_tokens": (-1, 1.5, True, 2**31),
     "presence_penalty": (-2.1, 2.1, NAN),
@@ -117,6 +117,28 @@ def test_contradictions_are_refused(params, cause, remedy):
 
 def test_min_tokens_has_no_limit_without_max_tokens():
     assert SamplingParams(min_tokens=1000, max_tokens=None).min_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"), [(-1, None), (-2, MAX_SEED - 1), (-MAX_SEED - 1, 0), (-MAX_SEED, 1)]
+)
+def test_negative_seeds_are_seeds_too(given, seed):
+    """As in OpenAI's API; vLLM draws one for -1."""
+    assert SamplingParams(seed=given).seed == seed
+
+
+def test_an_error_names_its_parameter():
+    for name, value in (("temperature", -1), ("stop", [""]), ("max_tokens", 0), ("logprobs", 21)):
+        with pytest.raises(RequestError, match=name) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+    assert str(caught.value).endswith("from 0 to 20")
+    with pytest.raises(
+        RequestError, match="integer from -9223372036854775808 to 9223372036854775807"
+    ):
+        SamplingParams(seed=2**63)
+    with pytest.raises(RequestError, match="integer from 1 on"):
+        SamplingParams(max_tokens=0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**63 - 1])

@@ -87,12 +87,14 @@ class InputLine:
             given = parse_json(self.raw)
         except ValueError as error:
             return self._refused(None, self._error("invalid_json", f"it is not JSON: {error}"))
-        custom_id = given.get("custom_id") if isinstance(given, dict) else None
+        if not isinstance(given, dict):
+            return self._refused(None, self._error("invalid_request", "it is no JSON object"))
+        custom_id = given.get("custom_id")
         try:
             return BatchRequest.model_validate(given)
         except ValidationError as error:
             first = error.errors(include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
+            where = ".".join(map(str, first["loc"]))
             named = custom_id if isinstance(custom_id, str) else None
             return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
 

@@ -54,6 +54,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "There is no such model"},
     408: {"model": ErrorResponse, "description": "The request came too slowly"},
     413: {"model": ErrorResponse, "description": "The request is too large"},
+    415: {"model": ErrorResponse, "description": "The body is compressed"},
     429: {"model": ErrorResponse, "description": "Too many requests; see Retry-After"},
     500: {"model": ErrorResponse, "description": "The model or the server failed"},
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
@@ -145,8 +146,9 @@ def _token_routes(served: Served) -> APIRouter:
         if body.messages is not None:
             prompt = await served.render(
                 body.messages,
-                None,
+                body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
                 tools=template_tools(body.tools) if body.tools else None,
             )
         else:

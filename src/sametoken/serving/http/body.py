@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.io.json_text import parse_json
-from sametoken.serving.http.errors import invalid, invalid_field
+from sametoken.serving.http.errors import ApiError, invalid, invalid_field
 
 #: Members, objects and lists of a body. Parsing one costs far more than its bytes.
 MAX_NODES = 2**16
@@ -86,6 +87,7 @@ class JsonRoute(APIRoute):
 
         async def handle_read(request: Request) -> Response:
             body = await request.body()
+            _require_plain(request.headers.get("content-encoding", ""))
             if not body or not _is_json(request.headers.get("content-type", "")):
                 return await handle(request)
             if len(body) <= _SMALL:
@@ -106,13 +108,13 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """
     try:
         require_bounded(body)
-        return model.model_validate_json(body)
+        # Some clients put a byte order mark first.
+        return model.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        # The union type that the value comes closest to.
-        fault = max(faults, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
+        fault = max(faults, key=_closeness)
         if fault["type"] == "json_invalid":
-            raise invalid(f"the body is not JSON: {fault['ctx']['error']}") from error
+            raise invalid(f"the body is not JSON: {_json_cause(fault)}") from error
         # Without pydantic's names for the types of a union.
         parts = map(str, fault["loc"])
         where = [part for part in parts if "[" not in part and part not in _FORMS]
@@ -122,6 +124,19 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     except ValueError as error:
         message = f"the body cannot be served: {error}. Send less, in finite numbers"
         raise invalid(message) from error
+
+
+def _json_cause(fault: Mapping[str, Any]) -> str:
+    cause = str(fault["ctx"]["error"])
+    # The parser's words for a lone surrogate, which json.dumps writes for a cut text.
+    return f"{cause}, half of a surrogate pair" if "hex escape" in cause else cause
+
+
+def _closeness(fault: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
+    """How close a value comes to the type of a union that found this fault."""
+    kind, place = fault["type"], fault["loc"]
+    index = place[-1] if place and isinstance(place[-1], int) else 0
+    return kind.endswith("too_long"), len(place), index, not kind.endswith("_type")
 
 
 class _ReadRequest(Request):
@@ -135,6 +150,11 @@ class _ReadRequest(Request):
     async def json(self) -> Any:
         """The body as its model."""
         return self._value
+
+
+def _require_plain(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, "the body has a Content-Encoding. Send it without compression")
 
 
 def _is_json(content_type: str) -> bool:

@@ -14,8 +14,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.serving.http.errors import invalid
-from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
+from sametoken.serving.http.generation import (
+    Generation,
+    UsageInStream,
+    respond,
+    speculation_stats,
+    usage,
+)
 from sametoken.serving.http.logprobs import (
     LogprobsForm,
     chat_logprobs,
@@ -24,6 +29,7 @@ from sametoken.serving.http.logprobs import (
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.parsed import Parsed
+from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
     CalledFunction,
     ChatChoice,
@@ -39,7 +45,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tools import ToolUse, tool_use
+from sametoken.serving.http.tools import ToolUse, text_of, tool_use
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -56,11 +62,6 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     """
     request.check_fields(num_prompts=1)
     model = served.name(request.model)
-    if request.add_generation_prompt and request.continue_final_message:
-        raise invalid(
-            "add_generation_prompt and continue_final_message contradict each other. Set one",
-            "continue_final_message",
-        )
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     prompt = await served.render(
@@ -70,7 +71,9 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
-    params, parser = served.reasons(params, prompt.text or "", use.parser)
+    continued = text_of(request.messages[-1]) if request.continue_final_message else ""
+    rendered = RenderedPrompt(prompt.text or "", continued)
+    params, parser = served.reasons(params, rendered, use.parser)
     use = replace(use, parser=parser)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)
@@ -100,27 +103,22 @@ class _Answer:
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
         """The response without a stream."""
         (output,) = outputs
-        more = self._stats(output)
-        if self.request.return_token_ids:
-            more["prompt_token_ids"] = list(output.prompt_token_ids)
-        if self.request.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        more = self._stats(output) | self._of_prompt(output)
         choices = [self._choice(completion) for completion in output.outputs]
         self._note_versions(choices, output)
         return self._make(ChatResponse, choices, usage=usage([output]), **more)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The response in chunks: each output's new part of each completion."""
-        options = self.request.stream_options
-        with_usage = options is not None and options.include_usage
-        every: dict[str, Any] = {"usage": None} if with_usage else {}
+        told = UsageInStream(self.request.stream_options)
         writers = [_ChoiceWriter(self, index) for index in range(self.request.n)]
         begun = False
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
+                every = told.every([one.output])
                 if not begun:
                     first = [writer.begin() for writer in writers]
-                    yield self._make(ChatChunk, first, **every, **self._ids(one.output))
+                    yield self._make(ChatChunk, first, **every, **self._of_prompt(one.output))
                     begun = True
                 for completion in one.output.outputs:
                     choices = writers[completion.index].write(completion)
@@ -128,9 +126,7 @@ class _Answer:
                     for choice in choices:
                         yield self._make(ChatChunk, [choice], **every)
         (output,) = generation.outputs
-        last = self._stats(output)
-        if with_usage:
-            last["usage"] = usage([output])
+        last = self._stats(output) | told.last([output])
         if last:
             yield self._make(ChatChunk, [], **last)
 
@@ -193,9 +189,14 @@ class _Answer:
             if self.shows_versions:
                 note_versions(choice, output)
 
-    def _ids(self, output: RequestOutput) -> dict[str, Any]:
-        wanted = self.request.return_token_ids
-        return {"prompt_token_ids": list(output.prompt_token_ids)} if wanted else {}
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What was requested of the prompt, for the answer or a stream's first event."""
+        found: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            found["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return found
 
     def _stats(self, output: RequestOutput) -> dict[str, Any]:
         wanted = self.request.include_speculation_stats

@@ -15,7 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.engine.input_processor import PromptTokens
-from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
+from sametoken.serving.http.generation import (
+    Generation,
+    UsageInStream,
+    respond,
+    speculation_stats,
+    usage,
+)
 from sametoken.serving.http.logprobs import (
     LogprobsForm,
     completion_logprobs,
@@ -90,20 +96,18 @@ class _Answer:
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The response in chunks: each output's new part of each completion."""
-        options = self.request.stream_options
-        with_usage = options is not None and options.include_usage
-        no_usage = {"usage": None} if with_usage else {}
+        told = UsageInStream(self.request.stream_options)
         writers = self._writers()
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
                 output = self._shown(one.output)
+                every = told.every(map(self._shown, generation.outputs))
                 for completion in output.outputs:
                     writer = writers[one.prompt_index][completion.index]
                     if writer.has_new_output(completion):
-                        yield self._response([writer.write(output, completion)], **no_usage)
+                        yield self._response([writer.write(output, completion)], **every)
         last = self._stats(generation.outputs)
-        if with_usage:
-            last["usage"] = usage([self._shown(output) for output in generation.outputs])
+        last |= told.last(map(self._shown, generation.outputs))
         if last:
             yield self._response([], **last)
 

@@ -114,7 +114,9 @@ def as_api_error(error: Exception) -> ApiError:
         return invalid(str(error), code="unsupported")
     if isinstance(error, WeightUpdateError):
         return invalid(str(error), code="weights_refused")
-    if isinstance(error, RequestError | StructuredOutputError):
+    if isinstance(error, RequestError):
+        return invalid(str(error), error.param, error.code)
+    if isinstance(error, StructuredOutputError):
         return invalid(str(error))
     for kind, (code, message) in _UNAVAILABLE.items():
         if isinstance(error, kind):

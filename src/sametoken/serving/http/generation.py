@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
@@ -25,7 +25,7 @@ from sametoken.serving.http.responses import (
     Usage,
     json_response,
 )
-from sametoken.serving.http.schemas import DETAILED
+from sametoken.serving.http.schemas import DETAILED, StreamOptions
 from sametoken.serving.http.times import RequestTimes
 from sametoken.types.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
@@ -178,6 +178,28 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
+
+
+class UsageInStream:
+    """The token counts in the events of a stream.
+
+    Args:
+        options: the request's, which say whether there are any.
+    """
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self._at_end = options is not None and options.include_usage
+        self._throughout = options is not None and options.continuous_usage_stats
+
+    def every(self, outputs: Iterable[RequestOutput]) -> dict[str, Usage | None]:
+        """The field of an event with choices, if it has one; null, or the counts so far."""
+        if not self._at_end:
+            return {}
+        return {"usage": usage(list(outputs)) if self._throughout else None}
+
+    def last(self, outputs: Iterable[RequestOutput]) -> dict[str, Usage]:
+        """The field of the last event, if it has one."""
+        return {"usage": usage(list(outputs))} if self._at_end else {}
 
 
 def speculation_stats(

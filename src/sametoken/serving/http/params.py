@@ -84,7 +84,7 @@ def chat_params(
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("max_tokens and max_completion_tokens differ. Send one", "max_tokens")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs need logprobs. Set logprobs to true", "top_logprobs")
     return _params(
         request,

@@ -24,6 +24,19 @@ _FUNCTION = "<function="
 _FUNCTION_CALL = re.compile(rf"{_CALL}\s*{_FUNCTION}")
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as its template rendered it.
+
+    Attributes:
+        text: all of it.
+        continued: the message at its end that the answer continues; empty if it begins one.
+    """
+
+    text: str
+    continued: str = ""
+
+
 class ReasoningForm(Protocol):
     """One form of reasoning."""
 
@@ -33,23 +46,23 @@ class ReasoningForm(Protocol):
         ...
 
     def parser(
-        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
     ) -> Parser:
         """The parser of answers.
 
         Args:
-            prompt: the rendered prompt.
+            prompt: of the answers.
             content: the parser of the content.
             shows_marks: whether marks without a meaning are shown.
             is_constrained: whether a grammar of the content begins after ``before_content``.
         """
         ...
 
-    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+    def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """What a grammar of the content waits for.
 
         Args:
-            prompt: the rendered prompt.
+            prompt: of the answers.
             encode: the tokenizer.
 
         Returns:
@@ -65,7 +78,7 @@ class ThinkForm:
 
     Attributes:
         thinks_first: whether reasoning begins without the first mark. Then all is reasoning
-            without ``</think>``, unless the prompt ends with it; otherwise all is content without
+            without ``</think>``, unless the prompt has ended it; otherwise all is content without
             ``<think>``.
     """
 
@@ -77,12 +90,13 @@ class ThinkForm:
         return (_THINK, _END)
 
     def parser(
-        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
     ) -> Parser:
         """See ``ReasoningForm``."""
-        if _has_ended(prompt):
+        newest = _newest_mark(prompt)
+        if newest == _END:
             return content
-        has_begun = self._has_begun(prompt)
+        has_begun = self.thinks_first or newest == _THINK
         # A grammar begins at the mark alone.
         ends_at_calls = not is_constrained
 
@@ -102,19 +116,26 @@ class ThinkForm:
 
         return parse
 
-    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+    def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """See ``ReasoningForm``."""
         start, end = encode(_THINK), encode(_END)
-        if len(start) != 1 or len(end) != 1 or _has_ended(prompt):
+        newest = _newest_mark(prompt)
+        if len(start) != 1 or len(end) != 1 or newest == _END:
             return None
-        return Reasoning(end, begins=() if self._has_begun(prompt) else start)
-
-    def _has_begun(self, prompt: str) -> bool:
-        return self.thinks_first or prompt.rstrip().endswith(_THINK)
+        return Reasoning(end, begins=() if self.thinks_first or newest == _THINK else start)
 
 
-def _has_ended(prompt: str) -> bool:
-    return prompt.rstrip().endswith(_END)
+def _newest_mark(prompt: RenderedPrompt) -> str | None:
+    """The last mark in the message that the answer belongs to; None without one.
+
+    It is in the continued text, or the template wrote it right before: marks further back belong
+    to other messages.
+    """
+    newest = max(_THINK, _END, key=prompt.continued.rfind)
+    if newest in prompt.continued:
+        return newest
+    before = prompt.text.rstrip().removesuffix(prompt.continued.strip()).rstrip()
+    return next((mark for mark in (_THINK, _END) if before.endswith(mark)), None)
 
 
 def _end_of_reasoning(text: str, start: int, *, ends_at_calls: bool) -> tuple[int, int]:
@@ -149,11 +170,11 @@ class HarmonyForm:
         return MARKS
 
     def parser(
-        self, prompt: str, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
     ) -> Parser:
         """See ``ReasoningForm``."""
         parse = harmony_parser(
-            prompt,
+            prompt.text,
             finds_calls=content is not parse_nothing,
             shows_marks=shows_marks,
             is_constrained=is_constrained,
@@ -168,9 +189,9 @@ class HarmonyForm:
 
         return parse_constrained if is_constrained else parse
 
-    def before_content(self, prompt: str, encode: Encode) -> Reasoning | None:
+    def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """See ``ReasoningForm``."""
-        return before_final(prompt, encode)
+        return before_final(prompt.text, encode)
 
 
 #: By the values of ``--reasoning-parser``.

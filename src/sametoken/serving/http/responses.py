@@ -183,6 +183,7 @@ class ChatChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     speculation: SpeculationStats | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
@@ -57,6 +57,14 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "verbosity": "ask for it in the messages",
     "web_search_options": "leave it out; the server has no web access",
 }
+#: Values of refused fields that ask for nothing, as clients send them that fill in defaults.
+NEUTRAL_VALUES: Mapping[str, Any] = {
+    "length_penalty": 1.0,
+    "modalities": ["text"],
+    "suffix": "",
+    "use_beam_search": False,
+    "verbosity": "medium",
+}
 
 
 def _encodable(text: str) -> str:
@@ -70,6 +78,11 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError("a lone surrogate is not valid text") from error
     return text
+
+
+def _null_is(default: Any) -> BeforeValidator:
+    """For a field that may be null, as in OpenAI's API, with the meaning of its default."""
+    return BeforeValidator(lambda given: default if given is None else given)
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
@@ -99,8 +112,9 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: Annotated[bool, _null_is(default=False)] = False
+    continuous_usage_stats: Annotated[bool, _null_is(default=False)] = False
+    include_obfuscation: Annotated[bool, _null_is(default=False)] = False
 
 
 class Speculative(Strict):
@@ -146,7 +160,7 @@ class SamplingFields(BaseModel):
     refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
 
     model: Text | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_N), _null_is(default=1)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -196,7 +210,7 @@ class SamplingFields(BaseModel):
         if len(extra) > MAX_EXTRA:
             raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
         for name, value in extra.items():
-            if name in IGNORED_FIELDS or value is None:
+            if name in IGNORED_FIELDS or value in (None, NEUTRAL_VALUES.get(name)):
                 continue
             if name in self.refused:
                 raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
@@ -333,6 +347,8 @@ class TokenizeRequest(Strict):
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

@@ -15,7 +15,11 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
 from sametoken.serving.http.parsed import Parser
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, with_marks
+from sametoken.serving.http.reasoning_parsers import (
+    REASONING_FORMS,
+    RenderedPrompt,
+    with_marks,
+)
 from sametoken.serving.http.responses import ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
@@ -170,7 +174,8 @@ class Served:
             options: the server's variables.
 
         Raises:
-            ApiError: the client sets a reserved variable, or a message is not text.
+            ApiError: the client sets a reserved variable, a message is not text, or the options
+                contradict each other.
             RequestError: there is no chat template, or it refuses the messages.
         """
         for name in given or {}:
@@ -179,6 +184,11 @@ class Served:
                     f"chat_template_kwargs may not set {name!r}. Leave it out",
                     "chat_template_kwargs",
                 )
+        if options.get("add_generation_prompt") and options.get("continue_final_message"):
+            raise invalid(
+                "add_generation_prompt and continue_final_message contradict each other. Set one",
+                "continue_final_message",
+            )
         every = {**(given or {}), **options}
 
         def render() -> PromptTokens:
@@ -201,13 +211,13 @@ class Served:
         return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
 
     def reasons(
-        self, params: SamplingParams, prompt: str, content: Parser
+        self, params: SamplingParams, prompt: RenderedPrompt, content: Parser
     ) -> tuple[SamplingParams, Parser]:
         """Parameters and the parser of an answer that may reason before its content.
 
         Args:
             params: of a request; a constraint is of the content.
-            prompt: the rendered prompt.
+            prompt: of the request.
             content: the parser of the content.
         """
         _, name = self.parsers

@@ -105,9 +105,36 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_template_message(message) for message in messages]
 
 
+def text_of(message: Message) -> str:
+    """A message's text, its parts joined.
+
+    Raises:
+        ApiError: a part is not text.
+    """
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for part in message.content:
+        # A refusal is text of an earlier answer.
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
+            raise invalid(
+                f"a message has a part of type {shown(kind)}. Only text is supported",
+                "messages",
+                "unsupported",
+            )
+        if not isinstance(part.get(kind), str):
+            raise invalid(
+                f"a message has a part of type {kind!r} whose {kind!r} is no text. Give a string",
+                "messages",
+            )
+        texts.append(part[kind])
+    return "\n".join(texts)
+
+
 def _template_message(message: Message) -> dict[str, Any]:
     values = message.model_dump(exclude_unset=True)
-    values["content"] = _text(message.content)
+    values["content"] = text_of(message)
     if message.tool_calls:
         values["tool_calls"] = [
             {
@@ -138,21 +165,6 @@ def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
     if reasoning and values["content"] and message.tool_calls:
         # gpt-oss's template refuses a call with both, and transformers fills what is missing.
         values["thinking"] = ""
-
-
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise invalid(
-                f"a message has a part of type {shown(part.get('type'))}. Only text is supported",
-                "messages",
-                "unsupported",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_a_changed_line_has_another_key():
     [
         (b"{", None, "invalid_json", "not JSON"),
         (b"\xff\xfe", None, "invalid_json", "not JSON"),
-        (b"3", None, "invalid_request", "line 7"),
+        (b"3", None, "invalid_request", "line 7: it is no JSON object"),
         (b'{"custom_id": "a"}', "a", "invalid_request", "method"),
         (json.dumps(GOOD | {"custom_id": 3}).encode(), None, "invalid_request", "custom_id"),
         (json.dumps(GOOD | {"url": "/v1/embeddings"}).encode(), "a", "invalid_request", "url"),

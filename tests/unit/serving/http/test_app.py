@@ -44,12 +44,30 @@ def test_tokens_of_a_conversation(serve):
     assert text.endswith("<|im_start|>assistant\n")
 
 
+def test_tokens_of_a_conversation_are_those_of_its_answer(serve):
+    engine = FakeEngine()
+    engine.tokenizer.hf.chat_template += "{{ mood }}"
+    client = serve(engine)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
+    body = {"messages": turns, "chat_template_kwargs": {"mood": "calm"}}
+    for ends in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+        counted = client.post("/tokenize", json=body | ends).json()["tokens"]
+        answer = client.post(
+            "/v1/chat/completions", json=body | ends | {"return_token_ids": True}
+        ).json()
+        assert counted == answer["prompt_token_ids"]
+
+
+BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
         ("/tokenize", {"prompt": "x", "more": 1}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]} | BOTH_ENDS),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [SUMMARY.vocab_size]}),
         ("/detokenize", {"tokens": [True]}),

@@ -35,6 +35,23 @@ def test_a_value_is_read_as_it_was_written(value, ascii_only):
     assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        ([-1], "prompt.0: Input should be greater than or equal to 0"),
+        ([1, "a"], "prompt.1: Input should be a valid integer"),
+        (["a", 1], "prompt.1: Input should be a valid string"),
+        ([[1], "a"], "prompt.1: Input should be a valid array"),
+        ([[1], [2, "a"]], "prompt.1.1: Input should be a valid integer"),
+        (5, "prompt: Input should be a valid string"),
+    ],
+)
+def test_a_prompt_s_fault_is_that_of_the_closest_type(prompt, cause):
+    with pytest.raises(ApiError) as caught:
+        read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert (str(caught.value), caught.value.param) == (cause, "prompt")
+
+
 @given(st.lists(st.text('"\\[{:1e9', max_size=8), max_size=4))
 def test_what_stands_in_strings_is_not_looked_at(texts):
     body = json.dumps(texts).encode()
@@ -80,6 +97,28 @@ def test_a_prompt_of_mixed_or_too_many_parts_is_named(prompt, message):
     with pytest.raises(ApiError, match=message) as caught:
         read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
     assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("escape", [b"\\ud83d", b"\\ud83dx", b"\\udc00"])
+def test_half_of_a_character_is_named(escape):
+    """Python's json.dumps writes it for a text that was cut within an emoji."""
+    with pytest.raises(ApiError, match="half of a surrogate pair"):
+        read_model(CompletionRequest, b'{"prompt": "' + escape + b'"}')
+
+
+def test_a_byte_order_mark_before_a_body_is_skipped(serve):
+    headers = {"Content-Type": "application/json"}
+    body = '\ufeff{"prompt": "a"}'.encode()
+    assert serve().post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 200), ("br", 415)])
+def test_a_compressed_body_is_refused_by_its_header(serve, encoding, status):
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    body = b'{"prompt": "a"}'
+    answer = serve().post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert (status == 200) == ("choices" in answer.json())
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]], [], [[]]])

@@ -13,7 +13,7 @@ from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tools import ToolUse
 from sametoken.types.outputs import CompletionOutput
@@ -162,6 +162,7 @@ def test_the_first_chunk_names_the_role_and_the_last_the_reason(serve):
 
 def test_usage_and_statistics_when_asked_for(serve):
     body = {"messages": USER, "include_speculation_stats": True, "return_token_ids": True}
+    body |= {"prompt_logprobs": 1}
     client = serve(FakeEngine("hello"))
     whole = client.post("/v1/chat/completions", json=body).json()
     assert whole["usage"]["completion_tokens"] == 6
@@ -170,7 +171,42 @@ def test_usage_and_statistics_when_asked_for(serve):
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     first, *_, last = events(client.post("/v1/chat/completions", json=body))
     assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"])
     assert (last["usage"], last["speculation"]) == (whole["usage"], whole["speculation"])
+
+
+def test_usage_throughout_a_stream(serve):
+    """As vLLM's clients ask for it; alone it asks for nothing."""
+    body = {"messages": USER, "stream": True, "n": 2}
+    both_options = {"include_usage": True, "continuous_usage_stats": True}
+    client = serve(FakeEngine("hello"))
+    chunks = events(
+        client.post("/v1/chat/completions", json=body | {"stream_options": both_options})
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 2 * 6
+    assert chunks[-1]["choices"] == []
+    alone = {"include_usage": None, "continuous_usage_stats": True}
+    chunks = events(client.post("/v1/chat/completions", json=body | {"stream_options": alone}))
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": None},
+        {"modalities": ["text"], "verbosity": "medium"},
+        {"top_logprobs": 0},
+        {"use_beam_search": False, "length_penalty": 1.0},
+        {"seed": -1},
+        {"stream_options": None},
+    ],
+)
+def test_what_asks_for_nothing_is_served(serve, body):
+    answer = serve(FakeEngine("hello")).post("/v1/chat/completions", json={"messages": USER} | body)
+    assert len(answer.json()["choices"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,6 +214,8 @@ def test_usage_and_statistics_when_asked_for(serve):
     [
         ({"messages": []}, "messages"),
         ({"functions": []}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"temperature": -1.0}, "temperature"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
@@ -248,7 +286,8 @@ def test_reasoning_has_a_field_of_its_own(serve):
 def test_long_reasoning_is_streamed_as_it_comes():
     request = ChatRequest(messages=USER)
     form = REASONING_FORMS["deepseek_r1"]
-    parser = form.parser("", parse_nothing, shows_marks=False, is_constrained=False)
+    prompt = RenderedPrompt("")
+    parser = form.parser(prompt, parse_nothing, shows_marks=False, is_constrained=False)
     use = ToolUse(None, parser, None, reasoning="deepseek_r1")
     writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", shows_versions=False), 0)
     for length in (6400, 6401):
@@ -266,6 +305,50 @@ def test_a_template_may_have_begun_the_reasoning(serve):
     assert by_effort == message
     message = message_of(serve, engine, {"reasoning_parser": "qwen3"}, reasoning_effort="none")
     assert (message["reasoning"], message["content"]) == (None, "hm</think>yes")
+
+
+THOUGHT_OUT = "<think>hm</think>It "
+#: A field for earlier reasoning, as Qwen3's template has one.
+WITH_FIELD = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning %}<think>{{ message.reasoning }}</think>\n\n{% endif %}"
+    "{{ message.content }}",
+)
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    ("continued", "said", "reasoning", "content"),
+    [
+        ({"content": THOUGHT_OUT}, "is {}", None, "is {}"),
+        ({"content": [{"type": "text", "text": THOUGHT_OUT}]}, "is {}", None, "is {}"),
+        ({"content": THOUGHT_OUT.strip()}, "is {}", None, "is {}"),
+        ({"content": "It", "reasoning": "hm"}, " is {}", None, " is {}"),
+        ({"content": "<think>h"}, "m</think>{}", "m", "{}"),
+        ({"content": "<think>"}, "hm</think>{}", "hm", "{}"),
+    ],
+)
+def test_an_answer_that_continues_a_message_goes_on_where_it_stands(
+    serve, name, continued, said, reasoning, content
+):
+    engine = thinking(said, WITH_FIELD)
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "<think>earlier"},
+        {"role": "user", "content": "</think> is a mark"},
+        {"role": "assistant", **continued},
+    ]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    server = {"reasoning_parser": name}
+    whole, chunks = both(serve, engine, server, **body)
+    streamed = merged_chat(chunks)[0]
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (reasoning, content)
+    assert (streamed["reasoning"] or None, streamed["content"]) == (reasoning, content)
+    both(serve, engine, server, **body, **JSON)
+    waits = engine.seen[-1][1].structured_outputs.reasoning
+    (end,) = engine.tokenizer.encode("</think>", add_special_tokens=False)
+    assert waits == (None if reasoning is None else Reasoning((end,)))
 
 
 def test_harmony_is_chosen_by_the_template(serve):

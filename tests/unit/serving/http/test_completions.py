@@ -92,6 +92,32 @@ def test_usage_and_statistics_when_asked_for(serve):
     assert all("usage" not in chunk and "speculation" not in chunk for chunk in plain)
 
 
+def test_usage_throughout_a_stream(serve):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["ab", "c"], "stream": True, "stream_options": options}
+    chunks = events(serve(FakeEngine("hello")).post("/v1/completions", json=body))
+    totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
+    assert totals == sorted(totals)
+    assert totals[0] < totals[-1] == 3 + 2 * 6
+    assert len(chunks) > 3
+
+
+def test_a_prompt_beyond_the_context_has_openai_s_code(serve):
+    """By which clients know that a shorter conversation may fit."""
+    client = serve(FakeEngine())
+    body = {"role": "user", "content": "x" * 600}
+    for path, prompt in (
+        ("completions", {"prompt": [1] * 600}),
+        ("completions", {"prompt": "x" * 100_000}),
+        ("chat/completions", {"messages": [body]}),
+    ):
+        answer = client.post(f"/v1/{path}", json=prompt)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+
+
 def test_the_drafts_of_every_step_when_asked_for(serve):
     client = serve(FakeEngine("hello"))
     body = {"prompt": "ab", "include_speculation_stats": "detailed"}

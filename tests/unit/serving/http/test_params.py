@@ -61,7 +61,7 @@ def test_chat_s_own_names():
     assert chat(max_completion_tokens=5).max_tokens == 5
     assert chat(logprobs=True).logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).logprobs == 3
-    assert chat(logprobs=False).logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
 
 
 def test_echo_with_logprobs_asks_for_the_prompt_s():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
 from sametoken.serving.http.tool_parsers import (
     named_parser,
     parse_hermes,
@@ -25,8 +25,10 @@ HARMONY = "<|start|>assistant"
 
 
 def parser_of(name, prompt=PLAIN, content=parse_nothing, *, is_constrained=False):
-    form = REASONING_FORMS[name]
-    return form.parser(prompt, content, shows_marks=False, is_constrained=is_constrained)
+    rendered = RenderedPrompt(prompt)
+    return REASONING_FORMS[name].parser(
+        rendered, content, shows_marks=False, is_constrained=is_constrained
+    )
 
 
 CASES = [
@@ -175,11 +177,11 @@ def encode(text: str) -> tuple[int, ...]:
     ],
 )
 def test_what_a_grammar_of_the_content_waits_for(name, prompt, expected):
-    assert REASONING_FORMS[name].before_content(prompt, encode) == expected
+    assert REASONING_FORMS[name].before_content(RenderedPrompt(prompt), encode) == expected
 
 
 def test_a_grammar_waits_for_no_mark_that_is_several_tokens():
     for form, prompt in (("qwen3", PLAIN), ("deepseek_r1", OPENED), ("openai_gptoss", HARMONY)):
-        assert (
-            REASONING_FORMS[form].before_content(prompt, lambda text: tuple(text.encode())) is None
-        )
+        rendered = RenderedPrompt(prompt)
+        found = REASONING_FORMS[form].before_content(rendered, lambda text: tuple(text.encode()))
+        assert found is None

@@ -90,12 +90,14 @@ def test_messages_become_what_templates_read():
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     )
     assert found[0] == {"role": "user", "content": "a\nb"}
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert (found[1]["content"], found[1]["reasoning_content"]) == ("", "hm")
     assert (found[1]["reasoning"], found[1]["thinking"]) == ("hm", "hm")
     assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "2"}
+    assert found[3] == {"role": "assistant", "content": "no"}
 
 
 def test_reasoning_is_passed_on_where_a_template_can_take_it():
@@ -118,6 +120,7 @@ def test_reasoning_is_passed_on_where_a_template_can_take_it():
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
         {"role": "user", "content": [{"type": "text", "text": 1}]},
+        {"role": "assistant", "content": [{"type": "refusal"}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
     ],

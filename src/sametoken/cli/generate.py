@@ -21,7 +21,7 @@ from sametoken.cli.report import as_json, compared, explain, first_difference, s
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
-    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.user_inputs import PromptTokens
     from sametoken.llm import LLM
     from sametoken.types.outputs import RequestOutput
 

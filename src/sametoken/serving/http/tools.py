@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sametoken.errors import shown
+from sametoken.engine.user_inputs import content_text
+from sametoken.errors import RequestError, shown
 from sametoken.serving.http.body import read_json
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.params import json_schema
@@ -141,18 +142,12 @@ def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise invalid(
-                f"a message has a part of type {shown(part.get('type'))}. Only text is supported",
-                "messages",
-                "unsupported",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
+    try:
+        return content_text(content)
+    except RequestError as error:
+        raise invalid(
+            f"{error.cause}. Only text is supported", "messages", "unsupported"
+        ) from error
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from sametoken.bench.report import Summary, environment, settings
 from sametoken.bench.session import Session
 from sametoken.errors import ConfigError
-from sametoken.io.files import replacing
+from sametoken.io.files import make_directory, replacing, require_writable
 from sametoken.io.json_text import parse_json
 
 _PAGE = resources.files("sametoken.bench").joinpath("page")
@@ -38,6 +38,17 @@ def write_text(path: Path, text: str) -> None:
             unfinished.chmod(0o644)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
+
+
+def require_output(path: Path | None) -> None:
+    """Make the directory of a file that is to hold results, and refuse what cannot be written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is not None:
+        make_directory(path.parent)
+        require_writable(path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -147,12 +147,13 @@ def _bench(
     from rich.console import Console
     from rich.progress import Progress
 
-    from sametoken.bench.documents import offline_document, write_json
+    from sametoken.bench.documents import offline_document, require_output, write_json
     from sametoken.bench.session import Session
 
     given = {parameter.name: options.pop(parameter.name) for parameter in _WORKLOAD}
     record = {parameter.name: options.pop(parameter.name) for parameter in _RECORD}
     workload = _workload(given, options)
+    require_output(record["output"])
     prompts = Path(given["prompts"]) if given["prompts"] else None
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     config = EngineConfig.from_options(model=model, **options)

@@ -273,6 +273,21 @@ def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+@pytest.mark.parametrize("command", ["env", "help"])
+def test_an_output_without_room_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "sametoken", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    cause = "error: the output cannot be written (No space left on device). make room"
+    assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
+
+
 def test_a_reader_that_left_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

@@ -206,7 +206,7 @@ def test_what_is_made_up_is_said_beside_every_result(llm):
     assert "[DUMMY WEIGHTS; SYNTHETIC ACCEPTANCE; 2 prompt tokens" in run(*arguments).stderr
     shown = json.loads(run(*arguments, "--json").stdout)
     assert shown["synthetic"] == ["dummy weights", "synthetic acceptance"]
-    explained = run("generate", "--explain", *arguments[3:]).stderr
+    explained = run("generate", "--explain", *arguments[3:]).stdout
     assert "dummy weights, synthetic acceptance" in explained
     assert json.loads(run("generate", "--prompt", "x", "--json").stdout)["synthetic"] == []
 
@@ -214,9 +214,11 @@ def test_what_is_made_up_is_said_beside_every_result(llm):
 def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
     result = run("generate", "--explain")
     assert result.exit_code == 0
-    assert result.stdout == ""
-    assert "resolved  (the checkpoint is fp32)" in result.stderr
+    assert "resolved  (the checkpoint is fp32)" in result.stdout
     assert llm.last.asked == {}
+    beside_an_answer = run("generate", "--explain", "--prompt", "a")
+    assert "resolved  (the checkpoint is fp32)" in beside_an_answer.stderr
+    assert "the checkpoint is fp32" not in beside_an_answer.stdout
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,7 @@ def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
         ["generate", "--prompt", "a", "--chat", "b"],
         ["generate", "-f", "no/such/file"],
         ["generate", "--prompt", "a", "--max-tokens", "many"],
+        ["generate", "--explain", "--json"],
         ["generate", "--prompt", "a", "--no-such-option"],
         ["generate", "--prompt", "a", "--dtype", "float8"],
         ["generate", "--prompt", "a", "--top-p", "3"],

@@ -55,7 +55,7 @@ class SametokenError(Exception):
     exit_code = 2
 
     def __init__(self, cause: str, remedy: str = "") -> None:
-        super().__init__(f"{cause}. {remedy}" if remedy else cause)
+        super().__init__(f"{cause.removesuffix('.')}. {remedy}" if remedy else cause)
         self.cause = cause
         self.remedy = remedy
 

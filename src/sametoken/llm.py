@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -21,15 +20,20 @@ from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import (
     InputProcessor,
     ProcessedRequest,
+    default_sampling_params,
+)
+from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.progress import shown_progress
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.engine.user_inputs import (
     Prompt,
     PromptTokens,
     conversations_of,
-    default_sampling_params,
     params_of,
+    parts_of,
     prompts_of,
+    require_request_id,
 )
-from sametoken.engine.output_processor import OutputProcessor
-from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
@@ -55,7 +59,7 @@ class LLM:
     current step (a step of long prompts may take seconds on a CPU); its requests are aborted
     and the ``LLM`` can serve the next call. A second Ctrl-C interrupts the step, and then every
     later call raises ``EngineDeadError``: create another ``LLM``. So does a call in a fork of
-    the process.
+    the process. ``del llm`` gives all memory back.
 
     Args:
         model: checkpoint directory, GGUF file, short name or Hugging Face hub id.
@@ -77,7 +81,8 @@ class LLM:
         announce: Callable[[str], None] = _logger.info,
         **options: Any,
     ) -> None:
-        if (notice := take_vllm_options(options, kept=EngineConfig.__slots__)) is not None:
+        notice = take_vllm_options(options, kept=EngineConfig.__slots__, offline=True)
+        if notice is not None:
             _logger.warning(notice)
         config = EngineConfig.from_options(model=at_revision(model, revision), **options)
         engine = build_engine(config, announce)
@@ -152,7 +157,8 @@ class LLM:
         """Complete one prompt, or several in the same batch.
 
         Args:
-            prompts: texts, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+            prompts: texts, lists of token ids, ``{"prompt": text}``,
+                ``{"prompt_token_ids": [...]}``, or what ``render_chat`` returns.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
             use_tqdm: show progress on stderr.
 
@@ -182,7 +188,8 @@ class LLM:
             messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
             sampling_params: as in ``generate``.
             use_tqdm: as in ``generate``.
-            template_options: options of the chat template, including ``chat_template``.
+            template_options: options of the chat template, including ``chat_template`` and
+                ``chat_template_kwargs``; a template ignores those that it does not read.
         """
         several = conversations_of(messages)
         prompts = [self.render_chat(conversation, **template_options) for conversation in several]
@@ -194,7 +201,7 @@ class LLM:
         return self._inputs.tokenize_chat(messages, **options)
 
     def generate_stream(
-        self, prompt: Prompt | PromptTokens, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step that extends it.
 
@@ -204,7 +211,7 @@ class LLM:
         Raises:
             RequestError: the prompt or a parameter is invalid.
         """
-        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
+        tokens = self._inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request = self._inputs.process(next(self._request_ids), tokens, params)
         return self._stream(request)
@@ -269,7 +276,7 @@ class LLM:
                 raise RequestError("requests are unfinished", "let them end first")
             self._engine.sleep(level)
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """End a sleep, or that of some parts.
 
         Args:
@@ -279,14 +286,18 @@ class LLM:
             RequestError: no such part, no room for it, or dropped weights have not come back.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            self._engine.wake_up(tags)
+            self._engine.wake_up(parts_of(tags))
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.
 
         Any thread, signal handler or finalizer may call this; it never blocks. If another
         thread is running a step, the request ends after that step.
+
+        Raises:
+            RequestError: the id is no text.
         """
+        require_request_id(request_id)
         self._later(partial(self._end, request_id))
 
     def _run(
@@ -307,7 +318,7 @@ class LLM:
         with self._interrupts() as interrupts:
             try:
                 self._submit(requests, interrupts, stream=False)
-                with _progress(len(request_ids), shown=use_tqdm) as advance:
+                with shown_progress(len(request_ids), shown=use_tqdm) as advance:
                     while waiting:
                         ready = self._advance(waiting, interrupts)
                         outputs |= ready
@@ -426,17 +437,3 @@ class LLM:
             self._latest[output.request_id] = output
             if output.finished:
                 self._speculation += output.metrics.speculation
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the number of newly finished requests."""
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda count: progress.advance(task, count)

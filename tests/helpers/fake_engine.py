@@ -9,8 +9,9 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
-from sametoken.engine.input_processor import InputProcessor, ProcessedRequest, PromptTokens
+from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.budgets import heartbeat
 from helpers.fake_engine import SUMMARY, FakeEngine
-from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.config import ServerConfig

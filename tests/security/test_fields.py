@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.fake_engine import FakeEngine
-from sametoken.engine.input_processor import PromptTokens, conversations_of, params_of, prompts_of
+from sametoken.engine.user_inputs import PromptTokens, conversations_of, params_of, prompts_of
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.body import read_model
@@ -164,8 +164,9 @@ def test_prompts_and_conversations_may_come_from_an_iterator():
         itertools.count(),
         np.array(3),
         torch.tensor(3),
-        np.arange(3),
-        torch.arange(3),
+        np.linspace(0, 1, 3),
+        torch.rand(3),
+        torch.ones(2, 2, dtype=torch.int64),
         [10**5000],
         [True],
         ["1"],

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import sametoken
 from sametoken.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
 from sametoken.llm import LLM
 from sametoken.types.request import RequestUpdate
@@ -54,13 +55,41 @@ def test_chat_takes_one_conversation_or_several(scripted, tokenizer):
     assert prompts == ["<|user|>hi<|end|>", "<|user|>hi", "<|user|>hi"]
 
 
+def test_lists_of_ids_and_rendered_chats_are_prompts(scripted):
+    llm, engine = scripted([[EOS]], [[EOS]], [[EOS]], [[EOS]])
+    llm.generate([5, 6], GREEDY)
+    llm.generate([[5, 6], [7]], GREEDY)
+    rendered = llm.render_chat([{"role": "user", "content": "hi"}])
+    llm.generate(rendered, GREEDY)
+    assert [one.prompt_token_ids for one in engine.requests] == [
+        (5, 6),
+        (5, 6),
+        (7,),
+        rendered.token_ids,
+    ]
+
+
+def test_names_of_the_package_are_listed_before_they_are_loaded():
+    assert set(sametoken.__all__) <= set(dir(sametoken))
+
+
+def test_a_cause_with_a_period_is_followed_by_its_remedy_alone():
+    assert str(RequestError("it ended.", "begin again")) == "it ended. begin again"
+
+
+def test_an_id_that_is_no_text_is_refused(scripted):
+    llm, _ = scripted()
+    with pytest.raises(RequestError, match="request_id=5 is not possible"):
+        llm.abort(5)
+
+
 def test_nothing_runs_if_one_input_is_invalid(scripted):
     llm, engine = scripted([[EOS]], [[EOS]])
     for prompts, params in (
         (["a", ""], GREEDY),
         (["a", "b"], [GREEDY]),
         (["a", {"text": "b"}], GREEDY),
-        ([1, 2], GREEDY),
+        ([1, "b"], GREEDY),
     ):
         with pytest.raises(RequestError):
             llm.generate(prompts, params)

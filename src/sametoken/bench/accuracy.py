@@ -65,7 +65,7 @@ class EvalSettings:
         chat: apply the chat template.
 
     Raises:
-        ConfigError: a path without ``gsm8k``.
+        ConfigError: a path without ``gsm8k``, or a number that is too small.
     """
 
     tasks: tuple[str, ...]
@@ -78,6 +78,10 @@ class EvalSettings:
     def __post_init__(self) -> None:
         if self.path is not None and GSM8K not in self.tasks:
             raise ConfigError("only gsm8k takes questions from a file", "leave path out")
+        for name, least in (("limit", 1), ("num_fewshot", 0), ("max_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} is not possible", f"use at least {least}")
 
 
 def require_harness() -> None:

@@ -85,10 +85,7 @@ def load_dataset(
     Raises:
         ConfigError: the name is unknown, or the file is missing or malformed.
     """
-    if path is None and name not in DATASETS:
-        raise ConfigError(f"dataset {name!r} is not known", f"use one of {DATASETS}, or a file")
-    if path is None and name == SPEC_BENCH:
-        raise ConfigError("spec-bench does not ship with the package", "give its file by --path")
+    require_dataset(name, path)
     if path is not None:
         items = _of_file(path, _turns if name == SPEC_BENCH else _of_user)
     elif name == RANDOM:
@@ -96,6 +93,23 @@ def load_dataset(
     else:
         items = _of_package(name)
     return tuple(items if limit is None else items[:limit])
+
+
+def require_dataset(name: str, path: Path | None) -> None:
+    """Refuse a dataset that is not there, before anything is loaded for it.
+
+    Raises:
+        ConfigError: the name is unknown, or there is no such file.
+    """
+    if path is not None and not path.exists():
+        raise ConfigError(f"{path} cannot be read (it does not exist)", "give a file of prompts")
+    if path is None and name not in DATASETS:
+        raise ConfigError(
+            f"dataset {name!r} is not known",
+            f"use {', '.join(DATASETS)}, or give a file by --path (in an audit by --prompts)",
+        )
+    if path is None and name == SPEC_BENCH:
+        raise ConfigError("spec-bench does not ship with the package", "give its file by --path")
 
 
 def _of_package(name: str) -> list[DatasetItem]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.report import Summary, environment, settings
 from sametoken.errors import ConfigError
-from sametoken.io.files import replacing
+from sametoken.io.files import make_directory, replacing, require_writable
 from sametoken.io.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -40,6 +40,17 @@ def write_text(path: Path, text: str) -> None:
             unfinished.chmod(0o644)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
+
+
+def require_output(path: Path | None) -> None:
+    """Make the directory of a file that is to hold results, and refuse what cannot be written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is not None:
+        make_directory(path.parent)
+        require_writable(path)
 
 
 def write_json(path: Path, value: Any) -> None:

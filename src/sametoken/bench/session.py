@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sametoken.bench.datasets import require_dataset
 from sametoken.bench.measure import measure
 from sametoken.bench.prompts import dataset_prompts
 from sametoken.bench.report import Summary, summarise
@@ -63,6 +64,8 @@ class Session:
             ConfigError: the workload does not fit the engine, or as ``build_engine``.
             CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
         """
+        if dataset is not None:
+            require_dataset(*dataset)
         device = resolve_device(config)
         slots = resolve_sizes(config, device).max_num_seqs
         most = max(workload.concurrency)

@@ -16,6 +16,7 @@ from typing import Any
 from sametoken.bench.documents import read_json, write_json
 from sametoken.bench.sweep_spec import Cell, Sweep, drafter_name
 from sametoken.errors import ConfigError
+from sametoken.io.files import make_directory
 
 DONE, FAILED = "done", "failed"
 BEGUN = "begun"
@@ -97,8 +98,9 @@ def run_sweep(
         The number of ``DONE`` and of ``FAILED`` cells, earlier runs included.
 
     Raises:
-        ConfigError: a result cannot be read or written.
+        ConfigError: the directory cannot be made, or a result cannot be read or written.
     """
+    make_directory(directory)
     store = CellStore(directory)
     launch = launch or launch_engine
     engines = list(sweep.engines())

@@ -232,10 +232,12 @@ def _report(
     html: Path | None,
     as_json: bool,
 ) -> NoReturn:
-    if html is not None:
-        html.write_text(page_of(verdict), encoding="utf-8")
+    from sametoken.bench.documents import write_text
+
     for line in (json.dumps(verdict.as_json()),) if as_json else lines:
         typer.echo(line)
+    if html is not None:
+        write_text(html, page_of(verdict))
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
 
 

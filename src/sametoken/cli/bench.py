@@ -141,11 +141,12 @@ def _bench(
 ) -> None:
     from rich.progress import Progress
 
-    from sametoken.bench.documents import offline_document, write_json
+    from sametoken.bench.documents import offline_document, require_output, write_json
     from sametoken.bench.session import Session
 
     given, record = take(options, _WORKLOAD), take(options, _RECORD)
     workload = _workload(given, options)
+    require_output(record["output"])
     prompts = Path(given["prompts"]) if given["prompts"] else None
     status = status_console()
     config = EngineConfig.from_options(model=model, **options)

@@ -84,10 +84,11 @@ def serve(
     Without a rate and a concurrency, all requests are sent at once. Failed requests are
     counted and listed; the exit code is then 1.
     """
-    from sametoken.bench.documents import write_json
+    from sametoken.bench.documents import require_output, write_json
     from sametoken.bench.serving_numbers import parse_goals
 
     server, workload = Server(**take(options, Server)), ServingWorkload(**options)
+    require_output(output)
     loads = _loads(concurrency, request_rate, workload.seed)
     document = _measure(server, workload, loads, parse_goals([*(goodput or ()), *(goals or ())]))
     if output is not None:

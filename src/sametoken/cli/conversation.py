@@ -37,7 +37,7 @@ from sametoken.types.sampling_params import SamplingParams, derive_seed
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.user_inputs import PromptTokens
     from sametoken.llm import LLM
 
 OFF = "off"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from sametoken.cli.report import announce, as_json, compared, explain, first_dif
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
-    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.user_inputs import PromptTokens
     from sametoken.llm import LLM
     from sametoken.types.outputs import RequestOutput
 
@@ -57,21 +57,21 @@ def generate(
     **options: Any,
 ) -> None:
     """Continue a text or answer a message."""
-    if sum(source is not None for source in (prompt, file, chat)) > 1:
-        raise typer.BadParameter("give only one of --prompt, --file and --chat")
-    if prompt is None and file is None and chat is None and not show_settings:
-        raise typer.BadParameter("give one of --prompt, --file and --chat")
+    is_asked = _require_one_source((prompt, file, chat), or_none=show_settings)
     text = _read(file) if file is not None else prompt
     engine, sampling = split_options(options)
+    if json_output and not is_asked:
+        raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
     if compare and (json_output or not engine.get("speculative_config")):
         raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
     plain = None
-    if compare and (text is not None or chat is not None):
+    if compare and is_asked:
         plain = _answer(_load(model, engine | {"speculative_config": None}), text, chat, sampling)
     llm = _load(model, engine)
     if show_settings:
-        announce(explain(llm.resolved))
-    if text is None and chat is None:
+        # Beside an answer, which has stdout for itself.
+        typer.echo(explain(llm.resolved), err=is_asked)
+    if not is_asked:
         return
     output = _answer(llm, text, chat, sampling, _ignore if json_output else _write)
     synthetic = llm.resolved.config.synthetic
@@ -84,6 +84,16 @@ def generate(
         announce(compared(plain, output))
         if first_difference(plain, output) is not None:
             raise typer.Exit(TOKENS_DIFFER)
+
+
+def _require_one_source(sources: Sequence[str | None], *, or_none: bool) -> bool:
+    """Check that a prompt is given once; whether it is."""
+    num_given = sum(source is not None for source in sources)
+    if num_given > 1:
+        raise typer.BadParameter("give only one of --prompt, --file and --chat")
+    if num_given == 0 and not or_none:
+        raise typer.BadParameter("give one of --prompt, --file and --chat")
+    return num_given == 1
 
 
 def _answer(

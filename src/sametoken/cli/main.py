@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -30,6 +31,8 @@ from sametoken.errors import SametokenError
 NO_COMMAND = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+NO_ROOM = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 #: Groups of commands in the help.
@@ -52,6 +55,13 @@ class _Group(SectionedGroup):
         except BrokenPipeError as error:
             _discard_stdout()
             raise typer.Exit(BROKEN_PIPE) from error
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            _discard_stdout()
+            where = error.filename or "the output"
+            typer.echo(f"error: {where} cannot be written ({error.strerror}). make room", err=True)
+            raise typer.Exit(NO_ROOM) from error
 
 
 def _discard_stdout() -> None:

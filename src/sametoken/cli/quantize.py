@@ -20,7 +20,7 @@ class Scheme(StrEnum):
 
 def write_quantized(
     model: Annotated[
-        Path, typer.Argument(help="a Hugging Face directory with unquantized weights")
+        str, typer.Argument(help="a Hugging Face directory or hub id with unquantized weights")
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
     scheme: Annotated[
@@ -32,9 +32,11 @@ def write_quantized(
 
     Weights are rounded to nearest, without data.
     """
+    from sametoken.models.names import resolve_model
     from sametoken.models.quantize import quantize_checkpoint
 
-    done = quantize_checkpoint(model, output, scheme.value)
+    source = resolve_model(model, lambda line: typer.echo(line, err=True))
+    done = quantize_checkpoint(source, output, scheme.value)
     typer.echo(
         f"{output}: {done.num_linears} linears in {scheme.value}, "
         f"{in_units(done.bytes_before)} of weights became {in_units(done.bytes_after)}"

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sametoken.engine.user_inputs import (
+    TOO_LONG,
+    Prompt,
+    PromptTokens,
+    plain_messages,
+    require_fitting,
+    template_variables,
+    text_or_ids,
+)
 from sametoken.errors import CheckpointError, RequestError, shown
 from sametoken.models.load.files import read_generation_config
 from sametoken.sampling.admission import require_choosable
@@ -20,21 +29,6 @@ from sametoken.types.option_values import MODELS_OWN, NO_FILE
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import RECOMMENDED, SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Grammar
-
-#: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
-Prompt = str | Mapping[str, Any]
-
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")
-#: By this clients know that a shorter conversation may fit.
-_TOO_LONG = "context_length_exceeded"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """A prompt as token ids, and as text if it was given as text."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,36 +185,15 @@ class InputProcessor:
             RequestError: the prompt has another form, is too long, or is text without a
                 tokenizer.
         """
-        if isinstance(prompt, str):
-            return self._tokenize_text(prompt, add_special_tokens)
-        if not isinstance(prompt, Mapping):
-            raise RequestError(
-                f"a prompt of type {type(prompt).__name__} is not possible",
-                'give a string, {"prompt": text} or {"prompt_token_ids": [...]}',
-            )
-        unknown = [key for key in prompt if key not in _PROMPT_KEYS]
-        if unknown or len(prompt) != 1:
-            raise RequestError(
-                f"a prompt with the keys {shown(list(prompt))} is not possible",
-                'give exactly one of "prompt" and "prompt_token_ids"',
-            )
-        if "prompt" in prompt:
-            return self._tokenize_text(prompt["prompt"], add_special_tokens)
-        token_ids = prompt["prompt_token_ids"]
-        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
-            raise RequestError(
-                f"prompt_token_ids of type {type(token_ids).__name__} is not possible",
-                "give a list of integers",
-            )
-        try:
-            self._require_fitting(len(token_ids) if isinstance(token_ids, Sized) else 0)
-            # The iterable may be infinite: read only enough to refuse it.
-            return PromptTokens(None, tuple(itertools.islice(token_ids, self._max_model_len)))
-        except TypeError as error:
-            # A 0-dimensional array is Sized and Iterable, but raises on both.
-            raise RequestError(
-                f"prompt_token_ids cannot be read ({shown(error)})", "give a list of integers"
-            ) from error
+        if isinstance(prompt, PromptTokens):
+            return prompt
+        given = text_or_ids(prompt, self._max_model_len - 1)
+        if isinstance(given, tuple):
+            return PromptTokens(None, given)
+        tokenizer = self._require_tokenizer("a text prompt")
+        self._require_short(len(given), tokenizer)
+        token_ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
+        return PromptTokens(given, token_ids)
 
     def tokenize_chat(self, messages: Messages, **options: Any) -> PromptTokens:
         """Apply the chat template to a conversation and tokenize the result.
@@ -229,25 +202,12 @@ class InputProcessor:
             RequestError: no tokenizer, no chat template, messages that it refuses, or too much
                 text.
         """
-        tokenizer = self._require_tokenizer("chat messages")
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise RequestError(
-                "a conversation needs messages", 'give a list of {"role": ..., "content": ...}'
-            )
-        contents = (message.get("content") for message in messages)
-        self._require_short(sum(len(text) for text in contents if isinstance(text, str)), tokenizer)
-        text = tokenizer.apply_chat_template(messages, **options)
+        tokenizer = self._require_tokenizer("a conversation")
+        plain = plain_messages(messages)
+        self._require_short(sum(len(message["content"]) for message in plain), tokenizer)
+        text = tokenizer.apply_chat_template(plain, **template_variables(options))
         self._require_short(len(text), tokenizer)
         return PromptTokens(text, tokenizer.encode(text, add_special_tokens=False))
-
-    def _tokenize_text(self, text: object, add_special_tokens: bool) -> PromptTokens:
-        if not isinstance(text, str):
-            raise RequestError(
-                f"a prompt text of type {type(text).__name__} is not possible", "give a string"
-            )
-        tokenizer = self._require_tokenizer("a text prompt")
-        self._require_short(len(text), tokenizer)
-        return PromptTokens(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _require_short(self, num_characters: int, tokenizer: Tokenizer) -> None:
         """Refuse a text that is too long for any tokenization, before tokenizing it."""
@@ -257,7 +217,7 @@ class InputProcessor:
                 f"the prompt has {num_characters} characters and at most {most} can fit "
                 f"max_model_len={self._max_model_len}",
                 "shorten it or raise max_model_len",
-                code=_TOO_LONG,
+                code=TOO_LONG,
             )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
@@ -271,17 +231,8 @@ class InputProcessor:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty", "give at least one token")
-        self._require_fitting(len(token_ids))
+        require_fitting(len(token_ids), self._max_model_len - 1)
         self._check_ids("prompt_token_ids", token_ids)
-
-    def _require_fitting(self, num_tokens: int) -> None:
-        longest = self._max_model_len - 1
-        if num_tokens > longest:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens and at most {longest} fit (max_model_len - 1)",
-                "shorten it or raise max_model_len",
-                code=_TOO_LONG,
-            )
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -296,9 +247,10 @@ class InputProcessor:
             self._require_tokenizer("a stop string")
         own, most = params.num_speculative_tokens, self._num_speculative_tokens
         if own is not None and own > most:
+            remedy = f"use 0 to {most}, or None for the engine's own"
             raise RequestError(
                 f"num_speculative_tokens={shown(own)} is above the engine's {most}",
-                f"use 0 to {most}, or None for the engine's own",
+                remedy if most else "give the engine a speculative_config, or leave this out",
             )
 
     def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
@@ -353,48 +305,6 @@ class InputProcessor:
                     tokenizer, self._vocab_size, self._eos_token_ids, self._trials
                 )
             return self._grammars
-
-
-def prompts_of(given: Any) -> list[Prompt]:
-    """The prompts as a list; one prompt becomes a list of one.
-
-    Raises:
-        RequestError: it is neither a prompt nor a list.
-    """
-    return [given] if isinstance(given, str | Mapping) else _listed("prompts", given)
-
-
-def conversations_of(given: Any) -> list[Messages]:
-    """The conversations as a list; one conversation becomes a list of one.
-
-    Raises:
-        RequestError: it is not a list.
-    """
-    several = _listed("messages", given)
-    return [several] if all(isinstance(one, Mapping) for one in several) else several
-
-
-def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
-    """Sampling parameters for each prompt.
-
-    Raises:
-        RequestError: they have another type, or their number is not that of the prompts.
-    """
-    if isinstance(given, SamplingParams):
-        return [given] * num_prompts
-    several = _listed("sampling parameters", given)
-    if len(several) != num_prompts:
-        raise RequestError(
-            f"{len(several)} sampling parameters were given for {num_prompts} prompts",
-            "give one for all, or one per prompt",
-        )
-    return several
-
-
-def _listed(name: str, given: Any) -> list[Any]:
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} of type {type(given).__name__} are not possible", "give a list")
-    return list(given)
 
 
 def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> SamplingParams:

@@ -72,6 +72,18 @@ def require_writable(path: Path) -> None:
     raise ConfigError(f"{path} cannot be written ({why})", "choose another file")
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory that is to hold results, before there are any.
+
+    Raises:
+        ConfigError: it cannot be made, or is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made ({error})", "choose another directory") from error
+
+
 def is_there(path: Path) -> bool:
     """Whether the directory has an entry of this name, even a broken link."""
     return os.path.lexists(path)

@@ -68,8 +68,10 @@ def resolve_model(
         CheckpointError: no path, short name or hub id; the model cannot be fetched or has another
             checksum; or there is no checkout.
         UnsupportedError: the model of a hub id is not supported.
-        ConfigError: the home directory of a ``~`` is unknown.
+        ConfigError: the name is empty, or the home directory of a ``~`` is unknown.
     """
+    if not name:
+        raise ConfigError("the name of a model is empty", "give a path, a short name or a hub id")
     path = expanded(name)
     if path.exists():
         return path

@@ -9,15 +9,17 @@ Weights are rounded to nearest, without data. Schemes, by the names that vLLM's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         scheme: one of ``SCHEMES``.
 
     Raises:
-        ConfigError: the scheme is unknown, or ``output`` holds files.
+        ConfigError: the scheme is unknown, or ``output`` holds files or cannot be written.
         CheckpointError: ``source`` is no checkpoint, or damaged.
         UnsupportedError: it is quantized already, or has no linears that the scheme can hold.
     """
@@ -64,6 +66,10 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
         raise ConfigError(f"scheme={scheme!r} is not known", f"use one of {', '.join(SCHEMES)}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists", "name a new directory")
+    if source.is_file():
+        raise UnsupportedError(
+            f"{source} is a file, and quantizing reads Hugging Face directories", "give one"
+        )
     config = read_json_object(source / "config.json")
     require_unquantized(config, str(source), "quantizing")
     tensors = open_weights(source)
@@ -74,28 +80,47 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
     linears = _linears(tensors)
     group_size = _group_size(tensors, linears, source) if scheme == W4A16 else None
     rounding = float8("channel") if group_size is None else int4(group_size)
-    output.mkdir(parents=True, exist_ok=True)
-    before = after = 0
-    weight_map: dict[str, str] = {}
-    files = weight_files(source)
-    for file in files:
-        given = {name: _whole(tensors, name) for name in tensors.names_in(file)}
-        stored: dict[str, Tensor] = {}
-        for name, tensor in given.items():
-            before += tensor.nbytes
-            module = linears.get(name)
-            stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
-        after += sum(tensor.nbytes for tensor in stored.values())
-        save_file(stored, output / file.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(stored, file.name)
-    _write_rest(source, output, {file.name for file in files})
-    if len(files) > 1:
-        index = {"metadata": {"total_size": after}, "weight_map": weight_map}
-        (output / INDEX).write_text(json.dumps(index), encoding="utf-8")
     kept = [name.removesuffix(".weight") for name in _matrices(tensors) if name not in linears]
     config["quantization_config"] = _config(group_size, kept)
-    (output / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    return Quantized(len(linears), before, after)
+    files = weight_files(source)
+    with _whole_or_none(output):
+        before, weight_map = 0, dict[str, str]()
+        sizes = []
+        for file in files:
+            given = {name: _whole(tensors, name) for name in tensors.names_in(file)}
+            stored: dict[str, Tensor] = {}
+            for name, tensor in given.items():
+                before += tensor.nbytes
+                module = linears.get(name)
+                stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
+            sizes.append(sum(tensor.nbytes for tensor in stored.values()))
+            save_file(stored, output / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(stored, file.name)
+        _write_rest(source, output, {file.name for file in files})
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+            (output / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        (output / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return Quantized(len(linears), before, sum(sizes))
+
+
+@contextlib.contextmanager
+def _whole_or_none(output: Path) -> Iterator[None]:
+    """Make the directory for the block, and remove it with all it holds if the block fails.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        shutil.rmtree(output, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ConfigError(
+                f"{output} cannot be written ({error})", "make room or choose another directory"
+            ) from error
+        raise
 
 
 def module_of(name: str) -> str | None:

@@ -15,10 +15,9 @@ from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import (
     InputProcessor,
     ProcessedRequest,
-    Prompt,
-    PromptTokens,
     default_sampling_params,
 )
+from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
 from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess, build_engine
@@ -123,6 +122,11 @@ class AsyncLLM:
                 ``build_engine``.
             EngineDeadError: the process ended for another reason.
         """
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config of type {type(config).__name__} is not possible",
+                "give EngineConfig.from_options(model=...), from sametoken.config",
+            )
         limits = limits or ServingLimits()
         if limits.shadow_audit_rate and config.synthetic:
             raise ConfigError(
@@ -229,7 +233,7 @@ class AsyncLLM:
         return default_sampling_params(Path(self.resolved.model_path), self._generation_config)
 
     def generate(
-        self, prompt: Prompt | PromptTokens, params: SamplingParams, request_id: str
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> RequestStream:
         """Complete one prompt; the stream yields the output so far after every step.
 
@@ -239,22 +243,30 @@ class AsyncLLM:
         aborts the request. If the engine process dies, the iterator raises ``EngineDeadError``.
 
         Raises:
-            RequestError: the prompt or a parameter is invalid, or the id is in use.
+            RequestError: the prompt or a parameter is invalid, the id is in use, or this is another
+                event loop.
             OverloadedError: too many requests wait; it has the time to retry after.
             DrainingError: no new requests are accepted.
             EngineRestartingError: the engine died and is being restarted.
             EngineDeadError: the engine will not be restarted.
         """
         self._client.require_ready()
-        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
-        return self.begin(self._inputs.process(request_id, tokens, params))
+        require_request_id(request_id)
+        tokens = self._inputs.tokenize(prompt)
+        return self.begin(self._inputs.process(request_id, tokens, sampling_params))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
         """``generate`` for a request from ``prepare``."""
         return self._client.begin(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its finish reason is ``"abort"``. Unknown ids are ignored."""
+        """End a request; its finish reason is ``"abort"``. Unknown ids are ignored.
+
+        Raises:
+            RequestError: the id is no text, or this is another event loop.
+        """
+        self._client.require_own_loop()
+        require_request_id(request_id)
         self._client.abort(request_id)
 
     def stats(self) -> EngineStats:
@@ -381,9 +393,9 @@ class AsyncLLM:
                 await self.resume()
             raise
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    async def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
-        await self._client.command(WakeUp(None if tags is None else tuple(tags)))
+        await self._client.command(WakeUp(parts_of(tags)))
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache in the engine's memory; errors as in ``pause``."""

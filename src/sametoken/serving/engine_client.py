@@ -65,6 +65,7 @@ class EngineClient:
         limits: ServingLimits,
         tokenizer: Tokenizer | None,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -114,11 +115,29 @@ class EngineClient:
         """The engine process, if requests are accepted.
 
         Raises:
+            RequestError: this is not the event loop of the engine's results.
             DrainingError, EngineRestartingError, EngineDeadError: they are not.
         """
+        self.require_own_loop()
         if self.draining:
             raise DrainingError("the server takes no new requests", "send them to another one")
         return self.supervisor.require_process()
+
+    def require_own_loop(self) -> None:
+        """Check that results can be awaited here: elsewhere they would never come.
+
+        Raises:
+            RequestError: no event loop runs here, or another one.
+        """
+        try:
+            is_own = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_own = False
+        if not is_own:
+            raise RequestError(
+                "the engine was started in another event loop",
+                "call it in that one, as by asyncio.run_coroutine_threadsafe, or use LLM",
+            )
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
         """Send a request to the engine.

@@ -120,11 +120,16 @@ class Tokenizer:
                 text: str = self.hf.apply_chat_template(
                     [dict(message) for message in messages], tokenize=False, **options
                 )
+        except TemplateSyntaxError as error:
+            raise RequestError(
+                f"the chat template has no valid Jinja at line {error.lineno} ({error})",
+                "repair the template",
+            ) from error
         except Exception as error:
             # A template is a program of the checkpoint's author and may raise anything.
             raise RequestError(
                 f"the chat template refuses the messages: {error}",
-                'give a list of {"role": ..., "content": ...}',
+                "change the messages, or the template's options",
             ) from error
         return text
 

@@ -150,7 +150,7 @@ class CompletionOutput:
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while
     running; ``stop_reason`` is the stop string or stop token id that ended it, if any.
     Once finished, ``windows`` holds (``num_drafts``, ``num_accepted``) of every step that
-    sampled; equality ignores it.
+    sampled; equality and ``repr`` ignore it.
 
     With ``enable_return_routed_experts``, once finished, ``routed_experts`` has the ids of the
     experts that computed all tokens except the last, which was not computed: [tokens of prompt
@@ -166,7 +166,7 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     error: Exception | None = None
-    windows: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    windows: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
     routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
 

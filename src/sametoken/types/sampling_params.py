@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,8 @@ MAX_COUNT = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request, checked on construction.
+
+    Frozen: ``dataclasses.replace(params, seed=7)`` makes a changed copy.
 
     Attributes:
         n: completions per prompt, each with its own seed derived from ``seed``.
@@ -84,6 +87,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        for name in _NUMBERS:
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         for name, most, longest in _TEXTS:
             object.__setattr__(self, name, _texts(name, getattr(self, name), most, longest))
         stops = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -144,8 +149,8 @@ class SamplingParams:
         for name, low, high in _OPTIONAL_INTEGERS:
             value = getattr(self, name)
             fits = value is None or (_is_int(value) and low <= value <= high)
-            end = "on" if high == math.inf else f"to {high}"
-            _require(fits, name, value, f"use None or an integer from {low} {end}")
+            bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            _require(fits, name, value, f"use None or an integer {bounds}")
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -197,6 +202,14 @@ _OPTIONAL_INTEGERS = (
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
+_NUMBERS = tuple(name for name, *_ in (*_RANGES, *_INTEGERS, *_OPTIONAL_INTEGERS))
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as Python's own; anything else as it is."""
+    if isinstance(value, int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _texts(name: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
@@ -213,7 +226,7 @@ def _texts(name: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, given: Any, most: int) -> tuple[int, ...]:
-    token_ids = _items(name, given, most)
+    token_ids = tuple(map(plain_number, _items(name, given, most)))
     for token_id in token_ids:
         _require(_is_int(token_id), name, token_id, "use a list of integers")
     return token_ids
@@ -232,8 +245,9 @@ def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
 
 def _biases(given: Any) -> dict[int, float]:
     _require(isinstance(given, Mapping), "logit_bias", given, "map token ids to finite numbers")
-    biases: dict[Any, Any] = _read("logit_bias", given.items(), dict, MAX_LOGIT_BIAS)
-    _require_few("logit_bias", len(biases), MAX_LOGIT_BIAS)
+    read: dict[Any, Any] = _read("logit_bias", given.items(), dict, MAX_LOGIT_BIAS)
+    _require_few("logit_bias", len(read), MAX_LOGIT_BIAS)
+    biases = {plain_number(token_id): plain_number(bias) for token_id, bias in read.items()}
     for token_id, bias in biases.items():
         fits = _is_int(token_id) and _is_number(bias) and abs(bias) <= MAX_BIAS
         _require(fits, "logit_bias", {token_id: bias}, "map token ids to finite numbers")

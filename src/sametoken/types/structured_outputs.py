@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -106,10 +108,13 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A constraint on a completion's text, with vLLM's names. Exactly one kind is set.
+    """A constraint on a completion's text. Exactly one kind is set.
+
+    The names are vLLM's, except that its ``json`` is ``json_schema``.
 
     Attributes:
-        json_schema: a JSON Schema, as JSON text.
+        json_schema: a JSON Schema, as JSON text or a dict, such as pydantic's
+            ``Model.model_json_schema()``.
         json_object: True for any JSON object.
         regex: a regular expression that the whole text matches.
         grammar: a GBNF grammar whose rule ``root`` derives the whole text.
@@ -120,7 +125,7 @@ class StructuredOutputs:
         RequestError: no kind or several are set, or one has the wrong type or is empty.
     """
 
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
@@ -130,6 +135,8 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", _json_text(self.json_schema))
         if not isinstance(self.reasoning, Reasoning | None):
             cause = f"structured_outputs reasoning={shown(self.reasoning)} is not possible"
             raise RequestError(cause, "use Reasoning or leave it out")
@@ -165,12 +172,20 @@ class StructuredOutputs:
 
 
 _FORMS = {
-    "json_schema": "give the schema as non-empty JSON text",
+    "json_schema": "give the schema as a dict or as non-empty JSON text",
     "json_object": "use True or leave it out",
     "regex": "use a non-empty string",
     "grammar": "use a non-empty string",
     "choice": "use a non-empty tuple of non-empty strings",
 }
+
+
+def _json_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError) as error:
+        cause = f"structured_outputs json_schema is not JSON ({shown(error)})"
+        raise RequestError(cause, _FORMS["json_schema"]) from error
 
 
 def _is_text(value: object) -> bool:

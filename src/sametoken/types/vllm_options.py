@@ -337,7 +337,18 @@ VLLM_OPTIONS = (
     ),
 )
 
+#: What ``LLM`` does otherwise than the server.
+OFFLINE_OPTIONS = (
+    VllmOptions("an engine sleeps without a flag for it", switches="enable_sleep_mode"),
+    VllmOptions(
+        "only a server logs its load and has a name",
+        values="served_model_name",
+        switches="disable_log_stats",
+    ),
+)
+
 _OPTION_OF = {name: options for options in VLLM_OPTIONS for name in options.names}
+_OFFLINE_OPTION_OF = {name: options for options in OFFLINE_OPTIONS for name in options.names}
 
 
 def as_keyword(name: str, value: object) -> str:
@@ -349,6 +360,8 @@ def take_vllm_options(
     options: dict[str, Any],
     spelled: Callable[[str, object], str] = as_keyword,
     kept: Collection[str] = (),
+    *,
+    offline: bool = False,
 ) -> str | None:
     """Remove vLLM's options from others, and say which of them have no effect.
 
@@ -356,6 +369,7 @@ def take_vllm_options(
         options: values by name, with underscores; None stands for an option that is not given.
         spelled: writes a name and a value as the user does.
         kept: names that are options of the caller too, and stay.
+        offline: the caller is ``LLM``, not a server.
 
     Returns:
         One line with all that were given, each with the reason; None without any.
@@ -363,9 +377,10 @@ def take_vllm_options(
     Raises:
         ConfigError: an option asks for something else than what happens here.
     """
+    known = {**_OPTION_OF, **_OFFLINE_OPTION_OF} if offline else _OPTION_OF
     reasons = []
-    for name in [name for name in options if name in _OPTION_OF and name not in kept]:
-        value, about = options.pop(name), _OPTION_OF[name]
+    for name in [name for name in options if name in known and name not in kept]:
+        value, about = options.pop(name), known[name]
         if value is None:
             continue
         if not about.accepts(value):

@@ -106,6 +106,23 @@ def test_what_makes_no_workload_is_refused(given, caching, cause):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("--dataset", "nothing"), "'nothing' is not known. use gsm8k, "),
+        (("--dataset", "spec-bench"), "spec-bench does not ship"),
+        (("--dataset", "custom", "--path", "/no/file"), "/no/file cannot be read"),
+        (("--output", "/dev/null/file.json"), "/dev/null cannot be made"),
+        (("--output", "/"), "/ cannot be written (it is a directory)"),
+    ],
+)
+def test_files_and_datasets_are_looked_for_before_anything_is_loaded(arguments, cause, monkeypatch):
+    monkeypatch.setattr(session_module, "read_bandwidth", lambda *given: pytest.fail("measured"))
+    result = run("throughput", "model", *arguments)
+    assert result.exit_code == 2
+    assert cause in result.stderr
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("latency", "--num-iters", "0"),

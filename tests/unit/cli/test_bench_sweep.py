@@ -73,6 +73,16 @@ def test_a_file_gives_axes_that_options_override(tmp_path, engine):
     assert rows[0]["cell"]["engine"]["dtype"] == "float32"
 
 
+def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sweep_module, "launch_engine", lambda *given: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    result = run(tmp_path / "file", "--model", "m")
+    assert result.exit_code == 2
+    assert "file cannot be made" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [

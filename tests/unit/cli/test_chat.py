@@ -20,7 +20,7 @@ from sametoken.cli.chat import default_drafts
 from sametoken.cli.conversation import CALM, COMMANDS, Chat, Consoles
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
-from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import (
     EngineDeadError,
     NumericalError,

@@ -82,6 +82,9 @@ def test_without_speculation_there_is_nothing_to_compare(model):
         (("gsm9k",), "lm-eval has no task gsm9k. did you mean 'gsm8k'?"),
         (("gsm8k", "--path", "/no/such/file"), "/no/such/file"),
         (("gsm8k", "--dtype", "float8"), "dtype='float8'"),
+        (("gsm8k", "--limit", "0"), "limit=0 is not possible"),
+        (("gsm8k", "--max-tokens", "0"), "max_tokens=0 is not possible"),
+        (("gsm8k", "--num-fewshot", "-1"), "num_fewshot=-1 is not possible"),
     ],
 )
 def test_tasks_and_files_are_checked_before_the_model_is_loaded(monkeypatch, arguments, why):

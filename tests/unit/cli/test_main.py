@@ -206,7 +206,7 @@ def test_what_is_made_up_is_said_beside_every_result(llm):
     assert "[DUMMY WEIGHTS; SYNTHETIC ACCEPTANCE; 2 prompt tokens" in run(*arguments).stderr
     shown = json.loads(run(*arguments, "--json").stdout)
     assert shown["synthetic"] == ["dummy weights", "synthetic acceptance"]
-    explained = run("generate", "--explain", *arguments[3:]).stderr
+    explained = run("generate", "--explain", *arguments[3:]).stdout
     assert "dummy weights, synthetic acceptance" in explained
     assert json.loads(run("generate", "--prompt", "x", "--json").stdout)["synthetic"] == []
 
@@ -214,9 +214,11 @@ def test_what_is_made_up_is_said_beside_every_result(llm):
 def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
     result = run("generate", "--explain")
     assert result.exit_code == 0
-    assert result.stdout == ""
-    assert "resolved  (the checkpoint is fp32)" in result.stderr
+    assert "resolved  (the checkpoint is fp32)" in result.stdout
     assert llm.last.asked == {}
+    beside_an_answer = run("generate", "--explain", "--prompt", "a")
+    assert "resolved  (the checkpoint is fp32)" in beside_an_answer.stderr
+    assert "the checkpoint is fp32" not in beside_an_answer.stdout
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,7 @@ def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
         ["generate", "--prompt", "a", "--chat", "b"],
         ["generate", "-f", "no/such/file"],
         ["generate", "--prompt", "a", "--max-tokens", "many"],
+        ["generate", "--explain", "--json"],
         ["generate", "--prompt", "a", "--no-such-option"],
         ["generate", "--prompt", "a", "--dtype", "float8"],
         ["generate", "--prompt", "a", "--top-p", "3"],
@@ -271,6 +274,21 @@ def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
     result = run("generate", "--prompt", "a")
     assert result.exit_code == code
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+@pytest.mark.parametrize("command", ["env", "help"])
+def test_an_output_without_room_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "sametoken", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    cause = "error: the output cannot be written (No space left on device). make room"
+    assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
 
 def test_a_reader_that_left_is_no_error():

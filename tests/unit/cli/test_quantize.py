@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from helpers.checkpoints import write_llama
 from sametoken.cli.main import app
+from sametoken.models import quantize as quantize_module
 
 
 def test_the_command_writes_a_copy(tmp_path):
@@ -17,6 +19,32 @@ def test_the_command_writes_a_copy(tmp_path):
     assert "28 linears in fp8-dynamic" in done.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "float-quantized"
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing_and_is_one_line(tmp_path, monkeypatch):
+    source, out = write_llama(tmp_path / "source"), tmp_path / "out"
+
+    def fail(*given, **named):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(quantize_module, "save_file", fail)
+    done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
+    assert (done.exit_code, done.stderr.count("\n"), out.exists()) == (2, 1, False)
+    assert "out cannot be written (No space left on device). make room" in done.stderr
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "file" / "out")])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+def test_models_are_found_by_name_and_files_are_refused(tmp_path):
+    out = str(tmp_path / "out")
+    done = CliRunner().invoke(app, ["quantize", "no-such-model", out])
+    assert "'no-such-model' is neither a path, a short name nor a hub id" in done.stderr
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    done = CliRunner().invoke(app, ["quantize", str(file), out])
+    assert done.exit_code == 3
+    assert "is a file, and quantizing reads Hugging Face directories" in done.stderr
 
 
 def test_errors_are_one_line(tmp_path):

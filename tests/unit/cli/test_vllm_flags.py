@@ -168,6 +168,11 @@ def test_in_python_options_are_keywords():
     assert take_vllm_options(options) is None
     with pytest.raises(ConfigError, match=r"^quantization='fp8' is not offered: .*--dtype"):
         take_vllm_options({"quantization": "fp8"})
+    offline = {"enable_sleep_mode": True, "disable_log_stats": True, "served_model_name": "a"}
+    with pytest.raises(ConfigError, match="--weight-transfer-config"):
+        take_vllm_options(dict(offline))
+    assert "an engine sleeps without a flag" in take_vllm_options(offline, offline=True)
+    assert offline == {}
     kept = {"skip_tokenizer_init": True}
     assert take_vllm_options(kept, kept=("skip_tokenizer_init",)) is None
     assert kept == {"skip_tokenizer_init": True}

@@ -23,7 +23,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
 from sametoken.engine.build import build_engine
-from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import ConfigError, EngineDeadError, EngineRestartingError, UnsupportedError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits

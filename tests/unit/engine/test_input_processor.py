@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
+import torch
 
-from sametoken.engine.input_processor import InputProcessor, PromptTokens, default_sampling_params
+from sametoken.engine.input_processor import InputProcessor, default_sampling_params
+from sametoken.engine.user_inputs import PromptTokens, params_of, parts_of, prompts_of
 from sametoken.errors import CheckpointError, RequestError
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
@@ -38,6 +41,21 @@ def test_the_forms_of_a_prompt_agree(tokenizer):
     assert inputs.tokenize("the cat") == PromptTokens("the cat", ids)
     assert inputs.tokenize({"prompt": "the cat"}) == PromptTokens("the cat", ids)
     assert inputs.tokenize({"prompt_token_ids": list(ids)}) == PromptTokens(None, ids)
+    assert inputs.tokenize(list(ids)) == PromptTokens(None, ids)
+    assert inputs.tokenize(PromptTokens("the", ids)) == PromptTokens("the", ids)
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_ids_in_arrays_become_integers(tokenizer, array):
+    inputs = make(tokenizer)
+    assert inputs.tokenize({"prompt_token_ids": array([3, 4])}) == PromptTokens(None, (3, 4))
+    assert prompts_of(array([[3, 4], [5, 6]])) == [[3, 4], [5, 6]]
+
+
+def test_a_list_of_numpy_s_integers_is_one_prompt(tokenizer):
+    (prompt,) = prompts_of([np.int64(3), np.int64(4)])
+    ids = make(tokenizer).tokenize(prompt).token_ids
+    assert (ids, {type(one) for one in ids}) == ((3, 4), {int})
 
 
 def test_chat_goes_through_the_template(tokenizer):
@@ -52,7 +70,7 @@ def test_chat_goes_through_the_template(tokenizer):
     ("prompt", "cause"),
     [
         (17, "a prompt of type int"),
-        ([1, 2], "a prompt of type list"),
+        (["a", "b"], "a prompt of type list"),
         ({"prompt": 3}, "a prompt text of type int"),
         ({"prompt_token_ids": "12"}, "prompt_token_ids of type str"),
         ({"prompt_token_ids": 12}, "prompt_token_ids of type int"),
@@ -71,6 +89,37 @@ def test_other_forms_are_refused(tokenizer, prompt, cause):
 def test_conversations_without_messages_are_refused(tokenizer, messages):
     with pytest.raises(RequestError, match="needs messages"):
         make(tokenizer).tokenize_chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ({"content": "hi"}, "no role"),
+        ({"role": "user", "content": 5}, "a content of type int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "a part of type 'image_url'"),
+        ({"role": "user", "content": ["hi"]}, "a part of type 'str'"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "a part of type 'text'"),
+    ],
+)
+def test_messages_that_a_template_would_misread_are_refused(tokenizer, message, cause):
+    with pytest.raises(RequestError, match=cause):
+        make(tokenizer).tokenize_chat([message])
+
+
+def test_content_in_parts_is_their_text_and_none_is_empty(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content, text in ((parts, "a\nb"), (None, "")):
+        prompt = make(tokenizer).tokenize_chat([{"role": "user", "content": content}])
+        assert prompt.text == f"<|user|>{text}"
+
+
+def test_variables_of_the_template_may_come_in_chat_template_kwargs(tokenizer):
+    hi = [{"role": "user", "content": "hi"}]
+    options = {"add_generation_prompt": True}
+    prompt = make(tokenizer).tokenize_chat(hi, chat_template_kwargs=options)
+    assert prompt.text == "<|user|>hi<|end|>"
+    with pytest.raises(RequestError, match="chat_template_kwargs='x'"):
+        make(tokenizer).tokenize_chat(hi, chat_template_kwargs="x")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +166,17 @@ def test_parameters_outside_the_vocabulary_are_refused_by_name(tokenizer, params
 def test_parameters_of_another_type_are_refused(tokenizer):
     with pytest.raises(RequestError, match="of type dict"):
         make(tokenizer).process("r", PromptTokens(None, (1,)), {"temperature": 0})
+
+
+def test_parameters_that_are_no_list_name_both_forms():
+    with pytest.raises(RequestError, match="give SamplingParams, or a list of them"):
+        params_of({"temperature": 0}, 1)
+
+
+def test_one_part_may_wake_up_by_its_name():
+    assert parts_of("weights") == ("weights",)
+    assert parts_of(["weights", "kv_cache"]) == ("weights", "kv_cache")
+    assert parts_of(None) is None
 
 
 def test_what_needs_text_is_refused_without_a_tokenizer():
@@ -217,6 +277,19 @@ def test_a_request_chooses_its_number_of_drafts(tokenizer, own):
 def test_more_drafts_than_the_engine_s_are_refused(tokenizer):
     with pytest.raises(RequestError, match="num_speculative_tokens=5 is above the engine's 4"):
         process(make(tokenizer), num_speculative_tokens=5)
+
+
+def test_drafts_without_a_drafter_are_refused_with_its_option(tokenizer):
+    inputs = InputProcessor(
+        tokenizer,
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+        eos_token_ids=(0,),
+        num_speculative_tokens=0,
+        seed=0,
+    )
+    with pytest.raises(RequestError, match="give the engine a speculative_config"):
+        process(inputs, num_speculative_tokens=1)
 
 
 def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):

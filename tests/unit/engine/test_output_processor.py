@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import NumericalError, StructuredOutputError
 from sametoken.types.outputs import Logprob
 from sametoken.types.request import RequestUpdate

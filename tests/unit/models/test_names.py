@@ -60,6 +60,11 @@ def index(tmp_path, monkeypatch):
     return state
 
 
+def test_an_empty_name_is_not_the_working_directory():
+    with pytest.raises(ConfigError, match="the name of a model is empty"):
+        resolve_model("", announce=pytest.fail)
+
+
 def test_fetched_once_then_reused_and_announced(index, tmp_path):
     said = []
     path = resolve_model("smollm2", said.append)

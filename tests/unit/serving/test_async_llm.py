@@ -211,6 +211,18 @@ def test_bad_requests_are_refused_at_once(served, prompt, params, cause):
         served.run(scenario())
 
 
+@pytest.mark.parametrize("request_id", [5, ["a"], None])
+def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_id):
+    async def scenario():
+        with pytest.raises(RequestError, match="request_id="):
+            served.llm.generate("a", SamplingParams(), request_id)
+        with pytest.raises(RequestError, match="request_id="):
+            await served.llm.abort(request_id)
+        await last_of(served.llm.generate("a", SamplingParams(max_tokens=1), "text"))
+
+    served.run(scenario())
+
+
 def test_an_abort_ends_the_request_and_frees_the_engine(served):
     async def scenario():
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

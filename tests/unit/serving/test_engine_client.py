@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.summary import summarise
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import (
     DrainingError,
     EngineDeadError,

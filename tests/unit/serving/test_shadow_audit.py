@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from sametoken.engine.input_processor import ProcessedRequest, PromptTokens
+from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.shadow_audit import ShadowAudit, is_chosen
 from sametoken.serving.stats import AuditDifference
 from sametoken.text.stop_strings import StopStrings

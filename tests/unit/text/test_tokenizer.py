@@ -228,6 +228,11 @@ def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tm
     assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None
 
 
+def test_a_chat_template_that_is_no_jinja_is_named_as_such(tokenizer):
+    with pytest.raises(RequestError, match="no valid Jinja at line 1"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], chat_template="{{ x")
+
+
 def test_a_file_replaces_the_chat_template(tokenizer, tmp_path):
     tokenizer.hf.save_pretrained(tmp_path)
     file = tmp_path / "my.jinja"

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sametoken.types.outputs import SpeculationMetrics
+from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 STEPS = st.lists(
     st.integers(0, 5).flatmap(lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts)))
@@ -14,6 +14,12 @@ def counted(steps):
     for num_drafts, num_accepted in steps:
         metrics = metrics.with_step(num_drafts, num_accepted)
     return metrics
+
+
+def test_a_completion_is_shown_without_its_windows():
+    shown = repr(CompletionOutput(0, "a", (5,), windows=((0, 0),) * 99))
+    assert "text='a'" in shown
+    assert "windows" not in shown
 
 
 def test_nothing_counted_divides_by_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from sametoken.errors import RequestError
@@ -29,6 +30,22 @@ def test_none_is_nothing():
     assert (params.stop, params.stop_token_ids, params.bad_words) == ((), (), ())
     assert params.allowed_token_ids is None
     assert params == SamplingParams()
+
+
+def test_numbers_of_numpy_become_python_s():
+    params = SamplingParams(
+        seed=np.int64(7),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int64(3): np.float32(2.0)},
+    )
+    assert params == SamplingParams(
+        seed=7, temperature=0.5, stop_token_ids=[1, 2], logit_bias={3: 2.0}
+    )
+    assert (type(params.seed), type(params.temperature)) == (int, float)
+    assert {type(one) for one in params.stop_token_ids} == {int}
+    with pytest.raises(RequestError, match=r"an integer of at least 1$"):
+        SamplingParams(max_tokens=np.int64(0))
 
 
 def test_top_k_of_minus_one_keeps_all():

@@ -23,6 +23,11 @@ def test_the_field_that_is_set_is_the_kind(fields, kind):
     assert StructuredOutputs(**fields).kind == kind
 
 
+def test_a_schema_may_be_a_dict():
+    form = StructuredOutputs(json_schema={"type": "integer"})
+    assert form == StructuredOutputs(json_schema='{"type": "integer"}')
+
+
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [
@@ -30,7 +35,8 @@ def test_the_field_that_is_set_is_the_kind(fields, kind):
         ({"json_object": False}, "sets nothing"),
         ({"regex": "a", "json_object": True}, "sets json_object and regex"),
         ({"regex": ""}, "regex=''"),
-        ({"json_schema": {"type": "object"}}, "json_schema="),
+        ({"json_schema": ["a"]}, "json_schema="),
+        ({"json_schema": {"a": object}}, "json_schema is not JSON"),
         ({"json_object": 1}, "json_object=1"),
         ({"choice": ()}, "choice="),
         ({"choice": ("a", "")}, "choice="),

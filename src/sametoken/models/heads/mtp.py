@@ -102,7 +102,7 @@ def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
     if not found:
         raise UnsupportedError(
             f"{directory}: method 'mtp' does not run with {config.architecture}",
-            f"use a Qwen3.5, Qwen3-Next or Nemotron-3 checkpoint, or {ANOTHER_METHOD}",
+            f"use a model with a module (docs/speculative.md), or {ANOTHER_METHOD}",
         )
     return found[0]
 

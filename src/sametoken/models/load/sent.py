@@ -20,11 +20,17 @@ class SentTensors(TensorsByName):
         tensors: names and tensors; all of them are taken, and none is copied.
 
     Raises:
-        WeightUpdateError: an item is no name with a tensor, or a name comes twice.
+        WeightUpdateError: there are no items, one is no name with a tensor, or a name comes
+            twice.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         found: dict[str, Tensor] = {}
+        if not isinstance(tensors, Iterable):
+            raise WeightUpdateError(
+                f"weights of type {type(tensors).__name__} are not possible",
+                "send pairs, as model.state_dict().items(), or give a directory",
+            )
         for item in tensors:
             name, tensor = _pair_of(item)
             if name in found:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sametoken.engine.user_inputs import content_text
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
@@ -45,7 +46,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tools import ToolUse, text_of, tool_use
+from sametoken.serving.http.tools import ToolUse, tool_use
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -71,7 +72,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         continue_final_message=request.continue_final_message,
         tools=use.tools,
     )
-    continued = text_of(request.messages[-1]) if request.continue_final_message else ""
+    continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
     params, parser = served.reasons(params, rendered, use.parser)
     use = replace(use, parser=parser)

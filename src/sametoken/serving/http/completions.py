@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,

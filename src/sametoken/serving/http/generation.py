@@ -31,7 +31,7 @@ from sametoken.types.outputs import CompletionOutput, RequestOutput, Speculation
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.user_inputs import PromptTokens
     from sametoken.serving.async_llm import AsyncLLM
     from sametoken.serving.engine_client import RequestStream
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import shown
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid

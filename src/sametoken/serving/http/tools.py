@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sametoken.engine.user_inputs import content_text
 from sametoken.errors import shown
 from sametoken.serving.http.body import read_json
 from sametoken.serving.http.errors import invalid
@@ -105,36 +106,9 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_template_message(message) for message in messages]
 
 
-def text_of(message: Message) -> str:
-    """A message's text, its parts joined.
-
-    Raises:
-        ApiError: a part is not text.
-    """
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    texts = []
-    for part in message.content:
-        # A refusal is text of an earlier answer.
-        kind = part.get("type")
-        if kind not in ("text", "refusal"):
-            raise invalid(
-                f"a message has a part of type {shown(kind)}. Only text is supported",
-                "messages",
-                "unsupported",
-            )
-        if not isinstance(part.get(kind), str):
-            raise invalid(
-                f"a message has a part of type {kind!r} whose {kind!r} is no text. Give a string",
-                "messages",
-            )
-        texts.append(part[kind])
-    return "\n".join(texts)
-
-
 def _template_message(message: Message) -> dict[str, Any]:
     values = message.model_dump(exclude_unset=True)
-    values["content"] = text_of(message)
+    values["content"] = content_text(message.content)
     if message.tool_calls:
         values["tool_calls"] = [
             {

@@ -35,6 +35,8 @@ def test_what_is_no_pair_and_what_comes_twice_is_refused():
     for pairs in ([one, one], [("model.w", [0.0])], [("model.w",)], ["model.w"]):
         with pytest.raises(WeightUpdateError, match=r"model\.w"):
             SentTensors(pairs)
+    with pytest.raises(WeightUpdateError, match="of type NoneType"):
+        source_of(None)
 
 
 def test_a_directory_is_read_in_their_place(tmp_path):

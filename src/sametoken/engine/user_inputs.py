@@ -1,0 +1,231 @@
+"""What a user gives to ``generate`` and ``chat``, in any of its forms, brought into one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from sametoken.errors import RequestError, shown
+from sametoken.text.tokenizer import Messages
+from sametoken.types.sampling_params import SamplingParams, plain_number
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt as token ids, and as text if it was given as text."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+#: A text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}`` or what
+#: ``render_chat`` returns.
+Prompt = str | Sequence[int] | Mapping[str, Any] | PromptTokens
+
+#: By this clients know that a shorter conversation may fit.
+TOO_LONG = "context_length_exceeded"
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_PROMPT_FORMS = (
+    'give a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
+)
+_MESSAGES_FORM = 'give a list of {"role": ..., "content": ...}, or several such lists'
+
+
+def prompts_of(given: Any) -> list[Prompt]:
+    """The prompts as a list; one prompt becomes a list of one.
+
+    Raises:
+        RequestError: it is neither a prompt nor a list.
+    """
+    if isinstance(given, str | Mapping | PromptTokens):
+        return [given]
+    several = _listed("prompts", given, f"{_PROMPT_FORMS}, or a list of them")
+    is_one = bool(several) and all(isinstance(plain_number(one), int) for one in several)
+    return [several] if is_one else several
+
+
+def text_or_ids(prompt: Prompt, most: int) -> str | tuple[int, ...]:
+    """The text of a prompt, or its token ids, of which only ``most`` are read.
+
+    Raises:
+        RequestError: it has another form, or more ids.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Mapping):
+        ids = _without_array(prompt)
+        if not isinstance(ids, list | tuple) or any(isinstance(i, str | Mapping) for i in ids[:1]):
+            raise RequestError(
+                f"a prompt of type {type(prompt).__name__} is not possible", _PROMPT_FORMS
+            )
+        return _ids(ids, most)
+    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+    if unknown or len(prompt) != 1:
+        raise RequestError(
+            f"a prompt with the keys {shown(list(prompt))} is not possible",
+            'give exactly one of "prompt" and "prompt_token_ids"',
+        )
+    if "prompt_token_ids" in prompt:
+        return _ids(prompt["prompt_token_ids"], most)
+    text = prompt["prompt"]
+    if not isinstance(text, str):
+        raise RequestError(
+            f"a prompt text of type {type(text).__name__} is not possible", "give a string"
+        )
+    return text
+
+
+def require_fitting(num_tokens: int, most: int) -> None:
+    """Refuse a prompt of more than ``most`` tokens.
+
+    Raises:
+        RequestError: it has more.
+    """
+    if num_tokens > most:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens and at most {most} fit (max_model_len - 1)",
+            "shorten it or raise max_model_len",
+            code=TOO_LONG,
+        )
+
+
+def conversations_of(given: Any) -> list[Messages]:
+    """The conversations as a list; one conversation becomes a list of one.
+
+    Raises:
+        RequestError: it is not a list.
+    """
+    several = _listed("messages", given, _MESSAGES_FORM)
+    return [several] if all(isinstance(one, Mapping) for one in several) else several
+
+
+def plain_messages(messages: Messages) -> list[dict[str, Any]]:
+    """The messages of a conversation as a chat template reads them, their content as text.
+
+    Raises:
+        RequestError: there are none, or one has no role, or a content that is not text.
+    """
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError("a conversation needs messages", _MESSAGES_FORM)
+    if any(not isinstance(message.get("role"), str) for message in messages):
+        raise RequestError("a message has no role", _MESSAGES_FORM)
+    return [{**one, "content": content_text(one.get("content"))} for one in messages]
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: a text, parts of texts, or None for the empty one.
+
+    Raises:
+        RequestError: it has another form, or a part is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            f"a message has a content of type {type(content).__name__}", "give a string"
+        )
+    return "\n".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    """The text of a part; a refusal is text of an earlier answer."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind not in ("text", "refusal"):
+        raise RequestError(
+            f"a message has a part of type {shown(kind)}",
+            'only text is supported, as {"type": "text", "text": ...}',
+            param="messages",
+            code="unsupported",
+        )
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise RequestError(
+            f"a message has a part of type {kind!r} whose {kind!r} is no text",
+            "give a string",
+            param="messages",
+        )
+    return text
+
+
+def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a chat template, with those in ``chat_template_kwargs`` beside the others.
+
+    Raises:
+        RequestError: ``chat_template_kwargs`` is no mapping.
+    """
+    others = dict(options)
+    inner = others.pop("chat_template_kwargs", None) or {}
+    if not isinstance(inner, Mapping):
+        raise RequestError(
+            f"chat_template_kwargs={shown(inner)} is not possible", "map names to values"
+        )
+    return {**inner, **others}
+
+
+def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """Sampling parameters for each prompt.
+
+    Raises:
+        RequestError: they have another type, or their number is not that of the prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    several = _listed("sampling parameters", given, "give SamplingParams, or a list of them")
+    if len(several) != num_prompts:
+        raise RequestError(
+            f"{len(several)} sampling parameters were given for {num_prompts} prompts",
+            "give one for all, or one per prompt",
+        )
+    return several
+
+
+def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Names of parts that wake up; one name becomes a tuple of one."""
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    return tuple(given)
+
+
+def require_request_id(request_id: object) -> None:
+    """Refuse an id that is no text.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id={shown(request_id)} is not possible", "give a string")
+
+
+def _ids(given: Any, most: int) -> tuple[int, ...]:
+    ids = _without_array(given)
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise RequestError(
+            f"prompt_token_ids of type {type(given).__name__} is not possible",
+            "give a list of integers",
+        )
+    try:
+        require_fitting(len(ids) if isinstance(ids, Sized) else 0, most)
+        # The iterable may be infinite: read only enough to refuse it.
+        token_ids = tuple(itertools.islice(ids, most + 1))
+    except TypeError as error:
+        # What says that it is Sized and Iterable may raise on both.
+        raise RequestError(
+            f"prompt_token_ids cannot be read ({shown(error)})", "give a list of integers"
+        ) from error
+    # Whole-list built-ins: a Python loop is slow for the longest prompts.
+    return token_ids if set(map(type, token_ids)) <= {int} else tuple(map(plain_number, token_ids))
+
+
+def _listed(name: str, given: Any, remedy: str) -> list[Any]:
+    several = _without_array(given)
+    if isinstance(several, str | bytes | Mapping) or not isinstance(several, Iterable):
+        raise RequestError(f"{name} of type {type(given).__name__} are not possible", remedy)
+    return list(several)
+
+
+def _without_array(given: Any) -> Any:
+    """The nested lists of an array of numpy or torch; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given

@@ -1,0 +1,46 @@
+"""Calls of ``AsyncLLM`` that would wait for ever or fail later: refused at once, with the cause."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from helpers.serving import SIZES, write_model
+from sametoken import SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.errors import ConfigError, RequestError
+from sametoken.serving.async_llm import AsyncLLM
+
+ONE = SamplingParams(max_tokens=1)
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, backend):
+    return str(write_model(tmp_path_factory.mktemp("models") / "tiny", backend))
+
+
+def test_another_event_loop_is_refused_and_not_left_waiting(model):
+    with asyncio.Runner() as runner:
+        config = EngineConfig.from_options(model=model, **SIZES)
+        llm = runner.run(AsyncLLM.start(config))
+
+        async def elsewhere():
+            for call in (llm.pause, lambda: llm.abort("b"), lambda: llm.update_weights(model)):
+                with pytest.raises(RequestError, match="another event loop"):
+                    await call()
+            with pytest.raises(RequestError, match="another event loop"):
+                llm.generate("a", ONE, "b")
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, elsewhere()).result(PATIENCE_S)
+        with pytest.raises(RequestError, match="another event loop"):
+            llm.generate("a", ONE, "no loop")
+        runner.run(llm.shutdown())
+
+
+def test_a_model_s_name_is_no_config(model):
+    with pytest.raises(ConfigError, match=r"EngineConfig\.from_options"):
+        asyncio.run(AsyncLLM.start(model))

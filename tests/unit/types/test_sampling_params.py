@@ -154,7 +154,7 @@ def test_an_error_names_its_parameter():
         RequestError, match="integer from -9223372036854775808 to 9223372036854775807"
     ):
         SamplingParams(seed=2**63)
-    with pytest.raises(RequestError, match="integer from 1 on"):
+    with pytest.raises(RequestError, match="integer of at least 1"):
         SamplingParams(max_tokens=0)
 
 

@@ -21,24 +21,27 @@
 
 /* Four words from `at` on of every fourth row. */
 INLINE u32v load_blocks(const char *const rows[LANES], int64_t at) {
-    u32v blocks;
+#define FOUR_WORDS(row) _mm_loadu_si128((const __m128i *)(rows[row] + at))
 #if defined(__AVX512F__)
-#define BLOCK_OF(r) _mm_loadu_si128((const __m128i *)(rows[r] + at))
-    __m512i four = _mm512_castsi128_si512(BLOCK_OF(0));
-    four = _mm512_mask_broadcast_i32x4(four, 0x00f0, BLOCK_OF(4));
-    four = _mm512_mask_broadcast_i32x4(four, 0x0f00, BLOCK_OF(8));
-    return (u32v)_mm512_mask_broadcast_i32x4(four, 0xf000, BLOCK_OF(12));
-#undef BLOCK_OF
+    __m512i blocks = _mm512_castsi128_si512(FOUR_WORDS(0));
+    blocks = _mm512_mask_broadcast_i32x4(blocks, 0x00f0, FOUR_WORDS(4));
+    blocks = _mm512_mask_broadcast_i32x4(blocks, 0x0f00, FOUR_WORDS(8));
+    return (u32v)_mm512_mask_broadcast_i32x4(blocks, 0xf000, FOUR_WORDS(12));
+#elif defined(__AVX2__)
+    __m256i first = _mm256_castsi128_si256(FOUR_WORDS(0));
+    return (u32v)_mm256_inserti128_si256(first, FOUR_WORDS(4), 1);
 #else
-    for (int block = 0; block < LANES / 4; block++)
-        memcpy((char *)&blocks + 16 * block, rows[4 * block] + at, 16);
-    return blocks;
+    u32v words;
+    memcpy(&words, rows[0] + at, sizeof words);
+    return words;
 #endif
+#undef FOUR_WORDS
 }
 
-/* LANES rows of LANES words become columns, `stride` vectors apart; the first `count` are kept. */
-INLINE void transpose(const char *const rows[LANES], int64_t count, u32v *columns,
-                      int64_t stride) {
+/* LANES rows of LANES words become columns, `stride` vectors apart; the first `count` are kept. Not
+ * inlined: gcc 12 would take registers from the products that follow. */
+static __attribute__((noinline)) void transpose(const char *const rows[LANES], int64_t count,
+                                                u32v *columns, int64_t stride) {
     for (int64_t word = 0; word < count; word += 4) {
         u32v a = load_blocks(rows, 4 * word), b = load_blocks(rows + 1, 4 * word);
         u32v c = load_blocks(rows + 2, 4 * word), d = load_blocks(rows + 3, 4 * word);

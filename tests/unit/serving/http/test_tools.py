@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from sametoken.serving.http.errors import ApiError
+from sametoken.errors import RequestError
+from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
@@ -126,6 +127,7 @@ def test_reasoning_is_passed_on_where_a_template_can_take_it():
     ],
 )
 def test_messages_that_no_template_could_read(message):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises((ApiError, RequestError)) as caught:
         messages(message)
-    assert caught.value.param == "messages"
+    refusal = as_api_error(caught.value)
+    assert (refusal.status, refusal.param) == (400, "messages")

@@ -163,7 +163,7 @@ def splits_kernel(
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
         ],
-        [4, 1], [232, 40],
+        [4, 1], [232, 48],
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     WIDTH,
     load_box,
     products,
+    rows_of_tile,
 )
 
 #: Queries of a tile.
@@ -62,18 +63,13 @@ def _load_tile(
     vectors, table, last_block, tile, count, ring, barriers, BLOCK_SIZE: gl.constexpr
 ):  # fmt: skip
     """Load a KV tile, after ``count`` others: each half as soon as its place is free."""
-    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
-    BOXES: gl.constexpr = TILE // BOX
+    BOXES: gl.constexpr = TILE // min(BLOCK_SIZE, 64)
     BYTES: gl.constexpr = vectors.dtype.primitive_bitwidth // 8
     low, high, keys = ring
     full, free = barriers[0], barriers[1]
     slot, phase = count % SLOTS, ((count // SLOTS) & 1) ^ 1
     # Blocks are looked up before the wait, which hides it.
-    rows = ()
-    for box in gl.static_range(BOXES):
-        at = tile * TILE + box * BOX
-        block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
-        rows += (block * BLOCK_SIZE + at % BLOCK_SIZE,)
+    rows = rows_of_tile(table, last_block, tile, BLOCK_SIZE)
     mbarrier.wait(free[0].index(slot), phase)
     mbarrier.expect(full[0].index(slot), TILE * HALF * BYTES)
     _load_half(vectors, rows, slot, full[0].index(slot), low, 0, BOXES)

@@ -63,6 +63,18 @@ def products(columns):
 
 
 @gluon.jit
+def rows_of_tile(table, last_block, tile, BLOCK_SIZE: gl.constexpr):
+    """The first vector of each box of a tile: a box has at most 64 positions of one block."""
+    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    rows = ()
+    for box in gl.static_range(TILE // BOX):
+        at = tile * TILE + box * BOX
+        block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
+        rows += (block * BLOCK_SIZE + at % BLOCK_SIZE,)
+    return rows
+
+
+@gluon.jit
 def load_tiles(
     vectors, table, last_block, final, begin, end, count, ring, full, free,
     BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
@@ -70,27 +82,24 @@ def load_tiles(
     """Load KV tiles ``begin .. end - 1`` in turn; returns tiles loaded so far.
 
     Tiles below position ``final`` were written by earlier passes: only the others wait for the
-    kernel before. Boxes are of at most 64 positions of one block x 64 elements.
+    kernel before. Blocks are looked up before the wait for a slot, which hides it.
     """
-    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
-    BOXES: gl.constexpr = TILE // BOX
+    BOXES: gl.constexpr = TILE // min(BLOCK_SIZE, 64)
     low, high, keys = ring
     for tile in range(begin, end):
         if PDL and (tile + 1) * TILE > final:
             cuda.gdc_wait()
+        rows = rows_of_tile(table, last_block, tile, BLOCK_SIZE)
         slot = count % SLOTS
         filled = full.index(slot)
         mbarrier.wait(free.index(slot), ((count // SLOTS) & 1) ^ 1)
         mbarrier.expect(filled, TILE * WIDTH * (vectors.dtype.primitive_bitwidth // 8))
         for box in gl.static_range(BOXES):
-            at = tile * TILE + box * BOX
-            block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
-            row = block * BLOCK_SIZE + at % BLOCK_SIZE
             for part in gl.static_range(HALF // 64):
                 place = (slot * (HALF // 64) + part) * BOXES + box
-                load_box(vectors, [row, part * 64], filled, low.index(place))
-                load_box(vectors, [row, HALF + part * 64], filled, high.index(place))
-            load_box(vectors, [row, RANK], filled, keys.index(slot * BOXES + box))
+                load_box(vectors, [rows[box], part * 64], filled, low.index(place))
+                load_box(vectors, [rows[box], HALF + part * 64], filled, high.index(place))
+            load_box(vectors, [rows[box], RANK], filled, keys.index(slot * BOXES + box))
         count += 1
     return count
 

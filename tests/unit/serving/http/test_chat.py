@@ -209,6 +209,10 @@ def test_what_asks_for_nothing_is_served(serve, body):
     assert len(answer.json()["choices"]) == 1
 
 
+NOWHERE = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
+UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -222,6 +226,9 @@ def test_what_asks_for_nothing_is_served(serve, body):
         ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"logprobs": 3}, "logprobs"),
+        ({"stop_token_ids": [2**30]}, "stop_token_ids"),
+        ({"response_format": {"type": "regex", "regex": "((("}}, "response_format"),
+        ({"tools": [UNUSABLE], "tool_choice": "required"}, "tools"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(serve, body, param):

@@ -19,7 +19,13 @@ from sametoken.serving.http.completions import complete
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import as_api_error, install_handlers, invalid
 from sametoken.serving.http.metrics import make_registry
-from sametoken.serving.http.middleware import Authentication, BodyBounds, BodyLimit, RateLimit
+from sametoken.serving.http.middleware import (
+    Authentication,
+    BodyBounds,
+    BodyLimit,
+    HeadAsGet,
+    RateLimit,
+)
 from sametoken.serving.http.pages import page_routes
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.responses import (
@@ -88,6 +94,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     install_handlers(app)
     _document(app)
     # The middleware added last runs first.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, bounds=BodyBounds.of(config))
     if config.rate_limit:
         app.add_middleware(RateLimit, per_minute=config.rate_limit, by_key=bool(config.api_key))

@@ -74,12 +74,6 @@ def tool_use(
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
     if choice == "required":
         return ToolUse(tools, parse_required, json_schema(_any_call(request)))
-    if request.parallel_tool_calls is False:
-        raise invalid(
-            "parallel_tool_calls=false needs a forced call. Set tool_choice to "
-            '"required" or to the one function, or leave it out',
-            "parallel_tool_calls",
-        )
     if parser is None:
         raise invalid(
             "the syntax of this model's tool calls is not known. Start the server with "

@@ -67,7 +67,6 @@ def test_a_named_tool_constrains_to_its_parameters():
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [ADD], "structured": JSON}, "tool_choice"),
         ({"tools": [ADD], "parser": None}, "tools"),
-        ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             "tool_choice",

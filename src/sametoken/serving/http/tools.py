@@ -95,7 +95,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the format of chat templates: texts joined, arguments of calls as objects.
 
     Raises:
-        ApiError: a part is not text, or arguments are not a JSON object.
+        RequestError: a part is not text.
+        ApiError: arguments are not a JSON object.
     """
     return [_template_message(message) for message in messages]
 

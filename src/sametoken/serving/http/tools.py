@@ -56,7 +56,9 @@ def tool_use(
     """
     choice = request.tool_choice
     if not request.tools:
-        if choice not in (None, "none"):
+        # Agents without a tool send an empty list with what they always choose.
+        asks_for_nothing = choice == "auto" and request.tools is not None
+        if choice not in (None, "none") and not asks_for_nothing:
             raise invalid("tool_choice needs tools. Send tools, or leave it out", "tool_choice")
         return ToolUse(None, parse_nothing, structured)
     if choice == "none":

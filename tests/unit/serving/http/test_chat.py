@@ -211,6 +211,7 @@ def test_usage_throughout_a_stream(serve):
         {"top_logprobs": 0},
         {"use_beam_search": False, "length_penalty": 1.0},
         {"priority": 0, "echo": False, "add_special_tokens": False},
+        {"tools": [], "tool_choice": "auto"},
         {"seed": -1},
         {"stream_options": None},
     ],

@@ -66,6 +66,7 @@ def test_a_named_tool_constrains_to_its_parameters():
     ("fields", "param"),
     [
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "structured": JSON}, "tool_choice"),
         ({"tools": [ADD], "parser": None}, "tools"),
         (

@@ -94,8 +94,14 @@ def test_head_is_get_without_the_body(serve, path):
 def test_a_connection_serves_on_after_a_head():
     with running_app(create_app(FakeEngine(), ServerConfig())) as url, httpx.Client() as client:
         for _ in range(2):
-            assert client.head(f"{url}/health").content == b""
+            head = client.head(f"{url}/health")
+            assert (head.status_code, head.content) == (200, b"")
             assert client.get(f"{url}/health").json()["status"] == "ok"
+
+
+def test_ids_outside_the_vocabulary_are_named(serve):
+    answer = serve().post("/detokenize", json={"tokens": [SUMMARY.vocab_size]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
 def test_head_of_what_has_no_get_is_refused(serve):

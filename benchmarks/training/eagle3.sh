@@ -25,6 +25,7 @@ note() { echo "[$SECONDS s] $*"; }
 end_of() { tr '\r' '\n' < "$1" | tail -"$2" | cut -c1-200; }
 
 generate=${GEN_SECONDS:-120}
+rm -f "$out/text.jsonl"
 timeout $((generate + 90)) "$python" -m sametoken train text "$model" "$out/text.jsonl" \
     --prompts "$prompts" --max-tokens "${MAX_TOKENS:-448}" --max-seconds "$generate" \
     ${GEN:---max-num-seqs 256 --max-model-len 1280} > "$out/text.log" 2>&1

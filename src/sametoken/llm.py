@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.engine.caller import DeferredInterrupts, Exclusive
+from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import (
     InputProcessor,
@@ -59,7 +59,7 @@ class LLM:
     current step (a step of long prompts may take seconds on a CPU); its requests are aborted
     and the ``LLM`` can serve the next call. A second Ctrl-C interrupts the step, and then every
     later call raises ``EngineDeadError``: create another ``LLM``. So does a call in a fork of
-    the process. ``del llm`` gives all memory back.
+    the process. ``del llm`` gives all memory back, as does the end of ``with LLM(...) as llm:``.
 
     Args:
         model: checkpoint directory, GGUF file, short name or Hugging Face hub id.
@@ -117,6 +117,14 @@ class LLM:
         self._latest: dict[str, RequestOutput] = {}
         self._request_ids = map(str, itertools.count())
         self._speculation = SpeculationMetrics()
+
+    def __enter__(self) -> Self:
+        """Enter a block at whose end the engine is let go."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the engine and its memory go; later calls raise ``EngineDeadError``."""
+        self._engine = cast("EngineCore", NoEngine())
 
     @property
     def resolved(self) -> ResolvedConfig:

@@ -157,6 +157,23 @@ def test_a_folder_of_requests_is_refused(engine, tmp_path):
         run_batch(CONFIG, tmp_path, tmp_path / "out", BATCH)
 
 
+def test_a_device_is_refused(engine, tmp_path):
+    # The one that ends; /dev/zero does not.
+    with pytest.raises(RequestError, match="it is a device"):
+        run_batch(CONFIG, Path(os.devnull), tmp_path / "out.jsonl", BATCH)
+
+
+def test_a_pipe_of_requests_is_read(engine, tmp_path):
+    reader, writer = os.pipe()
+    os.write(writer, good(0) + b"\n" + good(1) + b"\n")
+    os.close(writer)
+    try:
+        source = Path(f"/dev/fd/{reader}")
+        assert run_batch(CONFIG, source, tmp_path / "out.jsonl", BATCH) == BatchSummary(2, 0, 0)
+    finally:
+        os.close(reader)
+
+
 def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(engine, tmp_path):
     source, output = write(tmp_path / "in", 12), tmp_path / "out"
     with files_up_to(6000), pytest.raises(ConfigError, match=r"part-00000.* cannot be used"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 
@@ -263,3 +264,20 @@ def test_a_revision_is_part_of_the_model_s_name():
 def test_options_are_checked_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="did you mean 'dtype'"):
         LLM("nowhere", dtyp="float32")
+
+
+def test_a_block_lets_the_engine_go(scripted, ids):
+    llm, engine = scripted([ids("the cat"), [EOS]], [[5], [6], [EOS]])
+    let_go = weakref.ref(engine)
+    del engine
+    with llm as same:
+        assert same is llm
+        (output,) = llm.generate(["a"], GREEDY)
+        begun = llm.generate_stream("b", GREEDY)
+        next(begun)
+    assert output.outputs[0].text == "the cat"
+    begun.close()
+    assert let_go() is None
+    for late in (lambda: llm.generate(["a"], GREEDY), lambda: llm.resolved, llm.sleep):
+        with pytest.raises(EngineDeadError, match="was let go"):
+            late()

@@ -168,6 +168,23 @@ def load_tasks(settings: EvalSettings) -> Any:
     return loaded
 
 
+def require_metric(tasks: Any, metric: str) -> None:
+    """Refuse a metric that a task lacks, before there are answers.
+
+    Args:
+        tasks: from ``load_tasks``.
+        metric: lm-eval's name, with the filter of answers, as in ``acc,none``.
+
+    Raises:
+        ConfigError: a task has no such metric.
+    """
+    for name, task in tasks["tasks"].items():
+        filters = [one.name for one in task._filters]
+        known = [f"{kind},{chosen}" for kind in task.aggregation() for chosen in filters]
+        if metric not in known:
+            raise ConfigError(f"{name} has no metric {metric!r}", f"use one of {tuple(known)}")
+
+
 def _gsm8k(path: Path | None) -> dict[str, Any]:
     """Build lm-eval's chain-of-thought task config of GSM8K over local questions.
 

@@ -48,7 +48,8 @@ class _Axes:
 
     model: tuple[str, ...] = option((), "checkpoint; may be repeated")
     drafter: tuple[str, ...] = option(
-        (), "speculative config as JSON, or none; may be repeated [default: none]"
+        (),
+        "speculative config as JSON or a method's name, or none; may be repeated [default: none]",
     )
     num_speculative_tokens: str | None = option(
         None, "drafts per step, for drafters without a number [default: 3]"
@@ -140,12 +141,16 @@ def _given(
 def _drafter(text: str) -> dict[str, Any] | None:
     if text == NO_DRAFTER:
         return None
+    if text.isidentifier():
+        return {"method": text}
     try:
         value = parse_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f"drafter {text!r} is no JSON object", f"give one, or {NO_DRAFTER}")
+        raise ConfigError(
+            f"drafter {text!r} is no JSON object", f"give one, a method's name, or {NO_DRAFTER}"
+        )
     return value
 
 

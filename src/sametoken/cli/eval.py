@@ -61,7 +61,12 @@ def evaluate(
     gsm8k uses the eight few-shot examples of lm-eval's gsm8k_cot; its questions ship with the
     package. Data of other tasks is downloaded from the Hugging Face hub.
     """
-    from sametoken.bench.accuracy import EvalSettings, load_tasks, require_harness
+    from sametoken.bench.accuracy import (
+        EvalSettings,
+        load_tasks,
+        require_harness,
+        require_metric,
+    )
     from sametoken.llm import LLM
 
     require_harness()
@@ -73,6 +78,8 @@ def evaluate(
     status = status_console(markup=False)
     status.print(f"loading the data of {task}")
     tasks = load_tasks(settings)
+    if metric is not None:
+        require_metric(tasks, metric)
     llm = LLM(model, announce=status.print, **options)
     found = _found(llm, tasks, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))

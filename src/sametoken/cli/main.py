@@ -25,6 +25,7 @@ from sametoken.cli.quantize import write_quantized
 from sametoken.cli.sections import SectionedCommand, SectionedGroup
 from sametoken.cli.serve import serve
 from sametoken.cli.train import train
+from sametoken.cli.vllm_flags import ServeCommand
 from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import SametokenError
 
@@ -128,7 +129,7 @@ def _offer_chat(context: typer.Context) -> None:
 
 for _group in (app, bench, train):
     for _info in _group.registered_commands:
-        _info.cls = SectionedCommand
+        _info.cls = ServeCommand if _info.callback is serve else SectionedCommand
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from sametoken.cli.options import engine_options, options_in, options_of, take, 
 from sametoken.cli.report import announce, status_console
 from sametoken.config import MODEL_HELP
 from sametoken.errors import ConfigError
-from sametoken.io.files import require_writable
+from sametoken.io.files import is_there, require_writable
 from sametoken.train.options import (
     DraftOptions,
     Eagle3Options,
@@ -60,7 +60,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JS
 @with_options(engine_options(max_num_seqs=256))
 def text(
     model: Model,
-    output: Annotated[Path, typer.Argument(help="file for the answers, JSON lines")],
+    output: Annotated[Path, typer.Argument(help="a new file for the answers, JSON lines")],
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts")],
     max_tokens: AnswerTokens = 512,
     max_seconds: AnswerSeconds = None,
@@ -69,6 +69,9 @@ def text(
     **options: Any,
 ) -> None:
     """Answer prompts with a model, as training text for its drafters."""
+    require_writable(output)
+    if is_there(output):
+        raise ConfigError(f"{output} is there already", "remove it, or choose another output")
     params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     written = _write_text(model, prompts, output, params, max_seconds, options)
     announce(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sametoken.cli.sections import SectionedCommand
 from sametoken.errors import MAX_SHOWN, clipped
 from sametoken.serving.http.config import ServerConfig
 from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, VllmOptions
@@ -25,6 +26,8 @@ _SAME = """
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
 """
 SAME = tuple(_SAME.split())
+#: vLLM's flags that take several values at once.
+_SEVERAL = ("--served-model-name", "--api-key")
 
 
 def _names(options: VllmOptions) -> tuple[str, ...]:
@@ -45,6 +48,35 @@ def as_flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
     return f"{flag(name)} {clipped(str(value), MAX_SHOWN)}"
+
+
+class ServeCommand(SectionedCommand):
+    """A command that reads vLLM's form of several values, ``--served-model-name A B``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        return super().parse_args(ctx, _flag_for_each(args))
+
+
+def _flag_for_each(args: list[str]) -> list[str]:
+    """Repeat a flag of several values before each of them.
+
+    Without a model before them the last one may be the model, and the arguments stay.
+    """
+    names_model = any(one == "--model" or one.startswith("--model=") for one in args)
+    if not names_model and (not args or args[0].startswith("-")):
+        return args
+    repeated: list[str] = []
+    several, num_values = "", 0
+    for one in args:
+        if one.startswith("-"):
+            several, num_values = one if one in _SEVERAL else "", 0
+        else:
+            num_values += 1
+            if several and num_values > 1:
+                repeated.append(several)
+        repeated.append(one)
+    return repeated
 
 
 def vllm_options() -> list[inspect.Parameter]:
@@ -82,9 +114,10 @@ def _lines() -> Iterator[str]:
     yield ""
     yield ", ".join(f"`{flag(name)}`" for name in SAME) + "."
     yield ""
-    yield "An option of several values is given once for each: `--served-model-name A"
-    yield "--served-model-name B`. Whole numbers may be written as `32k` (32000), `32K` (32768),"
-    yield "`4G` or `4GiB`."
+    yield "`--served-model-name A B` and `--api-key A B` take several values where the model stands"
+    yield "first or is named by `--model`; these and other options of several values may be given"
+    yield "once for each. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or"
+    yield "`4GiB`."
     yield ""
     yield "## Accepted without effect"
     yield ""

@@ -9,12 +9,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from sametoken.errors import EngineDeadError, RequestError
 
 #: Seconds between a waiting thread's checks for interrupts.
 _POLL_S = 0.05
+
+
+class NoEngine:
+    """What a caller has once its engine was let go: all that is asked of it raises."""
+
+    def stop(self, cause: BaseException) -> None:
+        """Nothing runs."""
+
+    def release(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
+        """Requests have ended with the engine."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise EngineDeadError("the engine of this LLM was let go", "create another LLM")
 
 
 class Exclusive:

@@ -28,7 +28,7 @@ from sametoken.text.tokenizer import Messages, Tokenizer
 from sametoken.types.option_values import MODELS_OWN, NO_FILE
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import RECOMMENDED, SamplingParams, derive_seed
-from sametoken.types.structured_outputs import Grammar
+from sametoken.types.structured_outputs import PARAM, Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +258,13 @@ class InputProcessor:
         kinds = set(map(type, token_ids))
         if not all(issubclass(kind, int) and kind is not bool for kind in kinds):
             wrong = next(i for i in token_ids if not isinstance(i, int) or isinstance(i, bool))
-            raise RequestError(f"{name} holds {shown(wrong)}", "give integers")
+            raise RequestError(f"{name} holds {shown(wrong)}", "give integers", param=name)
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError(
                     f"{name} holds {shown(token_id)}, outside the vocabulary of {self._vocab_size}",
                     f"use ids from 0 to {self._vocab_size - 1}",
+                    param=name,
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -295,7 +296,11 @@ class InputProcessor:
         """The compiled ``structured_outputs``, or None."""
         if params.structured_outputs is None:
             return None
-        return self._compiler().compile(params.structured_outputs)
+        try:
+            return self._compiler().compile(params.structured_outputs)
+        except RequestError as error:
+            # It may come from another process, which knows no parameters.
+            raise RequestError(error.cause, error.remedy, param=PARAM) from error
 
     def _compiler(self) -> GrammarCompiler:
         with self._grammars_lock:

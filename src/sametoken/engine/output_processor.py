@@ -31,10 +31,12 @@ class ProcessedUpdates:
         outputs: outputs of finished requests, and of streamed ones with new tokens.
         released: ids of finished engine requests, each with the tokens of prompt and output
             that it kept, for ``EngineCore.release``.
+        num_tokens: tokens that the updates added to outputs; those cut at a stop are none.
     """
 
     outputs: tuple[RequestOutput, ...]
     released: Mapping[str, int]
+    num_tokens: int = 0
 
 
 class OutputProcessor:
@@ -68,11 +70,14 @@ class OutputProcessor:
         """Process one step's updates; those of finished requests are ignored."""
         touched: dict[str, _Request] = {}
         released: dict[str, int] = {}
+        num_tokens = 0
         for update in updates:
             if update.request_id not in self._completions:
                 continue
             request, completion = self._completions[update.request_id]
+            num_before = len(completion.token_ids)
             request.take(completion, update, now)
+            num_tokens += len(completion.token_ids) - num_before
             touched[request.request_id] = request
             if completion.finish_reason is not None:
                 del self._completions[update.request_id]
@@ -83,7 +88,7 @@ class OutputProcessor:
         for request in touched.values():
             if request.finished:
                 del self._requests[request.request_id]
-        return ProcessedUpdates(outputs, released)
+        return ProcessedUpdates(outputs, released, num_tokens)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
         """Abort a request, keeping its output so far; an unknown id gives no output."""

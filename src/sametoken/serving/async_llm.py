@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import (
@@ -144,6 +144,14 @@ class AsyncLLM:
             await process.stop(grace_s=0.0)
             raise
         return cls(process, config, limits, build, tokenizer)
+
+    async def __aenter__(self) -> Self:
+        """Enter a block that ends with ``shutdown``."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Shut down."""
+        await self.shutdown()
 
     @property
     def is_ready(self) -> bool:

@@ -245,7 +245,9 @@ class EngineClient:
             if update.request_id in self._used_ids:
                 self._collector.count_update(update)
         self._release_replay(self._audit.take(message.updates))
-        self._deliver(self._outputs.process(message.updates, time.monotonic()))
+        processed = self._outputs.process(message.updates, time.monotonic())
+        self._collector.count_tokens(processed.num_tokens)
+        self._deliver(processed)
 
     def _take_refusal(self, refusal: Refused) -> None:
         refused = [

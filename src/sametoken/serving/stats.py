@@ -116,7 +116,8 @@ class EngineStats:
             of windows with drafts.
         num_prompt_tokens, num_cached_tokens: prompt tokens of requests that have ended, and
             those of them from the prefix cache.
-        num_output_tokens: emitted tokens, including those cut at a stop.
+        num_output_tokens: tokens of all outputs so far, of aborted requests too; those cut at a
+            stop are none.
         num_finished: finished requests by finish reason ("stop", "length", "abort", "error").
         num_failed: requests lost with an engine process.
         num_overloaded: requests refused because the queue was full.
@@ -147,7 +148,7 @@ class EngineStats:
 
 
 class StatsCollector:
-    """Counts steps, updates and requests; ``snapshot`` returns the totals."""
+    """Counts steps, updates, tokens and requests; ``snapshot`` returns the totals."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_failed = 0
@@ -168,11 +169,14 @@ class StatsCollector:
         self._step_total += seconds
 
     def count_update(self, update: RequestUpdate) -> None:
-        """Count a request's output of one step."""
+        """Count the drafts of one request's step."""
         if update.samples and not update.failed:
             self._by_drafts[update.num_drafts] += 1
             self._by_accepted[update.num_accepted] += 1
-            self._num_output_tokens += len(update.token_ids)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count tokens that outputs gained."""
+        self._num_output_tokens += num_tokens
 
     def count_finished(self, output: RequestOutput) -> None:
         """Count a finished request under the finish reason of its first completion."""

@@ -106,6 +106,10 @@ class Reasoning:
         return (*self.end, *last, *self.begins)
 
 
+#: The sampling parameter that a constraint is.
+PARAM = "structured_outputs"
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """A constraint on a completion's text. Exactly one kind is set.
@@ -139,13 +143,14 @@ class StructuredOutputs:
             object.__setattr__(self, "json_schema", _json_text(self.json_schema))
         if not isinstance(self.reasoning, Reasoning | None):
             cause = f"structured_outputs reasoning={shown(self.reasoning)} is not possible"
-            raise RequestError(cause, "use Reasoning or leave it out")
+            raise RequestError(cause, "use Reasoning or leave it out", param=PARAM)
         names = [name for name in _FORMS if self._is_set(name)]
         if len(names) != 1:
             found = " and ".join(names) or "nothing"
             raise RequestError(
                 f"structured_outputs sets {found}",
                 "set exactly one of json_schema, json_object, regex, grammar and choice",
+                param=PARAM,
             )
         self._check(names[0], getattr(self, names[0]))
 
@@ -168,7 +173,7 @@ class StructuredOutputs:
             fits = _is_text(value)
         if not fits:
             cause = f"structured_outputs {name}={shown(value)} is not possible"
-            raise RequestError(cause, _FORMS[name])
+            raise RequestError(cause, _FORMS[name], param=PARAM)
 
 
 _FORMS = {
@@ -185,7 +190,7 @@ def _json_text(schema: Mapping[str, Any]) -> str:
         return json.dumps(dict(schema))
     except (TypeError, ValueError) as error:
         cause = f"structured_outputs json_schema is not JSON ({shown(error)})"
-        raise RequestError(cause, _FORMS["json_schema"]) from error
+        raise RequestError(cause, _FORMS["json_schema"], param=PARAM) from error
 
 
 def _is_text(value: object) -> bool:

@@ -47,6 +47,14 @@ def test_a_dry_run_shows_the_preset_and_measures_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_drafter_is_a_method_s_name_or_json(tmp_path):
+    arguments = ("--model", "m", "--dry-run", "--json")
+    named = run(tmp_path, *arguments, "--drafter", "ngram")
+    assert named.exit_code == 0, named.output
+    written = run(tmp_path, *arguments, "--drafter", '{"method": "ngram"}')
+    assert json.loads(named.stdout) == json.loads(written.stdout)
+
+
 def test_results_are_shown_and_failures_make_the_exit_code(tmp_path, engine):
     result = run(tmp_path, "--model", "m", "--output-len", "1,99", "--dtype", "float32")
     assert result.exit_code == 1
@@ -88,7 +96,8 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_measured(
     [
         ((), "has no model"),
         (("--model", "m", "--output-len", "1;2"), "not a list of numbers"),
-        (("--model", "m", "--drafter", "ngram"), "is no JSON object"),
+        (("--model", "m", "--drafter", "[1]"), "give one, a method's name, or none"),
+        (("--model", "m", "--drafter", "ngramm"), "did you mean 'ngram'"),
         (("--model", "m", "--drafter", "{}"), "neither a method nor a model"),
         (("--model", "m", "--preset", "vllm"), "'vllm' is not known"),
     ],

@@ -85,9 +85,14 @@ def test_without_speculation_there_is_nothing_to_compare(model):
         (("gsm8k", "--limit", "0"), "limit=0 is not possible"),
         (("gsm8k", "--max-tokens", "0"), "max_tokens=0 is not possible"),
         (("gsm8k", "--num-fewshot", "-1"), "num_fewshot=-1 is not possible"),
+        (
+            ("gsm8k", "--metric", "exact_match"),
+            "gsm8k has no metric 'exact_match'. use one of ('exact_match,strict-match', "
+            "'exact_match,flexible-extract')",
+        ),
     ],
 )
-def test_tasks_and_files_are_checked_before_the_model_is_loaded(monkeypatch, arguments, why):
+def test_tasks_files_and_metrics_are_checked_before_the_model_loads(monkeypatch, arguments, why):
     monkeypatch.setattr(llm_module, "build_engine", None)
     # Reading all of lm-eval's tasks takes long.
     few = tasks.TaskManager(include_defaults=False)

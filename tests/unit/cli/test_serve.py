@@ -53,6 +53,23 @@ def test_options_reach_engine_limits_and_server(started):
     assert listener.fileno() == -1, "the socket is left open"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("m", "--served-model-name", "a", "b", "--seed", "5"), ("a", "b")),
+        (("--served-model-name", "a", "b", "c", "--seed", "5", "--model", "m"), ("a", "b", "c")),
+        (("m", "--seed", "5", "--served-model-name", "a", "--served-model-name", "b"), ("a", "b")),
+        (("--seed", "5", "--served-model-name", "a", "m"), ("a",)),
+        (("m", "--served-model-name=a", "--seed", "5"), ("a",)),
+    ],
+)
+def test_several_names_may_follow_one_flag(started, arguments, names):
+    result = CliRunner().invoke(app, ["serve", *arguments, "--port", "0"])
+    assert result.exit_code == 0, result.output
+    ((engine, _, server, _),) = started
+    assert (engine.model, engine.seed, server.served_model_name) == ("m", 5, names)
+
+
 def test_the_key_may_stand_in_a_variable(started, monkeypatch):
     monkeypatch.setenv(command.API_KEY_VARIABLE, "secret")
     invoke()

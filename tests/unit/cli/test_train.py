@@ -62,6 +62,16 @@ def test_text_then_a_head(target, prompts, tmp_path):
     assert config["draft_vocab_size"] == 20
 
 
+def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    text = tmp_path / "text.jsonl"
+    text.write_text("hours of answers\n")
+    refused = run("text", target, text, "--prompts", prompts, "--device", "cpu")
+    assert refused.exit_code == 2
+    assert f"{text} is there already. remove it, or choose another output" in refused.stderr
+    assert text.read_text() == "hours of answers\n"
+
+
 def test_a_head_straight_from_prompts(target, prompts, tmp_path):
     options = ["--generate-from", prompts, "--answer-tokens", 6]
     trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)

@@ -344,9 +344,8 @@ async def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
     async def stopped():
-        llm = await AsyncLLM.start(config)
-        stream = llm.generate("the cat", params, "r")
-        await llm.shutdown()
+        async with await AsyncLLM.start(config) as llm:
+            stream = llm.generate("the cat", params, "r")
         with pytest.raises(EngineDeadError, match="was shut down"):
             await last_of(stream)
         with pytest.raises(EngineDeadError, match="the engine is gone"):

@@ -158,6 +158,23 @@ async def test_a_stop_string_ends_the_request_and_frees_the_engine(open_kit):
         assert kit.process.take_sent() == [Release({"r": len(PROMPT) + len(dog)})]
 
 
+async def test_tokens_cut_at_a_stop_are_not_counted_and_those_of_aborted_requests_are(open_kit):
+    async with open_kit() as kit:
+        dog = kit.inputs.tokenize("the dog").token_ids
+        stopped = kit.begin("stopped", stop="og", max_tokens=20, n=2)
+        kit.begin("aborted", max_tokens=20)
+        first, second = "stopped.0", "stopped.1"
+        assert [one.request_id for one in kit.process.take_sent()[0].completions] == [first, second]
+        kit.report(update(first, *dog, 30), update(second, 20), update("aborted", 40, 41))
+        # A step in flight when its completion ended.
+        kit.report(update(first, 31, 32))
+        kit.report(update(second, *dog))
+        counts = [len(one.token_ids) for one in (await anext(stopped)).outputs]
+        assert counts == [len(dog), 1 + len(dog)]
+        kit.client.abort("aborted")
+        assert kit.client.stats.num_output_tokens == sum(counts) + 2
+
+
 async def test_a_failed_request_fails_alone(open_kit):
     async with open_kit() as kit:
         bad, good = kit.begin("bad"), kit.begin("good")

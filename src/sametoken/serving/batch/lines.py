@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -113,7 +115,7 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
     """The lines of a file, in order. Lines that repeat a custom_id are refused.
 
     Args:
-        path: the file.
+        path: the file, or a pipe; devices may have no end.
         max_line_bytes: longer lines are refused, and not kept.
 
     Raises:
@@ -121,6 +123,9 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
     """
     try:
         with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise OSError("it is a device")
             return list(_with_unique_ids(_not_blank(file, max_line_bytes)))
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error

@@ -19,8 +19,15 @@ from sametoken.serving.http.completions import complete
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import as_api_error, install_handlers, invalid
 from sametoken.serving.http.metrics import make_registry
-from sametoken.serving.http.middleware import Authentication, BodyBounds, BodyLimit, RateLimit
+from sametoken.serving.http.middleware import (
+    Authentication,
+    BodyBounds,
+    BodyLimit,
+    HeadAsGet,
+    RateLimit,
+)
 from sametoken.serving.http.pages import page_routes
+from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -87,6 +94,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     install_handlers(app)
     _document(app)
     # The middleware added last runs first.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, bounds=BodyBounds.of(config))
     if config.rate_limit:
         app.add_middleware(RateLimit, per_minute=config.rate_limit, by_key=bool(config.api_key))
@@ -111,14 +119,16 @@ def _openai_routes(served: Served) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        return await complete(served, body, request)
+        with named_as_sent(body):
+            return await complete(served, body, request)
 
     @router.post(
         "/chat/completions", response_model=ChatResponse, responses={200: {"content": _EVENTS}}
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_chat(served, body, request)
+        with named_as_sent(body):
+            return await answer_chat(served, body, request)
 
     @router.get("/models")
     async def models() -> ModelList:
@@ -178,6 +188,7 @@ def _token_routes(served: Served) -> APIRouter:
             raise RequestError(
                 f"tokens hold an id outside the vocabulary of {vocab_size}",
                 f"use ids from 0 to {vocab_size - 1}",
+                param="tokens",
             )
         decode = served.engine.get_tokenizer().decode
         text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)

@@ -29,7 +29,7 @@ from sametoken.serving.http.logprobs import (
     prompt_logprobs,
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
-from sametoken.serving.http.parsed import Parsed
+from sametoken.serving.http.parsed import Parsed, with_one_call
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -75,6 +75,8 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
     params, parser = served.reasons(params, rendered, use.parser)
+    if request.parallel_tool_calls is False:
+        parser = with_one_call(parser)
     use = replace(use, parser=parser)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model, served.shows_versions)

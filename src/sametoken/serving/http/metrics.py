@@ -81,7 +81,9 @@ class EngineCollector(Collector):
         yield self._counter(
             "prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.num_cached_tokens
         )
-        yield self._counter("generation_tokens", "Tokens emitted.", stats.num_output_tokens)
+        yield self._counter(
+            "generation_tokens", "Tokens of answers, whole or not.", stats.num_output_tokens
+        )
         yield self._labelled(
             "request_success",
             "Finished requests.",

@@ -105,6 +105,29 @@ class Authentication:
         )
 
 
+class HeadAsGet:
+    """Answers HEAD as GET, without the body: FastAPI's routes refuse it.
+
+    Args:
+        app: the next application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "body": b""} if is_body else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
 class RateLimit:
     """Limits requests per minute, for each key or, without keys, for each address.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sametoken.errors import shown
+from sametoken.errors import RequestError, shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.schemas import (
     ChatRequest,
@@ -18,7 +19,7 @@ from sametoken.serving.http.schemas import (
     StructuredOutputsField,
 )
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import StructuredOutputs
+from sametoken.types.structured_outputs import PARAM, StructuredOutputs
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 #: Fields whose names and meanings are those of ``SamplingParams``.
@@ -148,6 +149,29 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
         first, second, *_ = found
         raise invalid(f"{first} and {second} contradict each other. Send one of them", second)
     return next(iter(found.values()), None)
+
+
+@contextmanager
+def named_as_sent(request: SamplingFields) -> Iterator[None]:
+    """Have the engine's errors name the fields that the client sent."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == PARAM:
+            error.param = _constraint_field(request)
+        elif error.param == "prompt_token_ids":
+            error.param = "prompt"
+        raise
+
+
+def _constraint_field(request: SamplingFields) -> str:
+    """The field that has a request's constraint; a forced call's is that of its tools."""
+    form = request.response_format
+    if form is not None and form.type != "text":
+        return "response_format"
+    fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
+    sent = (name for name in (*fields, "guided_grammar") if getattr(request, name) is not None)
+    return next(sent, "tools")
 
 
 def json_schema(schema: dict[str, Any]) -> StructuredOutputs:

@@ -8,7 +8,7 @@ result for the text, so a stream of differences adds up to the whole
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,16 @@ Encode = Callable[[str], tuple[int, ...]]
 def parse_nothing(text: str, finished: bool) -> Parsed:
     """For answers without calls: the whole text is content."""
     return Parsed(text)
+
+
+def with_one_call(parser: Parser) -> Parser:
+    """The parser without the calls after the first."""
+
+    def parse(text: str, finished: bool) -> Parsed:
+        parsed = parser(text, finished)
+        return replace(parsed, calls=parsed.calls[:1])
+
+    return parse
 
 
 def num_safe(text: str, *marks: str) -> int:

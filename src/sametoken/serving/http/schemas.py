@@ -43,14 +43,21 @@ IGNORED_FIELDS = frozenset(
 DETAILED: Literal["detailed"] = "detailed"
 #: Known fields that are refused, with what to do instead.
 REFUSED_FIELDS: Mapping[str, str] = {
+    "add_special_tokens": "the chat template writes them",
     "audio": "only text is supported; leave it out",
+    "cache_salt": "turn the prefix cache off where times may reveal prompts",
     "chat_template": "give the template in the checkpoint",
     "documents": "put the texts into the messages",
+    "echo": "it belongs to /v1/completions",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "kv_transfer_params": "leave it out; one engine computes the whole answer",
     "length_penalty": "it belongs to beam search, which is not supported",
+    "logits_processors": "use logit_bias, bad_words, allowed_token_ids or structured_outputs",
     "modalities": "only text is supported; leave it out",
+    "priority": "leave it out; requests run in the order they come",
     "reasoning_effort": "it belongs to conversations; use /v1/chat/completions",
+    "request_id": "leave it out; the server makes one",
     "suffix": "put what follows into the prompt, in the model's own format",
     "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "leave it out; only sampling is supported",
@@ -59,8 +66,11 @@ REFUSED_FIELDS: Mapping[str, str] = {
 }
 #: Values of refused fields that ask for nothing, as clients send them that fill in defaults.
 NEUTRAL_VALUES: Mapping[str, Any] = {
+    "add_special_tokens": False,
+    "echo": False,
     "length_penalty": 1.0,
     "modalities": ["text"],
+    "priority": 0,
     "suffix": "",
     "use_beam_search": False,
     "verbosity": "medium",

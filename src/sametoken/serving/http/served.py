@@ -174,9 +174,9 @@ class Served:
             options: the server's variables.
 
         Raises:
-            ApiError: the client sets a reserved variable, a message is not text, or the options
-                contradict each other.
-            RequestError: there is no chat template, or it refuses the messages.
+            ApiError: the client sets a reserved variable, or the options contradict each other.
+            RequestError: a message is not text, or there is no chat template, or it refuses the
+                messages.
         """
         for name in given or {}:
             if name in _RESERVED:

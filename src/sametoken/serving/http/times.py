@@ -45,7 +45,9 @@ class RequestTimes:
             "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
         )
         self._output_tokens = histogram(
-            "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
+            "request_generation_tokens",
+            "Output tokens of a finished request, all its completions together.",
+            _TOKENS,
         )
 
     def observe(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:

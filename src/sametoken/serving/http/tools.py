@@ -56,7 +56,9 @@ def tool_use(
     """
     choice = request.tool_choice
     if not request.tools:
-        if choice not in (None, "none"):
+        # Agents without a tool send an empty list with what they always choose.
+        asks_for_nothing = choice == "auto" and request.tools is not None
+        if choice not in (None, "none") and not asks_for_nothing:
             raise invalid("tool_choice needs tools. Send tools, or leave it out", "tool_choice")
         return ToolUse(None, parse_nothing, structured)
     if choice == "none":
@@ -74,12 +76,6 @@ def tool_use(
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
     if choice == "required":
         return ToolUse(tools, parse_required, json_schema(_any_call(request)))
-    if request.parallel_tool_calls is False:
-        raise invalid(
-            "parallel_tool_calls=false needs a forced call. Set tool_choice to "
-            '"required" or to the one function, or leave it out',
-            "parallel_tool_calls",
-        )
     if parser is None:
         raise invalid(
             "the syntax of this model's tool calls is not known. Start the server with "
@@ -101,7 +97,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the format of chat templates: texts joined, arguments of calls as objects.
 
     Raises:
-        ApiError: a part is not text, or arguments are not a JSON object.
+        RequestError: a part is not text.
+        ApiError: arguments are not a JSON object.
     """
     return [_template_message(message) for message in messages]
 

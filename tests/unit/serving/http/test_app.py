@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import re
 
+import httpx
 import pytest
 
 import sametoken
 from helpers.fake_engine import STATS, SUMMARY, FakeEngine
+from helpers.http_server import running_app
 from sametoken.errors import EngineRestartingError
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.stats import AuditDifference, AuditStats
 
 
@@ -76,6 +80,38 @@ BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
 def test_tokens_that_cannot_be(serve, path, body):
     answer = serve().post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", "/metrics", "/"])
+def test_head_is_get_without_the_body(serve, path):
+    client = serve()
+    whole, head = client.get(path), client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+
+
+def test_a_connection_serves_on_after_a_head():
+    with running_app(create_app(FakeEngine(), ServerConfig())) as url, httpx.Client() as client:
+        for _ in range(2):
+            head = client.head(f"{url}/health")
+            assert (head.status_code, head.content) == (200, b"")
+            assert client.get(f"{url}/health").json()["status"] == "ok"
+
+
+def test_ids_outside_the_vocabulary_are_named(serve):
+    answer = serve().post("/detokenize", json={"tokens": [SUMMARY.vocab_size]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_head_of_what_has_no_get_is_refused(serve):
+    assert serve().head("/v1/completions").status_code == 405
+
+
+def test_head_needs_the_key_that_get_needs(serve):
+    client = serve(api_key=("secret",))
+    assert client.head("/health").status_code == 200
+    assert client.head("/v1/models").status_code == 401
 
 
 def test_health_and_readiness(serve):

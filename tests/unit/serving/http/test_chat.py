@@ -115,6 +115,16 @@ def test_tool_calls(serve):
     assert all("id" not in call and "name" not in call["function"] for call in deltas[1:])
 
 
+def test_without_parallel_calls_the_first_is_the_only_one(serve):
+    two = {"tools": [ADD], "parallel_tool_calls": False}
+    for said in (f"{CALL}\n{CALL}", harmony(f"{TO_ADD}{{}}<|call|><|start|>assistant{TO_ADD}{{}}")):
+        whole, chunks = both(serve, said, **two)
+        (choice,) = whole["choices"]
+        assert (choice["finish_reason"], len(calls_of(choice["message"]))) == ("tool_calls", 1)
+        deltas = [one["delta"] for chunk in chunks for one in chunk["choices"]]
+        assert {call["index"] for one in deltas for call in one.get("tool_calls") or []} == {0}
+
+
 def test_content_is_null_beside_a_bare_call(serve):
     whole, _ = both(serve, CALL, tools=[ADD])
     assert whole["choices"][0]["message"]["content"] is None
@@ -200,6 +210,8 @@ def test_usage_throughout_a_stream(serve):
         {"modalities": ["text"], "verbosity": "medium"},
         {"top_logprobs": 0},
         {"use_beam_search": False, "length_penalty": 1.0},
+        {"priority": 0, "echo": False, "add_special_tokens": False},
+        {"tools": [], "tool_choice": "auto"},
         {"seed": -1},
         {"stream_options": None},
     ],
@@ -207,6 +219,10 @@ def test_usage_throughout_a_stream(serve):
 def test_what_asks_for_nothing_is_served(serve, body):
     answer = serve(FakeEngine("hello")).post("/v1/chat/completions", json={"messages": USER} | body)
     assert len(answer.json()["choices"]) == 1
+
+
+NOWHERE = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
+UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +238,11 @@ def test_what_asks_for_nothing_is_served(serve, body):
         ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"logprobs": 3}, "logprobs"),
+        ({"priority": 1}, "priority"),
+        ({"echo": True}, "echo"),
+        ({"stop_token_ids": [2**30]}, "stop_token_ids"),
+        ({"response_format": {"type": "regex", "regex": "((("}}, "response_format"),
+        ({"tools": [UNUSABLE], "tool_choice": "required"}, "tools"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(serve, body, param):

@@ -204,6 +204,29 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
     assert param in error["message"]
 
 
+BROKEN = "((("
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [2**30]}, "prompt"),
+        ({"stop_token_ids": [2**30]}, "stop_token_ids"),
+        ({"allowed_token_ids": [2**30]}, "allowed_token_ids"),
+        ({"logit_bias": {str(2**30): 1.0}}, "logit_bias"),
+        ({"guided_regex": BROKEN}, "guided_regex"),
+        ({"guided_grammar": ""}, "guided_grammar"),
+        ({"structured_outputs": {"regex": BROKEN}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"response_format": {"type": "regex", "regex": BROKEN}}, "response_format"),
+        ({"response_format": {"type": "text"}, "guided_json": "{"}, "guided_json"),
+    ],
+)
+def test_errors_of_the_engine_name_the_field_that_was_sent(serve, body, param):
+    answer = serve().post("/v1/completions", json={"prompt": "x"} | body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_log_probabilities_have_a_limit(serve, name):
     client = serve(max_logprobs=2)

@@ -14,11 +14,7 @@ from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.nvfp4_linear import Nvfp4Linear
-from sametoken.models.load.quantization import (
-    kv_strategy,
-    read_quantization,
-    require_unquantized,
-)
+from sametoken.models.load.quantization import kv_strategy, read_quantization, require_unquantized
 
 LAYER = "model.layers.11"
 

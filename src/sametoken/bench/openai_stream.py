@@ -325,7 +325,9 @@ async def run_load(
         load: arrival times and concurrency limit.
         advance: called for each finished request.
     """
-    bound = contextlib.nullcontext() if load.concurrency is None else _limit(load.concurrency)
+    bound: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+    if load.concurrency is not None:
+        bound = asyncio.Semaphore(load.concurrency)
     run = LoadRun(time.perf_counter())
 
     async def one(index: int, body: Mapping[str, Any], due: float) -> None:
@@ -342,10 +344,6 @@ async def run_load(
             tasks.create_task(one(index, body, at))
     run.requests.sort(key=lambda record: record.index)
     return run
-
-
-def _limit(concurrency: int) -> contextlib.AbstractAsyncContextManager[None]:
-    return asyncio.Semaphore(concurrency)
 
 
 def traced_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:

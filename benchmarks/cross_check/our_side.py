@@ -123,7 +123,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
     parser.add_argument("--parties", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
     args = parser.parse_args()
     prompts = read_prompts(args.prompts)[: args.num_prompts]
     engines = {"plain": engine(args, None), "eagle3": engine(args, args.head)}
@@ -133,7 +132,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     settings = {"device": gpu, "torch": torch.__version__, "max_tokens": args.max_tokens}
     sides = {}
-    with alone(args.gate, "ours", args.parties, args.patience):
+    with alone(args.gate, "ours", args.parties):
         for name, llm in engines.items():
             passes = measure(llm, prompts, args.max_tokens)
             sides[name] = Side("sametoken", passes, [], [], settings)

@@ -20,6 +20,8 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 8192
 KV_CACHE_BYTES = 2 << 30
 NUM_CANDIDATES = 5
+#: Seconds in which the other parties have to be up.
+PATIENCE = 150.0
 ONE_BY_ONE, TOGETHER = "one at a time", "all at once"
 
 #: [position][rank]: the most likely tokens at a position, (token id, log-probability).
@@ -105,13 +107,13 @@ def repeated(name: str, run, num_repeats: int) -> Pass:
 
 
 @contextmanager
-def alone(gate: Path | None, name: str, parties: int, patience: float) -> Iterator[None]:
-    """Wait at most ``patience`` seconds until all parties are up, then take the lock."""
+def alone(gate: Path | None, name: str, parties: int) -> Iterator[None]:
+    """Wait at most ``PATIENCE`` seconds until all parties are up, then take the lock."""
     if gate is None:
         yield
         return
     (gate / f"ready.{name}").touch()
-    ends = time.monotonic() + patience
+    ends = time.monotonic() + PATIENCE
     while len(list(gate.glob("ready.*"))) < parties and time.monotonic() < ends:
         time.sleep(0.2)
     with (gate / "lock").open("w") as lock:

@@ -158,7 +158,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
     parser.add_argument("--parties", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
     args = parser.parse_args()
     prompts = read_prompts(args.prompts)
     engine = Engine(args.checkpoint, args.head)
@@ -166,7 +165,7 @@ def main() -> None:
     for batch in (prompts, prompts[:1]):
         engine.answer(batch, 24)
     print("warm", flush=True)
-    with alone(args.gate, args.output.stem, args.parties, args.patience):
+    with alone(args.gate, args.output.stem, args.parties):
         side = measure(engine, prompts, args.max_tokens)
     write_side(args.output, side)
     for name, one in side.passes.items():

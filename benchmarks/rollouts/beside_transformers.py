@@ -92,18 +92,6 @@ def compared(
     return found
 
 
-def profile(exact: ExactModel, sequences: Sequences) -> None:
-    """Print what an exact pass spends its time on, on the device and on the host."""
-    with torch.profiler.profile() as profiler:
-        torch.cat(exact(sequences)).mean().backward()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    exact.zero_grad()
-    totals = profiler.key_averages()
-    for order in ("self_device_time_total", "self_cpu_time_total"):
-        print(totals.table(sort_by=order, row_limit=25, max_name_column_width=60), flush=True)
-
-
 def report(found: dict[str, tuple[float, float, float]]) -> None:
     """Print a table, and the ratio of the sums."""
     print("| | forward | backward | both | memory of a pass, gradients included |")
@@ -130,7 +118,6 @@ def main() -> None:
         help="of the sequences, as 256,192,128,64; may be repeated",
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="show the kernels of the last set")
     given = parser.parse_args()
     sets = given.lengths or [[256, 192, 128, 64]]
     with tempfile.TemporaryDirectory() as folder:
@@ -154,8 +141,6 @@ def main() -> None:
         ]
         print(f"{given.dtype}, {device}, sequences of {lengths} tokens")
         report(compared(exact, plain, sequences, given.repeats))
-    if given.profile:
-        profile(exact, sequences)
 
 
 if __name__ == "__main__":

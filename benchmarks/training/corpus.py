@@ -29,6 +29,8 @@ PACKAGES = (
     "sympy networkx sklearn scipy pandas numpy mypy rich jinja2 requests fastapi pydantic "
     "transformers stdlib"
 )
+# Of code, of pieces of code to edit, and of generated calculators to edit.
+MOST_CHARACTERS, MOST_PIECES, CALCULATORS = 110_000_000, 45_000, 12_000
 CALCULATION = re.compile(r"<<.*?>>")
 
 
@@ -43,10 +45,10 @@ def wheel_sources(folder: Path) -> Iterator[str]:
                         continue
 
 
-def all_sources(args: argparse.Namespace) -> Iterator[str]:
-    if args.wheels:
-        yield from wheel_sources(args.wheels)
-    for name in args.packages.split():
+def all_sources(wheels: Path | None) -> Iterator[str]:
+    if wheels:
+        yield from wheel_sources(wheels)
+    for name in PACKAGES.split():
         yield from package_sources(name)
 
 
@@ -57,9 +59,9 @@ def is_code(text: str) -> bool:
     return max(map(len, text.splitlines())) <= 400
 
 
-def whole_files(args: argparse.Namespace, choose: random.Random) -> list[str]:
+def whole_files(wheels: Path | None, choose: random.Random) -> list[str]:
     """Return each file once, in random order."""
-    files = list(dict.fromkeys(text for text in all_sources(args) if is_code(text)))
+    files = list(dict.fromkeys(text for text in all_sources(wheels) if is_code(text)))
     choose.shuffle(files)
     return files
 
@@ -114,27 +116,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("datasets", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--packages", default=PACKAGES, help="names of installed packages")
     parser.add_argument("--wheels", type=Path, help="folder of wheels with more code")
-    parser.add_argument(
-        "--characters", type=int, default=110_000_000, help="maximum characters of code"
-    )
-    parser.add_argument("--pieces", type=int, default=45_000, help="maximum pieces of code to edit")
-    parser.add_argument(
-        "--calculators", type=int, default=12_000, help="number of generated calculators to edit"
-    )
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     # Old code has invalid escapes, which warn when parsed; generated code can be deeply nested.
     warnings.simplefilter("ignore", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     sys.setrecursionlimit(5000)
-    choose = random.Random(args.seed)
+    choose = random.Random(0)
     args.output.mkdir(parents=True, exist_ok=True)
-    files = whole_files(args, choose)
-    edits = code_edits(files, choose, args.pieces) + calculator_edits(choose, args.calculators)
+    files = whole_files(args.wheels, choose)
+    edits = code_edits(files, choose, MOST_PIECES) + calculator_edits(choose, CALCULATORS)
     choose.shuffle(edits)
-    write(args.output / "code.jsonl.gz", within(files, args.characters))
+    write(args.output / "code.jsonl.gz", within(files, MOST_CHARACTERS))
     write(args.output / "chat.jsonl.gz", map(messages, conversations(args.datasets)))
     write(args.output / "edits.jsonl.gz", map(messages, edits))
 

@@ -8,11 +8,7 @@ import inspect
 import sametoken
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.llm import LLM
-from sametoken.types.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-)
+from sametoken.types.outputs import CompletionOutput, Logprob, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 ENGINE = {

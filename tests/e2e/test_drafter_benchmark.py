@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from helpers.scripts import imported
+
 PROMPTS_OF_EACH = 2
 
 
 @pytest.fixture
-def drafters(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "cpu"))
-    before = set(sys.modules)
-    import drafters
-
-    yield drafters
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+def drafters():
+    with imported("cpu", "drafters") as modules:
+        yield modules.drafters
 
 
 def answer(seconds: float, last_token: int = 4, speculation=None) -> dict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 from helpers.checkpoints import write_checkpoint
 from helpers.exact import CONFIGS, all_equal, rollout, write_exact
 from helpers.hybrids import EXPERTS, merged_experts, twin_config, twin_tensors
+from helpers.scripts import imported
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, SamplingParams
 from sametoken.exact import ExactModel
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 
 
@@ -118,12 +117,9 @@ def test_an_optimizers_step_reaches_both_sides(name, checkpoints):
 
 
 @pytest.fixture
-def grpo(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "rollouts"))
-    import grpo
-
-    yield grpo
-    del sys.modules["grpo"]
+def grpo():
+    with imported("rollouts", "grpo") as modules:
+        yield modules.grpo
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.calculator import NGRAM
 from helpers.checkpoints import VOCAB
 from helpers.harness import request, run
 from helpers.hybrids import write_hybrid
@@ -14,12 +15,6 @@ from sametoken.engine.build import build_engine
 from sametoken.layers import slices
 
 CONTEXT = 131_072
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 64,
-    "prompt_lookup_max": 10,
-    "prompt_lookup_min": 2,
-}
 
 
 @pytest.fixture(scope="module")

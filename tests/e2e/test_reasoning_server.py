@@ -8,18 +8,12 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer, write_chat_model
+from helpers.chat_model import CHAT_TEMPLATE, SCHEMA, SPECIAL, byte_tokenizer, write_chat_model
 from helpers.http_server import running_server
 
 TOKENS = byte_tokenizer((*SPECIAL, "<think>", "</think>"))
 END = TOKENS.token_to_id("</think>")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},
-    "required": ["name", "old"],
-    "additionalProperties": False,
-}
 PICK = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 #: A small random model ends its reasoning by chance, which this helps along.

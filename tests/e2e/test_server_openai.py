@@ -13,7 +13,7 @@ import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from helpers.chat_model import write_chat_model
+from helpers.chat_model import SCHEMA, write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 from sametoken.errors import RequestError
@@ -21,12 +21,6 @@ from sametoken.errors import RequestError
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
 PROMPT = "the inner the other the inner the other the"
 USER = [{"role": "user", "content": "Say the inner the other the inner."}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},
-    "required": ["name", "old"],
-    "additionalProperties": False,
-}
 ADD = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
 
 

@@ -22,12 +22,7 @@ from helpers import calculator
 from helpers.harness import swapped_by
 from sametoken import LLM, SamplingParams
 from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
-from sametoken.models.names import (
-    CHECKOUT_NAMES,
-    HYBRID_NAME,
-    NEMOTRON_NAME,
-    checkout_directory,
-)
+from sametoken.models.names import CHECKOUT_NAMES, HYBRID_NAME, NEMOTRON_NAME, checkout_directory
 from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 transformers_logging.disable_progress_bar()

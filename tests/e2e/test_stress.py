@@ -6,35 +6,26 @@ to any model.
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
-import sys
 import time
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from helpers.chat_model import write_chat_model
+from helpers.scripts import imported
 
-STRESS = Path(__file__).parents[2] / "benchmarks" / "stress"
 NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "80"))
-MODULES = ("attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
+MODULES = ("stress", "attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}
 
 
 @pytest.fixture(scope="module")
 def stress():
-    names = ("stress", *MODULES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STRESS)
-        modules = [importlib.import_module(name) for name in names]
-        yield SimpleNamespace(**dict(zip(("main", *MODULES), modules, strict=True)))
-    for name in names:
-        del sys.modules[name]
+    with imported("stress", *MODULES) as modules:
+        yield modules
 
 
 def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
@@ -43,7 +34,7 @@ def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
     limits = stress.judge.Limits(
         health_s=5.0, gap_s=10.0, bomb_s=60.0, half_open_s=60.0, growth_mib=500.0
     )
-    plan = stress.main.Plan(
+    plan = stress.stress.Plan(
         num_requests=NUM_REQUESTS,
         num_clients=8,
         num_half_openers=2,
@@ -52,7 +43,7 @@ def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
         limits=limits,
         options=TIMEOUTS,
     )
-    result = stress.main.run_stress_test(str(model), plan)
+    result = stress.stress.run_stress_test(str(model), plan)
     missed = {name: one for name, one in result.criteria().items() if not one["passed"]}
     assert not missed, (missed, result.seen()["faults"], dict(result.tally.lost))
     tally = result.tally

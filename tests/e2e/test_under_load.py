@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,12 +12,12 @@ import pytest
 import torch
 
 from helpers.checkpoints import LLAMA
+from helpers.scripts import imported
 from sametoken.bench.roofline import target_pass
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
-UNDER_LOAD = Path(__file__).parents[2] / "benchmarks" / "under_load"
-PARTS = ("workloads", "configs", "engines", "floor", "machine", "report")
+PARTS = ("drive", "workloads", "configs", "engines", "floor", "machine", "report")
 # Of sizes that no kernel pads.
 SIZES = LLAMA | {
     "vocab_size": 512,
@@ -48,13 +47,8 @@ LOADS = ["burst:2", "mixed:5", "long:2x100", "asked", "ngram-never", "ngram-repe
 
 @pytest.fixture(scope="module")
 def bench():
-    names = ("drive", *PARTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(UNDER_LOAD)
-        modules = [importlib.import_module(name) for name in names]
-        yield SimpleNamespace(**dict(zip(("main", *PARTS), modules, strict=True)))
-    for name in names:
-        del sys.modules[name]
+    with imported("under_load", *PARTS) as modules:
+        yield modules
     # The script freezes what it finds, in a process of its own. What was collected is frozen
     # again: without that each full search for garbage in this process takes seconds.
     gc.unfreeze()
@@ -171,7 +165,7 @@ def write_models(directory: Path) -> Path:
 
 def run(bench, monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["drive.py", *arguments])
-    return bench.main.main()
+    return bench.drive.main()
 
 
 def test_every_workload_runs_and_is_reported(bench, monkeypatch, tmp_path, capsys):

@@ -27,6 +27,13 @@ CHAT_TEMPLATE = """\
 {% endif -%}
 """
 MAX_POSITIONS = 1024
+#: Of answers that a random model, too, ends within a few tokens.
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
 
 
 def write_chat_model(directory: Path, seed: int = 0, **changes) -> Path:

@@ -5,12 +5,17 @@ And what they are defined as, in plain PyTorch over a whole sequence.
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 
-from helpers.checkpoints import HIDDEN, VOCAB
+from helpers.checkpoints import HIDDEN, LLAMA, VOCAB
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
+from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import HiddenStates
+from sametoken.models.loader import read_config
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
@@ -99,6 +104,27 @@ def require_reads_what_logits_are_made_from(head) -> None:
     head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
     assert torch.equal(given, before)
     assert torch.equal(hidden.last, before)
+
+
+def require_target_of_its_sizes(checkpoint, write, width: str, directory) -> None:
+    """A head is refused for a target of another vocabulary or width.
+
+    Args:
+        checkpoint: the head's class.
+        write: writes a head of the sizes of ``LLAMA`` to a directory, with changed settings.
+        width: the head's setting that tells the target's.
+    """
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    for name, size, message in (
+        ("vocab_size", 31, "31 tokens, the target has 23"),
+        (width, 48, "48 hidden elements, the target has 16"),
+    ):
+        with pytest.raises(DrafterMismatchError, match=message):
+            checkpoint(write(directory / "head", **{name: size})).require_fit(
+                read_config(directory)
+            )
+    with pytest.raises(DrafterMismatchError, match="23 x 16, the target's is 23 x 20"):
+        checkpoint(write(directory / "head")).load(SharedTarget(hidden=20), **OPTIONS)
 
 
 def rows_of_one_slot(first: int, count: int) -> AttentionRows:

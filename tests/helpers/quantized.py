@@ -17,6 +17,14 @@ FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
 GROUP = FLOAT | {"strategy": "group", "group_size": 128, "dynamic": True}
 STATIC = FLOAT | {"strategy": "tensor"}
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
 
 
 def block_config(**changes) -> dict:

@@ -11,10 +11,7 @@ from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
-from sametoken.ops.step import (
-    compact,
-    reference,
-)
+from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step

@@ -23,10 +23,7 @@ from sametoken.drafters.combined import CascadeDrafter, SharedDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.extraction.writer import (
-    StateWriter,
-    _Sequence,
-)
+from sametoken.extraction.writer import StateWriter, _Sequence
 from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNHead
@@ -41,34 +38,21 @@ from sametoken.ops.native.layer import NativeLayer
 from sametoken.ops.native.recurrent import NativePass, part_table
 from sametoken.ops.reference import ComposedKernels, ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
-from sametoken.ops.step import (
-    compact,
-    reference,
-)
+from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import (
-    LayoutTable,
-    StepInputs,
-)
+from sametoken.ops.step.types import LayoutTable, StepInputs
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import CacheStates, KeptStates
 from sametoken.runner.routed_experts import RecordingKernels, StepExperts
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
-from sametoken.sampling.grammar_masks import (
-    Cursor,
-    SlotGrammars,
-)
+from sametoken.sampling.grammar_masks import Cursor, SlotGrammars
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
 from sametoken.text.grammar.after_reasoning import MatcherAfterReasoning, _Place
-from sametoken.types.layout import (
-    DRAFT_LIMIT,
-    PLACE,
-    STEP_ID,
-)
+from sametoken.types.layout import DRAFT_LIMIT, PLACE, STEP_ID
 from sametoken.types.length_bound import LenBound
 
 FEW = "tests/e2e/test_same_tokens.py::test_few_requests"

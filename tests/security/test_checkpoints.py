@@ -80,27 +80,11 @@ def llama(tmp_path):
     return write_llama(tmp_path / "llama")
 
 
-def refuse_config(directory):
-    read_config(directory)
-
-
-def refuse_generation(directory):
-    default_sampling_params(directory)
-
-
-def refuse_index(directory):
-    open_weights(directory)
-
-
-def refuse_tokenizer(directory):
-    load_tokenizer(directory)
-
-
 READERS = {
-    "config.json": refuse_config,
-    "generation_config.json": refuse_generation,
-    INDEX: refuse_index,
-    "tokenizer_config.json": refuse_tokenizer,
+    "config.json": read_config,
+    "generation_config.json": default_sampling_params,
+    INDEX: open_weights,
+    "tokenizer_config.json": load_tokenizer,
 }
 BROKEN = {
     "nested": DEEP,

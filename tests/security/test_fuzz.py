@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib
 import json
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +23,9 @@ from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
 from helpers.hostile import REGEXES, SCHEMAS, STOPS, grammars
+from helpers.scripts import imported
 from sametoken import LLM, SamplingParams
 
-STRESS = Path(__file__).parents[2] / "benchmarks" / "stress"
 NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "16"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have
 #: taken a minute, stopped everybody for as long, and left gigabytes.
@@ -138,12 +135,8 @@ def check_error(answer: dict[str, Any], sent: object) -> None:
 
 @pytest.fixture(scope="module")
 def stress() -> Iterator[SimpleNamespace]:
-    names = ("server", "bombs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STRESS)
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    for name in names:
-        del sys.modules[name]
+    with imported("stress", "server", "bombs") as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,8 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
 from sametoken.errors import RequestError
-from sametoken.sampling.grammar_masks import (
-    BudgetedMatcher,
-    Cursor,
-    MaskBudget,
-)
-from sametoken.text.grammar.json_schema import (
-    _are_disjoint,
-    _disjoint,
-    check_schema,
-)
+from sametoken.sampling.grammar_masks import BudgetedMatcher, Cursor, MaskBudget
+from sametoken.text.grammar.json_schema import _are_disjoint, _disjoint, check_schema
 from sametoken.text.grammar.trials import TrialProcess
 from sametoken.types.structured_outputs import MaskFault, StructuredOutputs
 

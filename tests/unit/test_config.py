@@ -10,13 +10,7 @@ import pytest
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError
 from sametoken.types.speculative_config import METHOD_ALIASES
-from sametoken.types.speculative_methods import (
-    EXTRACT,
-    HEADS,
-    METHODS,
-    TABLE,
-    WITHOUT_MODEL,
-)
+from sametoken.types.speculative_methods import EXTRACT, HEADS, METHODS, TABLE, WITHOUT_MODEL
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}

@@ -18,7 +18,6 @@ def make_requests(
     temperatures: Sequence[float],
     max_tokens: int,
     templated: bool,
-    seed: int = 0,
 ) -> list[AuditRequest]:
     """Make one request per item and temperature; items have different seeds.
 
@@ -28,7 +27,6 @@ def make_requests(
         temperatures: 0 is greedy.
         max_tokens: maximum answer length.
         templated: apply the chat template; needs a tokenizer.
-        seed: seed of the audit.
 
     Raises:
         RequestError: the chat template is missing or fails on an item.
@@ -38,8 +36,8 @@ def make_requests(
         text, ids = _prompt(item, tokenizer, templated)
         for temperature in temperatures:
             name = f"{item.item_id}@{temperature:g}"
-            item_seed = derive_seed(seed, index)
-            requests.append(AuditRequest(name, ids, text, temperature, item_seed, max_tokens))
+            seed = derive_seed(0, index)
+            requests.append(AuditRequest(name, ids, text, temperature, seed, max_tokens))
     return requests
 
 

@@ -148,10 +148,6 @@ class _Open:
         """What the rollouts say it is."""
         return self.rollouts[0].temperature
 
-    def try_temperature(self, scorer: Scorer) -> None:
-        """Search the temperature that fits a part of the rollouts, then compare all."""
-        self._try_temperature(scorer, "", TEMPERATURE)
-
     def try_first_token(self, scorer: Scorer, bos: int | None) -> None:
         """Compare with the sequences without their first token, or with one more BOS."""
         if self.given.num_tokens < MIN_TOKENS:
@@ -170,9 +166,10 @@ class _Open:
         assumed = f"with the weights of {name}"
         found = scorer.answers(self.rollouts, self.temperature)
         if not self._add(assumed, STALE, found).fits:
-            self._try_temperature(scorer, f"{assumed} ", BOTH)
+            self.try_temperature(scorer, f"{assumed} ", BOTH)
 
-    def _try_temperature(self, scorer: Scorer, assumed: str, cause: str) -> None:
+    def try_temperature(self, scorer: Scorer, assumed: str = "", cause: str = TEMPERATURE) -> None:
+        """Search the temperature that fits a part of the rollouts, then compare all."""
         if self.given.num_tokens < MIN_TOKENS:
             return
         lengths = [len(one.token_ids) for one in self.rollouts]

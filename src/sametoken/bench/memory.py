@@ -14,11 +14,7 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import (
-    load_drafter,
-    require_drafter_fits,
-    required_aux_layers,
-)
+from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
 from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,

@@ -290,7 +290,7 @@ class LoadRun:
     """The records of one run.
 
     Attributes:
-        start: when it began, in seconds of the clock.
+        start: when it began, in seconds of ``time.perf_counter``.
         requests: in the order of their index.
         counters: the server's counters over the run; None if unknown.
     """
@@ -315,8 +315,7 @@ async def run_load(
     bodies: Sequence[Mapping[str, Any]],
     load: Load,
     *,
-    advance: Callable[[], None] = lambda: None,
-    clock: Clock = time.perf_counter,
+    advance: Callable[[], None],
 ) -> LoadRun:
     """Send every body when it is due, and wait for all answers.
 
@@ -325,15 +324,16 @@ async def run_load(
         bodies: in order.
         load: arrival times and concurrency limit.
         advance: called for each finished request.
-        clock: seconds.
     """
-    bound = contextlib.nullcontext() if load.concurrency is None else _limit(load.concurrency)
-    run = LoadRun(clock())
+    bound: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+    if load.concurrency is not None:
+        bound = asyncio.Semaphore(load.concurrency)
+    run = LoadRun(time.perf_counter())
 
     async def one(index: int, body: Mapping[str, Any], due: float) -> None:
         record = ServedRequest(index, run.start + due)
         run.requests.append(record)
-        await asyncio.sleep(max(0.0, record.arrival - clock()))
+        await asyncio.sleep(max(0.0, record.arrival - time.perf_counter()))
         async with bound:
             await send(body, record)
         advance()
@@ -344,10 +344,6 @@ async def run_load(
             tasks.create_task(one(index, body, at))
     run.requests.sort(key=lambda record: record.index)
     return run
-
-
-def _limit(concurrency: int) -> contextlib.AbstractAsyncContextManager[None]:
-    return asyncio.Semaphore(concurrency)
 
 
 def traced_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:

@@ -7,14 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    Norm,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, Norm, QKNorm, RotaryTable
 from sametoken.ops.weight import Weight
 
 #: More rows take so long that the calls of single operations do not count.

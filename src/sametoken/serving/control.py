@@ -7,12 +7,7 @@ from typing import Any
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.weights import NewWeights
-from sametoken.errors import (
-    RequestError,
-    SametokenError,
-    UnsupportedError,
-    WeightUpdateError,
-)
+from sametoken.errors import RequestError, SametokenError, UnsupportedError, WeightUpdateError
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,

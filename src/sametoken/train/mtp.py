@@ -16,12 +16,7 @@ from sametoken.models.loader import read_config
 from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
 from sametoken.train.loop import Report
-from sametoken.train.networks import (
-    WITH_MODULE,
-    DecoderNetwork,
-    in_drawing_order,
-    load_decoder,
-)
+from sametoken.train.networks import WITH_MODULE, DecoderNetwork, in_drawing_order, load_decoder
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
 from sametoken.train.results import output_directory, write_with_module

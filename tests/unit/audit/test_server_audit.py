@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.audit.asks import (
-    Answer,
-    AuditRequest,
-)
+from sametoken.audit.asks import Answer, AuditRequest
 from sametoken.audit.compare import CORRUPTION, TIE
 from sametoken.audit.server_audit import Side, audit_sides, logit_step
 

@@ -13,13 +13,7 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
 from sametoken.bench import accuracy
-from sametoken.bench.accuracy import (
-    EvalSettings,
-    Evaluation,
-    evaluate,
-    load_tasks,
-    require_harness,
-)
+from sametoken.bench.accuracy import EvalSettings, Evaluation, evaluate, load_tasks, require_harness
 from sametoken.errors import ConfigError, UnsupportedError
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.calculator import NGRAM
 from helpers.checkpoints import LLAMA
 from helpers.hybrids import hybrid_config
 from helpers.nemotron import nemotron_config
@@ -89,15 +90,9 @@ def config(path, spec: dict | None = None, **options) -> EngineConfig:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_64_drafts_cost_a_hybrid_of_9b_less_than_60_mb_and_a_state_each_over_3_gb(tmp_path, dtype):
-    spec = {
-        "method": "ngram",
-        "num_speculative_tokens": 64,
-        "prompt_lookup_max": 10,
-        "prompt_lookup_min": 2,
-    }
     path = write_config(tmp_path, QWEN_3_5_9B)
     plain = measure_memory(config(path, dtype=dtype))
-    found = measure_memory(config(path, spec, dtype=dtype))
+    found = measure_memory(config(path, NGRAM, dtype=dtype))
     assert found.per_request - plain.per_request == found.speculation_per_request < 60 * MB
     assert found.request.state_per_draft > 3 * GB
     assert found.request.recurrent_state == plain.request.recurrent_state

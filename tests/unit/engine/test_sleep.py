@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.engine.sleep import (
-    DeviceMemory,
-    FixedMemory,
-    HostMemory,
-    Sleep,
-    whole_storages,
-)
+from sametoken.engine.sleep import DeviceMemory, FixedMemory, HostMemory, Sleep, whole_storages
 from sametoken.errors import InvariantError, RequestError, UnsupportedError, WeightUpdateError
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import save_file
 
 from helpers.checkpoints import (
     HIDDEN,
-    LLAMA,
     VOCAB,
     eagle1_tensors,
     head_tensors,
@@ -31,12 +29,12 @@ from helpers.heads import (
     require_defined_states,
     require_kept_rows_alone,
     require_reads_what_logits_are_made_from,
+    require_target_of_its_sizes,
     rms_norm,
     rotated,
 )
-from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
-from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 
 WRITERS = {"safeailab": write_eagle1, "speculators": write_eagle1_speculators}
@@ -132,24 +130,9 @@ def test_embedding_and_lm_head_come_from_the_target(tmp_path):
     assert head.lm_head is target.head
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 31}, "31 tokens, the target has 23"),
-        ({"hidden_size": 48}, "48 hidden elements, the target has 16"),
-    ],
-)
-def test_a_head_for_another_target_is_refused(tmp_path, change, message):
-    write_eagle1(tmp_path / "head", eagle1_tensors(), **change)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    with pytest.raises(DrafterMismatchError, match=message):
-        Eagle1Checkpoint(tmp_path / "head").require_fit(read_config(tmp_path))
-
-
-def test_weights_of_another_width_cannot_be_shared(tmp_path):
-    write_eagle1(tmp_path, eagle1_tensors())
-    with pytest.raises(DrafterMismatchError, match="23 x 16, the target's is 23 x 20"):
-        load(tmp_path, SharedTarget(hidden=20))
+def test_a_head_for_another_target_is_refused(tmp_path):
+    write = partial(write_eagle1, tensors=eagle1_tensors())
+    require_target_of_its_sizes(Eagle1Checkpoint, write, "hidden_size", tmp_path)
 
 
 @pytest.mark.parametrize(

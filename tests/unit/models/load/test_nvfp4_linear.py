@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.compressed import compressed, written
 from helpers.forward import CPU, Bench, load
+from helpers.quantized import NVFP4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
 from sametoken.errors import CheckpointError, ConfigError
@@ -19,15 +20,7 @@ from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
-WEIGHTS = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "symmetric": True,
-    "scale_dtype": "torch.float8_e4m3fn",
-}
-GROUPS = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": NVFP4}}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 GATE = "model.layers.0.mlp.gate_proj"
 

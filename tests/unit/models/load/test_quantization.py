@@ -8,17 +8,13 @@ import re
 import pytest
 import torch
 
-from helpers.quantized import FLOAT, GROUP, STATIC, TOKEN, block_config, compressed_config
+from helpers.quantized import FLOAT, GROUP, NVFP4, STATIC, TOKEN, block_config, compressed_config
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.nvfp4_linear import Nvfp4Linear
-from sametoken.models.load.quantization import (
-    kv_strategy,
-    read_quantization,
-    require_unquantized,
-)
+from sametoken.models.load.quantization import kv_strategy, read_quantization, require_unquantized
 
 LAYER = "model.layers.11"
 
@@ -186,15 +182,8 @@ PACKED["config_groups"]["group_0"]["weights"] = {
     "symmetric": True,
     "actorder": "weight",
 }
-NVFP4 = changed(PACKED, "format", "nvfp4-pack-quantized")
-NVFP4["config_groups"]["group_0"]["weights"] = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "symmetric": True,
-    "scale_dtype": "torch.float8_e4m3fn",
-}
+NVFP4_PACKED = changed(PACKED, "format", "nvfp4-pack-quantized")
+NVFP4_PACKED["config_groups"]["group_0"]["weights"] = NVFP4
 CHANNEL, BLOCK = compressed_config("channel"), compressed_config("block", GROUP)
 REFUSED = [
     (block_config(), "quant_method", "bitsandbytes"),
@@ -223,11 +212,11 @@ REFUSED = [
     (PACKED, "weights.strategy", "tensor"),
     (PACKED, "weights.group_size", None),
     (PACKED, "input_activations", TOKEN),
-    (NVFP4, "weights.type", "int"),
-    (NVFP4, "weights.strategy", "group"),
-    (NVFP4, "weights.group_size", 32),
-    (NVFP4, "weights.symmetric", False),
-    (NVFP4, "input_activations", NVFP4["config_groups"]["group_0"]["weights"]),
+    (NVFP4_PACKED, "weights.type", "int"),
+    (NVFP4_PACKED, "weights.strategy", "group"),
+    (NVFP4_PACKED, "weights.group_size", 32),
+    (NVFP4_PACKED, "weights.symmetric", False),
+    (NVFP4_PACKED, "input_activations", NVFP4_PACKED["config_groups"]["group_0"]["weights"]),
     (CHANNEL, "config_groups", {}),
     (CHANNEL, "config_groups", [1]),
     (CHANNEL, "config_groups", {"group_0": "W4A16"}),
@@ -261,7 +250,7 @@ def test_what_is_not_implemented_is_refused_by_its_key(config, path, value):
 
 
 def test_four_bits_are_read_from_all_methods():
-    kinds = [read(one).format_of("x", Everything()) for one in (GPTQ, AWQ, PACKED, NVFP4)]
+    kinds = [read(one).format_of("x", Everything()) for one in (GPTQ, AWQ, PACKED, NVFP4_PACKED)]
     assert kinds == [
         Int4Linear("gptq", 128),
         Int4Linear("awq", 128),

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.gemm.int4 import (
-    Int4Weight,
-    elements,
-    expanded,
-    numbers,
-    packed_int4,
-)
+from sametoken.ops.model.gemm.int4 import Int4Weight, elements, expanded, numbers, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, product
 from sametoken.ops.model.gemm.tuning import TuningTable

@@ -21,6 +21,18 @@ from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
 
 _BETA = "llama_4_scaling_beta"
+#: Of Ministral 3 where a config has no rope settings, as transformers has it.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
 
 
 class MistralForCausalLM(Decoder):
@@ -32,7 +44,7 @@ class MistralForCausalLM(Decoder):
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention = self._self_attention(weights, index, rotary)
         rope = Settings(self.config.rope, weights.source.location)
-        if rope.get(_BETA) is None:
+        if not rope.get(_BETA):
             return attention
         return PositionScaledAttention(attention, self._query_factors(rope).to(weights.device))
 
@@ -51,3 +63,23 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
     }
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """YaRN, where a config has no rope settings."""
+        given = settings.get("rope_scaling") or settings.get("rope_parameters")
+        return {} if given else {"rope_parameters": _YARN}
+
+
+class Mistral3ForConditionalGeneration(MistralForCausalLM):
+    """The text decoder of Mistral 3, which is Mistral's or Ministral 3's."""
+
+    implied: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """The defaults of the decoder that ``model_type`` names."""
+        is_ministral = settings.get("model_type") == "ministral3"
+        own = Ministral3ForCausalLM if is_ministral else MistralForCausalLM
+        absent = {key: own.implied[key] for key in own.implied.keys() - settings.values.keys()}
+        return absent | own.renamed(settings)

@@ -7,11 +7,13 @@ rope settings): by 1 + beta * log(1 + floor(position / original_max_position_emb
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sametoken.errors import UnsupportedError
 from sametoken.layers.attention import PositionScaledAttention
 from sametoken.layers.residual import Block
 from sametoken.models.decoder import Decoder
@@ -71,6 +73,15 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         return {} if given else {"rope_parameters": _YARN}
 
 
+#: By the ``model_type`` of a text config; without one, the config is itself the decoder's.
+_TEXT_DECODERS: Mapping[str, type[MistralForCausalLM]] = {
+    "mistral": MistralForCausalLM,
+    "mistral3": MistralForCausalLM,
+    "ministral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
+}
+
+
 class Mistral3ForConditionalGeneration(MistralForCausalLM):
     """The text decoder of Mistral 3, which is Mistral's or Ministral 3's."""
 
@@ -78,8 +89,17 @@ class Mistral3ForConditionalGeneration(MistralForCausalLM):
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
-        """The defaults of the decoder that ``model_type`` names."""
-        is_ministral = settings.get("model_type") == "ministral3"
-        own = Ministral3ForCausalLM if is_ministral else MistralForCausalLM
+        """The defaults of the decoder that ``model_type`` names.
+
+        Raises:
+            UnsupportedError: it names another one.
+        """
+        kind = str(settings.get("model_type", "mistral"))
+        if kind not in _TEXT_DECODERS:
+            raise UnsupportedError(
+                f"{settings.location}: a text decoder of type {short(kind)} is not supported",
+                f"supported: {', '.join(_TEXT_DECODERS)}",
+            )
+        own = _TEXT_DECODERS[kind]
         absent = {key: own.implied[key] for key in own.implied.keys() - settings.values.keys()}
         return absent | own.renamed(settings)

@@ -353,6 +353,15 @@ def test_a_text_config_of_few_keys_implies_what_its_class_does(tmp_path, name, t
     assert cache.window == getattr(theirs, "sliding_window", None)
 
 
+def test_another_text_decoder_of_mistral_3_is_refused_by_name(tmp_path):
+    """Mistral 3 may hold any decoder that transformers knows, one with latent attention too."""
+    text = BASE | {"model_type": "mistral4", "kv_lora_rank": 256}
+    given = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    with pytest.raises(UnsupportedError, match="text decoder of type 'mistral4'") as caught:
+        read(tmp_path, given)
+    assert "ministral3" in caught.value.remedy
+
+
 def test_positions_in_three_parts_are_one_for_text(tmp_path):
     """Qwen2.5-VL as it is published: the text decoder's keys at the top."""
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}

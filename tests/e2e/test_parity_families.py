@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
+from helpers.families import (
+    FAMILIES,
+    SEEING,
+    VOCAB,
+    YARN,
+    drawn_config,
+    fixed_config,
+    random_model,
+    write_family,
+)
 from helpers.forward import Bench, OneRun, load
 from helpers.harness import requests_of, run
 from helpers.parity import (
@@ -48,6 +57,13 @@ def test_a_row_has_the_same_bits_in_every_chunk(family, dtype):
         ours = load(family[1], kernels, dtype=dtype)
         whole = Bench(ours).logits(PROMPT[:20], [])
         assert torch.equal(Bench(ours).logits(PROMPT[:20], [3, 11, 1, 1]), whole)
+
+
+def test_queries_of_ministral_3_need_not_grow():
+    theirs = random_model(
+        fixed_config("ministral3", rope_parameters=YARN | {"llama_4_scaling_beta": 0}), seed=0
+    )
+    require_logits(saved_and_loaded(theirs, BACKENDS[0]), theirs, PROMPT, [7])
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

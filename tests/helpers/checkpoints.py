@@ -126,7 +126,13 @@ def write_speculators(
 
 
 def eagle1_tensors(
-    seed: int = 0, *, num_layers: int = 1, fc_bias: bool = False, own: bool = False, **sizes
+    seed: int = 0,
+    *,
+    num_layers: int = 1,
+    fc_bias: bool = False,
+    qkv_bias: bool = False,
+    own: bool = False,
+    **sizes,
 ) -> dict[str, torch.Tensor]:
     """A head of the first EAGLE under SafeAILab's names; ``own`` adds embedding and lm_head."""
     config = LLAMA | sizes
@@ -137,6 +143,10 @@ def eagle1_tensors(
     del shapes["layers.0.input_layernorm.weight"]
     if fc_bias:
         shapes["fc.bias"] = (hidden,)
+    if qkv_bias:
+        ends = tuple(f"{part}_proj.weight" for part in "qkv")
+        projections = [name for name in shapes if name.endswith(ends)]
+        shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in projections}
     if own:
         shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
     generator = torch.Generator().manual_seed(seed)

@@ -93,14 +93,18 @@ def ministral3(draw) -> dict:
 
 
 def qwen3_moe(draw) -> dict:
-    return EXPERTS | {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "decoder_sparse_step": draw(st.sampled_from([1, 2])),
-        "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 2]])),
-        "norm_topk_prob": draw(st.booleans()),
-        "num_experts_per_tok": draw(st.integers(1, 6)),
-        "attention_bias": draw(st.booleans()),
-    }
+    return (
+        EXPERTS
+        | {
+            "head_dim": draw(st.sampled_from([8, 16])),
+            "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+            "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 2]])),
+            "norm_topk_prob": draw(st.booleans()),
+            "num_experts_per_tok": draw(st.integers(1, 6)),
+            "attention_bias": draw(st.booleans()),
+        }
+        | qwen2(draw)
+    )
 
 
 def phi3(draw) -> dict:

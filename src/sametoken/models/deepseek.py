@@ -27,6 +27,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
@@ -216,6 +217,8 @@ class DeepseekDecoder(NextNTarget):
         """
         ...
 
+    #: V3.2's sparse attention, whose indexer chooses the tokens that a row sees.
+    refused = (*REFUSED, "index_topk")
     #: Whether routers have an ``e_score_correction_bias``.
     corrected: ClassVar[bool] = True
 

@@ -7,11 +7,13 @@ rope settings): by 1 + beta * log(1 + floor(position / original_max_position_emb
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from sametoken.errors import UnsupportedError
 from sametoken.layers.attention import PositionScaledAttention
 from sametoken.layers.residual import Block
 from sametoken.models.decoder import Decoder
@@ -21,6 +23,18 @@ from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
 
 _BETA = "llama_4_scaling_beta"
+#: Of Ministral 3 where a config has no rope settings, as transformers has it.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
 
 
 class MistralForCausalLM(Decoder):
@@ -32,7 +46,7 @@ class MistralForCausalLM(Decoder):
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention = self._self_attention(weights, index, rotary)
         rope = Settings(self.config.rope, weights.source.location)
-        if rope.get(_BETA) is None:
+        if not rope.get(_BETA):
             return attention
         return PositionScaledAttention(attention, self._query_factors(rope).to(weights.device))
 
@@ -51,3 +65,41 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
     }
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """YaRN, where a config has no rope settings."""
+        given = settings.get("rope_scaling") or settings.get("rope_parameters")
+        return {} if given else {"rope_parameters": _YARN}
+
+
+#: By the ``model_type`` of a text config; without one, the config is itself the decoder's.
+_TEXT_DECODERS: Mapping[str, type[MistralForCausalLM]] = {
+    "mistral": MistralForCausalLM,
+    "mistral3": MistralForCausalLM,
+    "ministral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
+}
+
+
+class Mistral3ForConditionalGeneration(MistralForCausalLM):
+    """The text decoder of Mistral 3, which is Mistral's or Ministral 3's."""
+
+    implied: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """The defaults of the decoder that ``model_type`` names.
+
+        Raises:
+            UnsupportedError: it names another one.
+        """
+        kind = str(settings.get("model_type", "mistral"))
+        if kind not in _TEXT_DECODERS:
+            raise UnsupportedError(
+                f"{settings.location}: a text decoder of type {short(kind)} is not supported",
+                f"supported: {', '.join(_TEXT_DECODERS)}",
+            )
+        own = _TEXT_DECODERS[kind]
+        absent = {key: own.implied[key] for key in own.implied.keys() - settings.values.keys()}
+        return absent | own.renamed(settings)

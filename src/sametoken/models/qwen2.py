@@ -34,5 +34,7 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
     implied: ClassVar[Mapping[str, Any]] = {
         **Qwen2ForCausalLM.implied,
         "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
         "max_window_layers": 80,
     }

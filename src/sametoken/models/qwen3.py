@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""Qwen3, dense, and the text decoder of Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ class Qwen3ForCausalLM(Decoder):
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
         """The two norms of the attention block at ``prefix``."""
         return load_head_norms(config, weights, prefix)
+
+
+class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+    """The same decoder, with another default."""
+
+    implied: ClassVar[Mapping[str, Any]] = {**Qwen3ForCausalLM.implied, "rope_theta": 500_000.0}

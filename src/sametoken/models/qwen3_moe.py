@@ -30,6 +30,11 @@ class Qwen3MoeForCausalLM(Decoder):
         "num_experts_per_tok": 8,
     }
 
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """As in transformers, a window is that of all layers, ``max_window_layers`` or not."""
+        return {"max_window_layers": None, "layer_types": None}
+
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
         """The two norms of the attention block at ``prefix``."""

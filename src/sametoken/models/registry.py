@@ -16,12 +16,16 @@ from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
-from sametoken.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
+from sametoken.models.mistral import (
+    Ministral3ForCausalLM,
+    Mistral3ForConditionalGeneration,
+    MistralForCausalLM,
+)
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.olmo2 import Olmo2ForCausalLM
 from sametoken.models.phi3 import Phi3ForCausalLM
 from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
-from sametoken.models.qwen3 import Qwen3ForCausalLM
+from sametoken.models.qwen3 import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -45,7 +49,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "MistralForCausalLM": MistralForCausalLM,
     "MinistralForCausalLM": MistralForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
-    "Mistral3ForConditionalGeneration": MistralForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
@@ -54,7 +58,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "NemotronHPuzzleForCausalLM": NemotronHForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3VLForConditionalGeneration": Qwen3ForCausalLM,
+    "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,

@@ -164,6 +164,7 @@ def test_a_model_without_shared_experts_runs(tmp_path):
         ("deepseek_v3", {"qk_rope_head_dim": 7}, CheckpointError, "qk_rope_head_dim=7 is odd"),
         ("deepseek_v3", {"kv_lora_rank": 2**40}, CheckpointError, "kv_lora_rank"),
         ("deepseek_v3", {"first_k_dense_replace": "x"}, CheckpointError, "first_k_dense_replace"),
+        ("deepseek_v3", {"index_topk": 2048}, UnsupportedError, "index_topk=2048"),
         ("deepseek_v2", {"attention_bias": True}, UnsupportedError, "without q_lora_rank"),
         ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedError, "norm_topk_prob=True"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, UnsupportedError, "topk_method='noaux_tc'"),

@@ -24,7 +24,8 @@ Two checkpoint layouts are published:
   (``convert/eagle/eagle_converter.py`` of its first releases).
 
 ``fc`` has a bias if the tensors include one: some trainers write one without a config key
-(sgl-project/sglang#5773, vllm-project/vllm#22323).
+(sgl-project/sglang#5773, vllm-project/vllm#22323). So have q, k and v (``qkv_bias``), as in the
+heads for Qwen2 (SafeAILab/EAGLE#117 and #135).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import load_attention, load_mlp
+from sametoken.models.blocks import Biases, load_attention, load_mlp
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -91,7 +92,6 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
         location,
         (config.get("layernorms"), "layernorms"),
         (config.get("add_para_norm"), "add_para_norm"),
-        (config.get("qkv_bias"), "qkv_bias"),
     )
     layer = read_layer_config(config, location)
     if "speculators_model_type" in config:
@@ -113,9 +113,13 @@ def _load_layer(
     reader: WeightReader, layer: ModelConfig, index: int, rotary: RotaryTable
 ) -> Eagle1Layer:
     prefix = f"layers.{index}"
+    qkv_bias = layer.attention_bias or bool(layer.extra.get("qkv_bias"))
+    biases = Biases(
+        qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
+    )
     return Eagle1Layer(
         load_norm(reader, f"{prefix}.input_layernorm", layer) if index else None,
-        load_attention(layer, reader, f"{prefix}.self_attn", rotary),
+        load_attention(layer, reader, f"{prefix}.self_attn", rotary, biases=biases),
         load_norm(reader, f"{prefix}.post_attention_layernorm", layer),
         load_mlp(layer, reader, f"{prefix}.mlp"),
     )

@@ -41,7 +41,14 @@ from sametoken.models.load.weights import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 # Top-level keys of a vision-language config that apply to its text decoder too.
-_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZATION_KEYS)
+_COMMON = (
+    "architectures",
+    "dtype",
+    "eos_token_id",
+    "torch_dtype",
+    "tie_word_embeddings",
+    *QUANTIZATION_KEYS,
+)
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -156,15 +163,17 @@ def _ropes(
     by_type = settings.nested("rope_parameters")
     theta = settings.number("rope_local_base_freq", family.local_theta)
     values = {key: value for key, value in settings.values.items() if key != "rope_scaling"}
-    values |= {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
-    local = _rope(Settings(values, settings.location), rotates_parts=family.rotates_parts)
-    full = Settings({**settings.values, "rope_parameters": by_type.get(FULL)}, settings.location)
+    own = {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
+    local = _rope(Settings(values | own, settings.location), rotates_parts=family.rotates_parts)
+    of_full = Settings(by_type, settings.location).nested(FULL) | settings.nested("rope_scaling")
+    full = Settings({**values, "rope_parameters": of_full}, settings.location)
     return _rope(full, rotates_parts=family.rotates_parts), local
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
-    """Rope settings from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta``."""
-    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    """Rope settings from ``rope_scaling`` and ``rope_theta``, or from ``rope_parameters``."""
+    # In transformers' order: who extends a context adds the old key to a file that has the new.
+    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{settings.location}: the rope settings are not an object", AGAIN)
     types = [short(name) for name, value in given.items() if isinstance(value, dict)]

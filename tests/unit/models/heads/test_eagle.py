@@ -73,6 +73,7 @@ def defined_head(tensors, embedding, token_ids, hidden):
         ("safeailab", {}),
         ("safeailab", {"fc_bias": True, "own": True}),
         ("safeailab", {"num_layers": 3}),
+        ("safeailab", {"num_layers": 2, "fc_bias": True, "qkv_bias": True}),
         ("speculators", {}),
         ("speculators", {"fc_bias": True, "own": True}),
     ],
@@ -121,6 +122,8 @@ def test_a_bias_that_the_config_promises_must_be_there(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=r"fc\.bias"):
             load(directory)
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        load(write_eagle1(tmp_path / "c", eagle1_tensors(), qkv_bias=True))
 
 
 def test_embedding_and_lm_head_come_from_the_target(tmp_path):
@@ -142,7 +145,6 @@ def test_a_head_for_another_target_is_refused(tmp_path):
         ({"layer_types": ["sliding_attention"]}, "sliding-window"),
         ({"layernorms": True}, "layernorms"),
         ({"add_para_norm": True}, "add_para_norm"),
-        ({"qkv_bias": True}, "qkv_bias"),
         ({"speculators_model_type": "mtp"}, "mtp"),
     ],
 )

@@ -21,7 +21,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLTextConfig,
 )
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 
 from helpers.forward import load
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -313,6 +316,52 @@ def test_old_and_new_rope_settings_mean_the_same(tmp_path):
     assert found[0] == found[1] == {"rope_type": "yarn", "rope_theta": 5e5, **scaling}
 
 
+def test_old_rope_settings_go_before_new_ones(tmp_path):
+    """As in transformers: READMEs say to add ``rope_scaling``, whatever the file already has."""
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    config = BASE | new | {"rope_scaling": added}
+    theirs = LlamaConfig(**json.loads(json.dumps(config | {"architectures": None})))
+    assert read(tmp_path, config).rope == theirs.rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Qwen2VLForConditionalGeneration", Qwen2VLTextConfig),
+        ("Qwen2_5_VLForConditionalGeneration", Qwen2_5_VLTextConfig),
+        ("Qwen3VLForConditionalGeneration", Qwen3VLTextConfig),
+        ("Mistral3ForConditionalGeneration", MistralConfig),
+        ("Mistral3ForConditionalGeneration", Ministral3Config),
+    ],
+)
+def test_a_text_config_of_few_keys_implies_what_its_class_does(tmp_path, name, text):
+    """Older versions of transformers left out of a nested config what its class has anyway."""
+    sizes = BASE | {"num_attention_heads": 32}
+    sizes.pop("architectures")
+    given = {"model_type": text.model_type, **sizes}
+    found, theirs = read(tmp_path, {"architectures": [name], "text_config": given}), text(**sizes)
+    ropes = [dict(found.rope), dict(theirs.rope_parameters)]
+    for rope in ropes:
+        # Another name of the type, and the length that the config has beside.
+        rope.pop("type", None), rope.pop("max_position_embeddings", None)
+    assert ropes[0] == ropes[1]
+    assert found.rms_norm_eps == theirs.rms_norm_eps
+    assert found.num_kv_heads == theirs.num_key_value_heads
+    assert found.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    cache = ARCHITECTURES[name].caches_of(found, found.dtype, "")[0]
+    assert cache.window == getattr(theirs, "sliding_window", None)
+
+
+def test_another_text_decoder_of_mistral_3_is_refused_by_name(tmp_path):
+    """Mistral 3 may hold any decoder that transformers knows, one with latent attention too."""
+    text = BASE | {"model_type": "mistral4", "kv_lora_rank": 256}
+    given = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    with pytest.raises(UnsupportedError, match="text decoder of type 'mistral4'") as caught:
+        read(tmp_path, given)
+    assert "ministral3" in caught.value.remedy
+
+
 def test_positions_in_three_parts_are_one_for_text(tmp_path):
     """Qwen2.5-VL as it is published: the text decoder's keys at the top."""
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
@@ -415,6 +464,8 @@ def test_a_nested_text_config(tmp_path):
     assert found.hidden_size == BASE["hidden_size"]
     assert (found.tie_word_embeddings, found.dtype) == (True, torch.bfloat16)
     assert found.eos_token_ids == (9,)
+    # As Gemma 3 is published: the end of a turn is at the top alone.
+    assert read(tmp_path, config | {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
 
 
 @pytest.mark.parametrize(

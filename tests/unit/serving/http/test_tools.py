@@ -66,9 +66,9 @@ def test_a_named_tool_constrains_to_its_parameters():
     ("fields", "param"),
     [
         ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "structured": JSON}, "tool_choice"),
         ({"tools": [ADD], "parser": None}, "tools"),
-        ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             "tool_choice",

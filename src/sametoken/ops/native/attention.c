@@ -43,6 +43,7 @@ typedef struct {
 
 /* Where a unit's KV lies: of a row tile, KV head and split. */
 typedef struct {
+    const row_tile *tile;
     int64_t unit, count;    /* positions that a row sees are among the first `count` */
     int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
 } places;
@@ -68,13 +69,10 @@ INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
     return (span){larger(0, smaller(stop, first)), stop};
 }
 
-INLINE const row_tile *tile_of(const row_tile *tiles, int64_t num_tiles, int64_t unit) {
+static void locate(const attention_job *job, const row_tile *tiles, int64_t num_tiles,
+                   int64_t unit, places *found) {
     const row_tile *tile = tiles, *end = tiles + num_tiles - 1;
     while (tile < end && tile[1].first_unit <= unit) tile++;
-    return tile;
-}
-
-static void locate(const attention_job *job, const row_tile *tile, int64_t unit, places *found) {
     int64_t index = unit - tile->first_unit, start = index % tile->splits * SPLIT, count = 0;
     for (int64_t r = 0; r < tile->rows; r++) {
         span seen = visible(job, tile->first + r, start);
@@ -90,6 +88,7 @@ static void locate(const attention_job *job, const row_tile *tile, int64_t unit,
         for (int64_t end = i + stretch; i < end; i++, offset += job->dim)
             found->offsets[i] = offset;
     }
+    found->tile = tile;
     found->unit = unit;
     found->count = count;
 }
@@ -269,8 +268,9 @@ INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *wor
 }
 
 /* Phase one for one unit, which has been located. */
-INLINE void attend(const attention_job *job, const row_tile *tile, workspace *work,
-                   float *all_partials, const int bf16) {
+INLINE void attend(const attention_job *job, workspace *work, float *all_partials,
+                   const int bf16) {
+    const row_tile *tile = work->now->tile;
     int64_t index = work->now->unit - tile->first_unit, count = work->now->count;
     int64_t kv_head = index / tile->splits, split = index % tile->splits, start = split * SPLIT;
     int64_t group = job->heads / job->kv_heads, bytes = group * job->dim * (bf16 ? 2 : 4);
@@ -367,10 +367,10 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
 INLINE void take(workspace *work, const attention_job *job, const row_tile *tiles,
                  int64_t num_tiles, int64_t units, int64_t unit) {
     places *now = work->next, *next = work->now;
-    if (now->unit != unit) locate(job, tile_of(tiles, num_tiles, unit), unit, now);
+    if (now->unit != unit) locate(job, tiles, num_tiles, unit, now);
     unit += omp_get_num_threads();
     next->count = 0;
-    if (unit < units) locate(job, tile_of(tiles, num_tiles, unit), unit, next);
+    if (unit < units) locate(job, tiles, num_tiles, unit, next);
     work->now = now;
     work->next = next;
 }
@@ -387,9 +387,8 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             if (failed) continue;
-            const row_tile *tile = tile_of(tiles, count, unit);
             take(&work, job, tiles, count, units, unit);
-            attend(job, tile, &work, partials, bf16);
+            attend(job, &work, partials, bf16);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -29,6 +31,8 @@ _HEALTH_PERIOD_S = 5.0
 #: Places the gateway on the head node: the loss of any other node must cost only replicas.
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _START_ATTEMPTS = 3
+#: Ray's number of attempts to join a cluster, else 20. Each takes 41 s where nothing answers.
+_JOIN_ATTEMPTS_VARIABLE, _JOIN_ATTEMPTS = "RAY_gcs_server_port_wait_time_s", "2"
 _logger = logging.getLogger("sametoken.server")
 
 
@@ -179,15 +183,48 @@ def connect() -> bool:
 
     Returns:
         Whether a cluster was started.
+
+    Raises:
+        ConfigError: there is an address, and no cluster answers there.
     """
     if ray.is_initialized():
         return False
+    address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address="auto", log_to_driver=False)
-    except ConnectionError:
+        with _few_attempts():
+            ray.init(address="auto", log_to_driver=False)
+    except (ConnectionError, ValueError) as error:
+        # Ray found no address if its error has no cause.
+        if address or error.__cause__ is not None:
+            raise _unreachable(address, error) from error
         start_cluster()
         return True
     return False
+
+
+@contextlib.contextmanager
+def _few_attempts() -> Iterator[None]:
+    """Let Ray give a cluster up soon, unless the user chose; a new one gets Ray's own time."""
+    if _JOIN_ATTEMPTS_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_JOIN_ATTEMPTS_VARIABLE] = _JOIN_ATTEMPTS
+    try:
+        yield
+    finally:
+        del os.environ[_JOIN_ATTEMPTS_VARIABLE]
+
+
+def _unreachable(address: str | None, error: Exception) -> ConfigError:
+    if address:
+        return ConfigError(
+            f"the Ray cluster of RAY_ADDRESS={address} cannot be joined ({error})",
+            "start it, correct RAY_ADDRESS, or unset it to use a cluster of this machine",
+        )
+    return ConfigError(
+        f"this machine's last Ray cluster does not answer ({error})",
+        "run ray stop, which forgets it, or name another cluster in RAY_ADDRESS",
+    )
 
 
 def start_cluster(**options: Any) -> None:

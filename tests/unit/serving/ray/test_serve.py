@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,12 +97,83 @@ def test_a_cluster_is_joined_before_one_is_started(monkeypatch):
         if options.get("address") == "auto":
             raise ConnectionError
 
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     assert cluster.connect()
     assert asked == ["auto", None]
     monkeypatch.setattr(ray, "init", lambda **options: None)
     assert not cluster.connect()
+
+
+ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
+TIMEOUTS = ("RAY_gcs_rpc_server_connect_timeout_s", "RAY_py_gcs_connect_timeout_s")
+RUN = """
+import sys
+from sametoken.errors import ConfigError
+from sametoken.serving.ray.serve import connect
+try:
+    connect()
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_cluster_that_does_not_answer_is_given_up():
+    short = dict.fromkeys((ATTEMPTS, *TIMEOUTS), "1")
+    with socket.socket() as silent:
+        # Bound and not listening: no other process can answer there.
+        silent.bind(("", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN],
+            env=os.environ | short | {"RAY_ADDRESS": address},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        _, said = process.communicate(timeout=120)
+    last = said.splitlines()[-1]
+    assert last.startswith(f"the Ray cluster of RAY_ADDRESS={address} cannot be joined")
+    assert "correct RAY_ADDRESS" in last
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def failing(error: Exception, cause: Exception | None, seen: list[str | None]):
+    def init(**options):
+        seen.append(os.environ.get(ATTEMPTS))
+        raise error from cause
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "cause", "remedy"),
+    [
+        ("10.0.0.1:6379", ConnectionError("no"), RuntimeError(), "correct RAY_ADDRESS"),
+        ("ray://10.0.0.1:10001", ConnectionError("no"), None, "correct RAY_ADDRESS"),
+        ("nonsense", ValueError("Invalid address format"), None, "correct RAY_ADDRESS"),
+        ("", ConnectionError("no"), RuntimeError(), "ray stop"),
+    ],
+)
+@pytest.mark.parametrize(("given", "tried"), [(None, "2"), ("7", "7")])
+def test_an_unreachable_cluster_is_tried_once_and_not_replaced(
+    monkeypatch, address, error, cause, remedy, given, tried
+):
+    seen: list[str | None] = []
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.delenv(ATTEMPTS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(ATTEMPTS, given)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", failing(error, cause, seen))
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        cluster.connect()
+    assert str(error) in caught.value.cause
+    assert seen == [tried]
+    # A cluster of our own has Ray's time to start.
+    assert os.environ.get(ATTEMPTS) == given
 
 
 def test_a_failed_deployment_says_why(monkeypatch):

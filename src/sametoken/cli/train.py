@@ -69,9 +69,7 @@ def text(
     **options: Any,
 ) -> None:
     """Answer prompts with a model, as training text for its drafters."""
-    require_writable(output)
-    if is_there(output):
-        raise ConfigError(f"{output} is there already", "remove it, or choose another output")
+    _require_new(output)
     params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     written = _write_text(model, prompts, output, params, max_seconds, options)
     announce(
@@ -132,7 +130,9 @@ def draft(model: Model, output: Output, **options: Any) -> None:
 @with_options(options_of(TokenMapOptions))
 def token_map(
     model: Model,
-    output: Annotated[Path, typer.Argument(help="file for the map, a JSON list of token ids")],
+    output: Annotated[
+        Path, typer.Argument(help="a new file for the map, a JSON list of token ids")
+    ],
     text: Annotated[
         Path, typer.Option(help="JSON lines of prompts and answers, as written by train text")
     ],
@@ -143,6 +143,7 @@ def token_map(
     from sametoken.models.names import resolve_model
     from sametoken.train.token_map import write_token_map
 
+    _require_new(output)
     path = resolve_model(model, announce)
     chosen = TokenMapOptions(**take(options, TokenMapOptions))
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
@@ -181,6 +182,17 @@ def lm(
         f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}, on new windows "
         "of the training text",
     )
+
+
+def _require_new(output: Path) -> None:
+    """Refuse an output file that is there or cannot be written, before there is any work.
+
+    Raises:
+        ConfigError: it is there, or cannot be written.
+    """
+    require_writable(output)
+    if is_there(output):
+        raise ConfigError(f"{output} is there already", "remove it, or choose another output")
 
 
 def _train_drafter(

@@ -41,10 +41,22 @@ def test_text_then_a_token_map(target, prompts, tmp_path):
     assert len(token_ids) == result["tokens"] == 9
     assert token_ids == sorted(set(token_ids))
     assert 0 < result["coverage"] <= 1
+    chosen.unlink()
     told = run("token-map", target, chosen, "--text", text, "--size", 9)
     assert "9 of" in told.output
     refused = run("token-map", target, tmp_path / "no" / "map.json", "--text", text)
     assert "cannot be written" in str(refused.exception) + refused.output
+
+
+@pytest.mark.parametrize("arguments", [("text", "--prompts"), ("token-map", "--text")])
+def test_a_file_that_is_there_stays_and_nothing_is_read(tmp_path, arguments):
+    output, missing = tmp_path / "kept", tmp_path / "missing"
+    output.write_text("kept")
+    name, source = arguments
+    refused = run(name, missing, output, source, missing)
+    assert refused.exit_code == 2
+    assert f"{output} is there already" in refused.output
+    assert output.read_text() == "kept"
 
 
 def test_text_then_a_head(target, prompts, tmp_path):

@@ -166,8 +166,9 @@ def named_as_sent(request: SamplingFields) -> Iterator[None]:
 
 def _constraint_field(request: SamplingFields) -> str:
     """The field that has a request's constraint; a forced call's is that of its tools."""
-    form = request.response_format
-    if form is not None and form.type != "text":
+    if isinstance(request, ChatRequest) and request.forces_call:
+        return "tools"
+    if request.formats_text:
         return "response_format"
     fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
     sent = (name for name in (*fields, "guided_grammar") if getattr(request, name) is not None)

@@ -209,6 +209,11 @@ class SamplingFields(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    @property
+    def formats_text(self) -> bool:
+        """Whether ``response_format`` constrains a text."""
+        return self.response_format is not None and self.response_format.type != "text"
+
     def check_fields(self, num_prompts: int) -> None:
         """Refuse unsupported fields by name.
 
@@ -337,6 +342,11 @@ class ChatRequest(SamplingFields):
         None
     )
     include_reasoning: bool = True
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -63,10 +63,11 @@ def tool_use(
         return ToolUse(None, parse_nothing, structured)
     if choice == "none":
         return ToolUse(None, parse_nothing, structured)
-    if structured is not None:
+    # A response_format is that of texts, and a forced call is none.
+    if structured is not None and not (request.forces_call and request.formats_text):
         raise invalid(
             "structured outputs and tools contradict each other. Send one of them, or "
-            'tool_choice "none"',
+            'tool_choice "none"; response_format also goes with "required" or a named function',
             "tool_choice",
         )
     tools = template_tools(request.tools)

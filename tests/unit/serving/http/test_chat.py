@@ -53,6 +53,9 @@ def both(serve, said: str | FakeEngine, server=None, **body) -> tuple[dict, list
     return whole.json(), events(stream)
 
 
+JSON = {"response_format": {"type": "json_object"}}
+
+
 def calls_of(message: dict) -> list[tuple[str, str]]:
     return [
         (call["function"]["name"], call["function"]["arguments"])
@@ -71,6 +74,7 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (CALL[:-20], {"tools": [ADD], "return_token_ids": True}),
         (CALL, {"tools": [ADD], "tool_choice": "none"}),
         ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED}),
+        ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED} | JSON),
         ('[{"name": "add", "parameters": {"a": 1}}]', {"tools": [ADD], "tool_choice": "required"}),
         ("", {}),
         (f"<think>\n{TEXT}</think>\n\n{TEXT}", {"logprobs": True}),
@@ -78,8 +82,8 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (f"<think>{TEXT}</think>{TEXT}", {"include_reasoning": False, "return_token_ids": True}),
         (harmony(THOUGHT + FINAL), {"n": 2, "return_token_ids": True}),
         (harmony(f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|>'), {"tools": [ADD], "logprobs": True}),
-        (harmony("{}"), {"response_format": {"type": "json_object"}}),
-        (harmony(f"{THOUGHT}{FINAL}"), {"response_format": {"type": "json_object"}, "n": 2}),
+        (harmony("{}"), JSON),
+        (harmony(f"{THOUGHT}{FINAL}"), {"n": 2} | JSON),
     ],
 )
 def test_a_stream_adds_up_to_the_whole(serve, said, body):
@@ -243,6 +247,7 @@ UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}
         ({"stop_token_ids": [2**30]}, "stop_token_ids"),
         ({"response_format": {"type": "regex", "regex": "((("}}, "response_format"),
         ({"tools": [UNUSABLE], "tool_choice": "required"}, "tools"),
+        ({"tools": [UNUSABLE], "tool_choice": "required"} | JSON, "tools"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(serve, body, param):
@@ -414,7 +419,6 @@ def constrained(serve, engine, server, **body) -> tuple[dict, StructuredOutputs]
 
 
 OPENS = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
-JSON = {"response_format": {"type": "json_object"}}
 A_CALL, ITS_LIST = '{"a": 1}', '[{"name": "add", "parameters": {"a": 1}}]'
 
 

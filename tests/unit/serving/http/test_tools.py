@@ -6,6 +6,7 @@ import pytest
 
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError, as_api_error
+from sametoken.serving.http.params import structured_outputs
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
@@ -18,17 +19,35 @@ ADD = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 USER = [{"role": "user", "content": "x"}]
-JSON = StructuredOutputs(json_object=True)
+JSON = {"type": "json_object"}
 
 
-def use(structured=None, parser=parse_hermes, **fields):
-    return tool_use(ChatRequest(messages=USER, **fields), structured, parser)
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+def use(parser=parse_hermes, **fields):
+    request = ChatRequest(messages=USER, **fields)
+    return tool_use(request, structured_outputs(request), parser)
 
 
 def test_without_tools_nothing_is_parsed():
     assert use().parser is parse_nothing
     assert use(tools=[ADD], tool_choice="none").tools is None
-    assert use(JSON).structured is JSON
+    assert use(response_format=JSON).structured == StructuredOutputs(json_object=True)
+
+
+def test_without_a_call_the_response_format_applies():
+    found = use(tools=[ADD], tool_choice="none", response_format=JSON)
+    assert found.structured == StructuredOutputs(json_object=True)
+    assert found.parser is parse_nothing
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_a_forced_call_is_no_text_and_has_no_response_format(choice, kind):
+    forced = {"tools": [ADD, NOW], "tool_choice": choice}
+    found = use(**forced, response_format={"type": kind})
+    assert found.structured == use(**forced).structured
 
 
 def test_auto_uses_the_model_s_own_syntax():
@@ -49,15 +68,13 @@ def test_required_constrains_to_the_tools():
 def test_one_call_alone_may_be_forced():
     found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=False)
     assert json.loads(found.structured.json_schema)["maxItems"] == 1
-    choice = {"type": "function", "function": {"name": "add"}}
-    assert use(tools=[ADD], tool_choice=choice, parallel_tool_calls=False).structured is not None
+    assert use(tools=[ADD], tool_choice=NAMED, parallel_tool_calls=False).structured is not None
     found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=True)
     assert "maxItems" not in json.loads(found.structured.json_schema)
 
 
 def test_a_named_tool_constrains_to_its_parameters():
-    choice = {"type": "function", "function": {"name": "add"}}
-    found = use(tools=[ADD, NOW], tool_choice=choice, parser=None)
+    found = use(tools=[ADD, NOW], tool_choice=NAMED, parser=None)
     assert json.loads(found.structured.json_schema) == ADD["function"]["parameters"]
     assert not found.reports_calls
 
@@ -67,7 +84,18 @@ def test_a_named_tool_constrains_to_its_parameters():
     [
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [ADD], "structured": JSON}, "tool_choice"),
+        ({"tools": [ADD], "response_format": JSON}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "auto", "response_format": JSON}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": NAMED, "guided_regex": "a"}, "tool_choice"),
+        (
+            {
+                "tools": [ADD],
+                "tool_choice": "required",
+                "response_format": {"type": "text"},
+                "guided_regex": "a",
+            },
+            "tool_choice",
+        ),
         ({"tools": [ADD], "parser": None}, "tools"),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, MinistralForCausalLM
 
 from helpers.families import (
     FAMILIES,
@@ -29,6 +34,7 @@ from helpers.parity import (
 )
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.models.mistral import MistralForCausalLM
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.triton import TritonKernels
 
@@ -48,6 +54,24 @@ def test_random_models_agree_with_transformers(name, data):
     config = drawn_config(data.draw, name)
     theirs = random_model(config, data.draw(st.integers(0, 2**20)))
     ours = saved_and_loaded(theirs, data.draw(st.sampled_from(BACKENDS)))
+    require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
+
+
+@drawn_models(8)
+@given(data=st.data())
+def test_mistral_with_layer_types_is_ministral(data):
+    """As first published: transformers reads such a config as Ministral's."""
+    written = random_model(drawn_config(data.draw, "ministral"), data.draw(st.integers(0, 2**20)))
+    kernels = data.draw(st.sampled_from(BACKENDS))
+    with tempfile.TemporaryDirectory() as directory:
+        written.save_pretrained(directory)
+        path = Path(directory, "config.json")
+        named = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | named))
+        theirs = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).eval()
+        assert type(theirs) is MinistralForCausalLM
+        ours = load(directory, kernels)
+    assert type(ours) is MistralForCausalLM
     require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
 
 

@@ -40,12 +40,12 @@ STATE_BYTES = 4 * 32 * 128 * 128
 # Several times L2.
 LEAST_BYTES = 256 << 20
 TILES = (
-    RuleTile(32, 2),
-    RuleTile(32, 1),
-    RuleTile(32, 4),
-    RuleTile(32, 2, 168),
-    RuleTile(16, 2),
-    RuleTile(16, 4, 128),
+    RuleTile(32, 2, 4),
+    RuleTile(16, 4, 8),
+    RuleTile(8, 4, 4),
+    RuleTile(8, 4, 8),
+    RuleTile(8, 4, 16),
+    RuleTile(8, 2, 8),
 )
 WARM_UP_SECONDS = 0.3
 
@@ -71,6 +71,8 @@ CASES = (
     ),
     Case("c=64 w=4 2", 64, 4, 2),
     Case("512 rows", 1, 512, 0, prefill=True),
+    Case("2048 rows", 1, 2048, 0, prefill=True),
+    Case("2 x 512", 2, 512, 0, prefill=True),
     Case("4 x 512", 4, 512, 0, prefill=True),
 )
 
@@ -197,17 +199,15 @@ class Layers:
 
 
 def require_equal_rule(layers: Layers) -> None:
-    """Require that a tile computes the same result."""
-    expected = layers.reset().whole(TILES[0]).float()
+    """Require that a tile changes no bit."""
+    expected = layers.reset().whole(TILES[0])
     assert expected.isfinite().all()
     for tile in TILES[1:]:
-        found = layers.reset().whole(tile).float()
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+        assert torch.equal(layers.reset().whole(tile), expected)
 
 
 def name_of(tile: RuleTile) -> str:
-    registers = tile.max_registers or "-"
-    return f"{tile.value_columns:3} columns, {tile.num_warps} warps, {registers!s:>3} registers"
+    return f"{tile.value_columns:3} columns, {tile.num_warps} warps, {tile.stages:2} stages"
 
 
 def measured() -> dict[str, dict[str, float]]:
@@ -219,7 +219,7 @@ def measured() -> dict[str, dict[str, float]]:
         launches: dict[str, Callable[[], object]] = {"the states copied in place": layers.copy}
         for tile in TILES:
             launches[name_of(tile)] = lambda layers=layers, tile=tile: layers.whole(tile)
-        for tile in TILES[:3]:
+        for tile in (TILES[0], TILES[3]):
             launches[f"{name_of(tile)}, rule"] = lambda layers=layers, tile=tile: layers.rule(tile)
         for name, launch in launches.items():
             try:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.ops.model.recurrent import convolution_triton
 from sametoken.ops.model.recurrent.convolution_triton import (
     completed_rows,
     conv_weights,
@@ -17,6 +16,8 @@ from sametoken.ops.model.recurrent.convolution_triton import (
     convolved,
     held_rows,
     moved_on,
+    own_part,
+    parts_of,
     pending_or_new,
     rows_to_prepare,
     sigmoid,
@@ -114,7 +115,7 @@ def _prepare_gates(
         tl.store(gate + HV, sigmoid(raw_b.to(tl.float32)), inside)
 
 
-@triton.jit(do_not_specialize=["max_pending", "first_run"])
+@triton.jit(do_not_specialize=["max_pending", "first_run", "num_runs", "each"])
 def _prepare_kernel(
     qkv,  # [T, C], rows qkv_stride apart
     a,  # [T, HV], rows a_stride apart
@@ -133,6 +134,8 @@ def _prepare_kernel(
     b_stride,
     max_pending,
     first_run,  # of the launch
+    num_runs,
+    each,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -141,6 +144,7 @@ def _prepare_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # The kernel of the rule may load states from here on.
@@ -148,10 +152,11 @@ def _prepare_kernel(
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
     VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
-    unit, run = tl.program_id(0), first_run + tl.program_id(2).to(tl.int64)
+    unit = tl.program_id(0)
+    run, part = own_part(runs, first_run, num_runs, each, BLOCK_RUNS)
     field = runs + run * FIELDS
     raw, span, facts = rows_to_prepare(
-        field, qkv, history, pending_qkv, qkv_stride, max_pending, C, K
+        field, part, each, qkv, history, pending_qkv, qkv_stride, max_pending, C, K
     )
     slot, first_row, num_folded = facts
     prepared += (first_row + run * max_pending) * WIDTH
@@ -191,9 +196,8 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
     units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        most = max(1, convolution_triton.PROGRAMS // (units * group.num_runs))
-        parts = min(group.max_rows + memory.max_pending, most)
-        _prepare_kernel[(units, parts, group.num_runs)](
+        parts = parts_of(group, raw.mixed.shape[0], memory.max_pending, units)
+        _prepare_kernel[(units, *parts.grid)](
             raw.mixed,
             *raw.gates,
             memory.history,
@@ -205,10 +209,13 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
             *raw.strides,
             memory.max_pending,
             group.first,
+            parts.num_runs,
+            parts.each,
             **params.rule.constants,
             KEYS=triton.next_power_of_2(rule.key_dim),
             VALUES=values,
             HEADS=triton.next_power_of_2(heads),
+            BLOCK_RUNS=parts.block_runs,
             num_warps=1,
             **pdl_options(prepared),
         )

@@ -3,9 +3,9 @@
 A pass has three kinds of launch. ``plan_runs`` derives from positions the rows that each slot
 folds, commits and leaves pending. Per layer, ``prepare`` turns raw rows, pending ones included,
 into the inputs of the rule, and ``advance`` scans them sequentially with the state in registers:
-first folded rows, then new ones, which also produce output. No compiled kernel depends on row
-counts, windows or batches, and one loop runs all rows, so decode, verify, fold and prefill run the
-same instructions and give a row the same bits.
+first folded rows, then new ones, which also produce output. One loop runs all rows, so decode,
+verify, fold and prefill run the same instructions and give a row the same bits. The numbers of rows
+and states choose how a state is cut into tiles; sums have one order in every tile.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
@@ -36,28 +37,32 @@ from sametoken.ops.model.recurrent.runs import (
 )
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
-# State elements that a warp reads per load: 16 bytes per thread.
-_FLOATS_PER_WARP = 128
+# Parts of a column of the state that are summed apart, and the most elements that a thread loads.
+_PARTS, _TOGETHER = 8, tl.constexpr(4)
+# Threads of a warp.
+_THREADS = tl.constexpr(32)
 # From this number of rows on, an uneven number of programs per multiprocessor costs more than an
 # early start (PDL) saves.
 _LONG = 128
-# Depth of the load pipeline of prepared rows.
-_STAGES = 4
+# Warps with small tiles of the longest runs, up to which they end sooner than with large ones.
+_MOST_WARPS = 8 * MULTIPROCESSORS
+# Rows of a run that small tiles suit: more than a captured step has, which knows no run's length.
+_LONGEST = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RuleTile:
-    """The tile of a state that a program holds. It affects bits: an engine uses one.
+    """The tile of a head's state that a program holds. It does not affect bits.
 
     Attributes:
-        value_columns: columns of a head's state per warp.
+        value_columns: columns of the state per warp, at most 32.
         num_warps: per program; every warp has separate columns.
-        max_registers: per thread; fewer registers raise occupancy. None: the compiler's choice.
+        stages: depth of the load pipeline of prepared rows.
     """
 
-    value_columns: int = 32
-    num_warps: int = 2
-    max_registers: int | None = None
+    value_columns: int
+    num_warps: int
+    stages: int
 
     def fitted(self, value_dim: int) -> RuleTile:
         """This tile, limited to the columns of a state."""
@@ -66,14 +71,42 @@ class RuleTile:
         return replace(self, value_columns=columns, num_warps=min(self.num_warps, most // columns))
 
 
+# Large tiles run the fewest instructions per element and suit states that fill the GPU; small ones
+# run a row sooner, so that few long runs end sooner.
+_LARGE, _SMALL = RuleTile(32, 2, 4), RuleTile(8, 2, 8)
+
+
+def choose(rule: GatedDelta, num_rows: int, max_rows: int) -> RuleTile:
+    """What suits a pass of ``num_rows`` rows in runs of at most ``max_rows``."""
+    if max_rows < _LONGEST:
+        return _LARGE
+    warps = num_rows // max_rows * rule.num_value_heads * rule.value_dim // _SMALL.value_columns
+    return _SMALL if warps <= _MOST_WARPS else _LARGE
+
+
 @triton.jit
-def _keys(BK: tl.constexpr, LANES: tl.constexpr):
-    """[LANES, 1, RUNS, TOGETHER]: a thread's keys are in runs of four, loaded together."""
-    TOGETHER: tl.constexpr = min(4, BK // LANES)
-    RUNS: tl.constexpr = BK // (LANES * TOGETHER)
-    lane = tl.arange(0, LANES)[:, None, None, None]
-    run = tl.arange(0, RUNS)[None, None, :, None]
-    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, None, :]
+def _keys(BK: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr):
+    """[1, LANES, 1, PARTS, RUNS, TOGETHER]: keys in runs of four, which a thread loads together.
+
+    LANES threads share a column of the state, and each has PARTS parts of it.
+    """
+    TOGETHER: tl.constexpr = min(_TOGETHER, BK // (LANES * PARTS))
+    RUNS: tl.constexpr = BK // (LANES * PARTS * TOGETHER)
+    lane = tl.arange(0, LANES)[None, :, None, None, None, None]
+    part = tl.arange(0, PARTS)[None, None, None, :, None, None]
+    run = tl.arange(0, RUNS)[None, None, None, None, :, None]
+    place = tl.arange(0, TOGETHER)[None, None, None, None, None, :]
+    return ((run * PARTS + part) * LANES + lane) * TOGETHER + place
+
+
+@triton.jit
+def _columns(first_warp, V: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """[V, LANES, WARPS]: every warp has separate columns, so that no sum crosses warps."""
+    warp = first_warp + tl.arange(0, WARPS)[None, None, :]
+    column = warp * V + tl.arange(0, V)[:, None, None]
+    # The hint spreads a warp's columns over its threads, whatever their number.
+    column = tl.max_contiguous(column, [max(1, V * LANES // _THREADS), 1, 1])
+    return tl.broadcast_to(column, (V, LANES, WARPS))
 
 
 @triton.jit
@@ -83,17 +116,23 @@ def _add_product(factor, total, a, b):
 
 
 @triton.jit
-def _along(state, part):
-    """Sum over keys of state [LANES, WARPS, RUNS, TOGETHER, V] times part [.., 1]: [WARPS, V].
+def _along(state, factors):
+    """Sum over keys of state [V, LANES, WARPS, PARTS, RUNS, TOGETHER] times factors [1, ..].
 
-    Every rounding is explicit and not left to the compiler.
+    Returns [V, LANES, WARPS], the same for all lanes. Every rounding is explicit and not left to
+    the compiler: a thread sums each part in order and adds its parts, then lanes add theirs.
     """
-    state, part = tl.broadcast(state, part)
-    HELD: tl.constexpr = state.shape[2] * state.shape[3]
-    state = tl.reshape(state, (state.shape[0], state.shape[1], HELD, state.shape[4]))
-    part = tl.reshape(part, (part.shape[0], part.shape[1], HELD, part.shape[4]))
-    factor, total = tl.reduce((state, part), 2, _add_product)
-    return tl.sum(factor * total, axis=0)
+    state, factors = tl.broadcast(state, factors)
+    V: tl.constexpr = state.shape[0]
+    LANES: tl.constexpr = state.shape[1]
+    WARPS: tl.constexpr = state.shape[2]
+    PARTS: tl.constexpr = state.shape[3]
+    HELD: tl.constexpr = state.shape[4] * state.shape[5]
+    state = tl.reshape(state, (V, LANES, WARPS, PARTS, HELD))
+    factors = tl.reshape(factors, (V, LANES, WARPS, PARTS, HELD))
+    factor, sums = tl.reduce((state, factors), 4, _add_product)
+    total = tl.sum(tl.sum(factor * sums, axis=3), axis=1, keep_dims=True)
+    return tl.broadcast_to(total, (V, LANES, WARPS))
 
 
 @triton.jit
@@ -103,7 +142,7 @@ def _delta(state, k, v, decay, beta):
 
 @triton.jit
 def _updated(state, k, decay, delta):
-    return tl.fma(k, delta[None, :, None, None, :], decay * state)
+    return tl.fma(k, delta[:, :, :, None, None, None], decay * state)
 
 
 @triton.jit
@@ -123,6 +162,7 @@ def _advance_tile(
     WARPS: tl.constexpr,
     V: tl.constexpr,
     LANES: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -131,12 +171,10 @@ def _advance_tile(
     WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
     key_head = head // (HV // HK)
-    key = _keys(BK, LANES)
-    # Every warp has separate columns, so that no sum crosses warps.
-    warp = (tile % TILES) * WARPS + tl.arange(0, WARPS)
-    value = warp[:, None] * V + tl.arange(0, V)[None, :]
+    key = _keys(BK, LANES, PARTS)
+    value = _columns((tile % TILES) * WARPS, V, LANES, WARPS)
     is_key, is_value = key < DK, value < DV
-    inside = is_key[:, :, :, :, None] & is_value[None, :, None, None, :]
+    inside = is_key & is_value[:, :, :, None, None, None]
 
     # All loads together: dependent loads would cost as much as the row itself.
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
@@ -144,7 +182,7 @@ def _advance_tile(
     num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
     empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
     # Offsets from one base address, so that a thread keeps no address per element.
-    at_once = key[:, :, :, :, None] * DV + value[None, :, None, None, :]
+    at_once = key * DV + value[:, :, :, None, None, None]
     state_at = states + (slot * HV + head) * DK * DV + at_once
     exists = inside & (empty == 0) & (num_rows > 0)
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
@@ -158,34 +196,35 @@ def _advance_tile(
     decay_at = prepared + 2 * HK * DK + HV * DV + head
     q_k_at = prepared + WIDTH - HK + key_head
     out += first_row * HV * DV + head * DV + value
+    is_stored = is_value & (tl.arange(0, LANES)[None, :, None] == 0)
     # One loop without branches, so that folded and new rows run the same instructions; the output
     # of folded rows is not stored.
     for t in tl.range(num_folded + num_rows, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
-        k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, :, None]
-        q = tl.load(q_at + at, is_key, other=0.0)[:, :, :, :, None]
+        k = tl.load(k_at + at, is_key, other=0.0)
+        q = tl.load(q_at + at, is_key, other=0.0)
         v = tl.load(v_at + at, is_value, other=0.0)
         decay, beta = tl.load(decay_at + at), tl.load(decay_at + at + HV)
         q_k = tl.load(q_k_at + at)
         delta = _delta(state, k, v, decay, beta)
         read = tl.fma(delta, q_k, decay * _along(state, q)).to(out.dtype.element_ty)
-        tl.store(out + (t - num_folded) * HV * DV, read, is_value & is_new)
+        tl.store(out + (t - num_folded) * HV * DV, read, is_stored & is_new)
         state = _updated(state, k, decay, delta)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 
-    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_value, HV * DV)
+    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_stored, HV * DV)
 
 
 @triton.jit
-def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr):
+def _fill_dead(out, num_rows, stop, broken, is_stored, ROW: tl.constexpr):
     """Fill dead rows with zeros; all rows of a broken run with NaN."""
-    fill = tl.zeros(is_value.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
+    fill = tl.zeros(is_stored.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
     for row in range(num_rows, stop):
-        tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
+        tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_stored)
 
 
-@triton.jit(do_not_specialize=["max_pending"])
+@triton.jit(do_not_specialize=["max_pending", "num_short"])
 def _advance_kernel(
     prepared,  # [T + B * P, WIDTH]
     qkv,  # [T, C], rows qkv_stride apart
@@ -201,6 +240,7 @@ def _advance_kernel(
     a_stride,
     b_stride,
     max_pending,
+    num_short,  # runs
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -210,6 +250,7 @@ def _advance_kernel(
     WARPS: tl.constexpr,
     V: tl.constexpr,
     LANES: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
@@ -220,12 +261,13 @@ def _advance_kernel(
     C: tl.constexpr = 2 * HK * DK + HV * DV
     PROGRAMS: tl.constexpr = HV * ((DV + WARPS * V - 1) // (WARPS * V))
     program = tl.program_id(0)
-    run = tl.program_id(1).to(tl.int64)
+    # Long runs, which come last, start first.
+    run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)
     field = runs + run * FIELDS
     if program < PROGRAMS:
         _advance_tile(
             program, run, prepared, field, states, out, max_pending,
-            HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, PDL,
+            HK, HV, DK, DV, BK, WARPS, V, LANES, PARTS, STAGES, PDL,
         )  # fmt: skip
     else:
         keep_raw(
@@ -252,12 +294,12 @@ def advance(
         params: the layer's weights.
         raw: the rows, in the dtype of ``memory``.
         memory: the slots' memory in the layer; written.
-        tile: of states; the same in all passes.
+        tile: of states; by default what suits the pass.
     """
     if not runs.rows.count:
         return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
     prepared = prepare(runs, params, raw, memory)
-    return advance_prepared(runs, params.rule, prepared, raw, memory, tile or RuleTile())
+    return advance_prepared(runs, params.rule, prepared, raw, memory, tile)
 
 
 def advance_prepared(
@@ -266,14 +308,15 @@ def advance_prepared(
     prepared: Tensor,
     raw: RawRows,
     memory: LayerMemory,
-    tile: RuleTile,
+    tile: RuleTile | None,
 ) -> Tensor:
     """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
-    tile = tile.fitted(rule.value_dim)
     num_rows, num_channels = raw.mixed.shape
+    tile = (tile or choose(rule, num_rows, runs.rows.max_rows)).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     out = raw.mixed.new_empty(num_rows, rule.out_features)
     keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
+    lanes = min(keys, _PARTS, _TOGETHER.value * _THREADS.value // tile.value_columns)
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
     programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
@@ -291,17 +334,18 @@ def advance_prepared(
         out,
         *raw.strides,
         memory.max_pending,
+        runs.rows.num_short,
         **rule.constants,
         BK=keys,
         WARPS=tile.num_warps,
         V=tile.value_columns,
-        LANES=min(keys, max(1, _FLOATS_PER_WARP // tile.value_columns)),
+        LANES=lanes,
+        PARTS=min(keys, _PARTS) // lanes,
         HEADS=triton.next_power_of_2(rule.num_value_heads),
         KEPT_BLOCK=block,
         TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
-        STAGES=_STAGES,
+        STAGES=tile.stages,
         num_warps=tile.num_warps,
-        maxnreg=tile.max_registers,
         **pdl_options(out, early=not long),
     )
     return out

@@ -8,8 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.model.mamba2.rule import Mamba2Params
-from sametoken.ops.model.recurrent import convolution_triton
-from sametoken.ops.model.recurrent.convolution_triton import convolve_channels, rows_to_prepare
+from sametoken.ops.model.recurrent.convolution_triton import (
+    convolve_channels,
+    own_part,
+    parts_of,
+    rows_to_prepare,
+)
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import FIELDS, Runs
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
@@ -55,7 +59,7 @@ def _prepare_steps(
         tl.store(target + H, step, inside)
 
 
-@triton.jit(do_not_specialize=["max_pending", "first_run", "least", "largest"])
+@triton.jit(do_not_specialize=["max_pending", "first_run", "least", "largest", "num_runs", "each"])
 def _prepare_kernel(
     mixed,  # [T, C], rows mixed_stride apart
     dt,  # [T, H], rows dt_stride apart
@@ -72,6 +76,8 @@ def _prepare_kernel(
     dt_stride,
     max_pending,
     first_run,  # of the launch
+    num_runs,
+    each,
     least,
     largest,
     H: tl.constexpr,
@@ -81,6 +87,7 @@ def _prepare_kernel(
     K: tl.constexpr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # The kernel of the rule may load states from here on.
@@ -88,10 +95,12 @@ def _prepare_kernel(
     C: tl.constexpr = H * P + 2 * G * N
     WIDTH: tl.constexpr = C + 2 * H
     CHANNEL_UNITS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
-    unit, run = tl.program_id(0), first_run + tl.program_id(2).to(tl.int64)
+    unit = tl.program_id(0)
+    run, part = own_part(runs, first_run, num_runs, each, BLOCK_RUNS)
     raw, span, facts = rows_to_prepare(
-        runs + run * FIELDS, mixed, history, pending_mixed, mixed_stride, max_pending, C, K
-    )
+        runs + run * FIELDS, part, each, mixed, history, pending_mixed, mixed_stride, max_pending,
+        C, K,
+    )  # fmt: skip
     slot, first_row, num_folded = facts
     prepared += (first_row + run * max_pending) * WIDTH
     if unit < CHANNEL_UNITS:
@@ -125,9 +134,8 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
     units = triton.cdiv(rule.conv_channels, channels) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        most = max(1, convolution_triton.PROGRAMS // (units * group.num_runs))
-        parts = min(group.max_rows + memory.max_pending, most)
-        _prepare_kernel[(units, parts, group.num_runs)](
+        parts = parts_of(group, raw.mixed.shape[0], memory.max_pending, units)
+        _prepare_kernel[(units, *parts.grid)](
             raw.mixed,
             *raw.gates,
             memory.history,
@@ -139,10 +147,13 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
             *raw.strides,
             memory.max_pending,
             group.first,
+            parts.num_runs,
+            parts.each,
             *params.time_step_limit,
             **rule.constants,
             CHANNELS=channels,
             HEADS=triton.next_power_of_2(rule.num_heads),
+            BLOCK_RUNS=parts.block_runs,
             num_warps=1,
             **pdl_options(prepared),
         )

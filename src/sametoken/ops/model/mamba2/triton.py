@@ -239,7 +239,7 @@ def _scan_tile(
         tl.store(out + row * H * P + element, fill.to(out.dtype.element_ty), is_element)
 
 
-@triton.jit(do_not_specialize=["max_pending"])
+@triton.jit(do_not_specialize=["max_pending", "num_short"])
 def _advance_kernel(
     prepared,  # [T + B * P + 1, WIDTH]
     mixed,  # [T, C], rows mixed_stride apart
@@ -254,6 +254,7 @@ def _advance_kernel(
     mixed_stride,
     dt_stride,
     max_pending,
+    num_short,  # runs
     H: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
@@ -272,7 +273,8 @@ def _advance_kernel(
     C: tl.constexpr = H * P + 2 * G * N
     PROGRAMS: tl.constexpr = H * ((P + ROWS - 1) // ROWS)
     program = tl.program_id(0)
-    run = tl.program_id(1).to(tl.int64)
+    # Long runs, which come last, start first.
+    run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)
     field = runs + run * FIELDS
     if program < PROGRAMS:
         _scan_tile(
@@ -338,6 +340,7 @@ def advance(
         out,
         *raw.strides,
         memory.max_pending,
+        runs.rows.num_short,
         **rule.constants,
         ROWS=rows,
         COLUMNS=columns,

@@ -3,11 +3,15 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from sametoken.ops.backend import RunGroup
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
+    FIELDS,
     FIRST_ROW,
     NUM_FOLDED,
     NUM_ROWS,
@@ -17,13 +21,70 @@ from sametoken.ops.model.recurrent.runs import (
 from sametoken.ops.pdl import gdc_wait
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-#: Programs of a launch; each runs several rows if there are more.
-PROGRAMS = 4096
+# Programs of a launch; each runs several rows if there are more.
+_PROGRAMS = 4096
+# Runs among which a program looks for its own: one compiled form for all that are usual.
+_BLOCK_RUNS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a launch cuts the rows of a group of runs into parts, each a program's for some channels.
+
+    Attributes:
+        grid: programs by part and by run.
+        num_runs: of the group.
+        each: rows of a part; 0: a run's rows are spread evenly over the parts.
+        block_runs: if ``each`` is set, a power of two of at least ``num_runs``.
+    """
+
+    grid: tuple[int, int]
+    num_runs: int
+    each: int
+    block_runs: int
+
+
+def parts_of(group: RunGroup, num_rows: int, max_pending: int, units: int) -> Parts:
+    """For ``units`` blocks of channels, in a pass of ``num_rows`` rows.
+
+    A run of every length gets as many parts, unless that would give most of them to runs with few
+    rows or none, as padded steps have: then a program looks for its run among all.
+    """
+    most_rows = group.max_rows + max_pending
+    if group.num_runs * group.max_rows <= 2 * num_rows:
+        most = max(1, _PROGRAMS // (units * group.num_runs))
+        return Parts((min(most_rows, most), group.num_runs), group.num_runs, 0, 0)
+    all_rows = num_rows + group.num_runs * max_pending
+    each = triton.cdiv(units * all_rows, _PROGRAMS)
+    parts = all_rows // each + group.num_runs
+    block_runs = max(_BLOCK_RUNS, triton.next_power_of_2(group.num_runs))
+    return Parts((parts, 1), group.num_runs, each, block_runs)
+
+
+@triton.jit
+def own_part(runs, first_run, num_runs, each, BLOCK_RUNS: tl.constexpr):
+    """This program's run and part of ``Parts``; parts beyond a run's last have no rows."""
+    part = tl.program_id(1)
+    run = first_run + tl.program_id(2).to(tl.int64)
+    if BLOCK_RUNS:
+        index = tl.arange(0, BLOCK_RUNS)
+        inside = index < num_runs
+        field = runs + (first_run + index) * FIELDS
+        rows = tl.load(field + NUM_ROWS, inside, other=0).to(tl.int32)
+        folded = tl.load(field + NUM_FOLDED, inside, other=0).to(tl.int32)
+        parts = tl.where(rows > 0, (rows + folded + each - 1) // each, 0)
+        following = tl.cumsum(parts, 0)
+        is_own = (following - parts <= part) & (part < following)
+        run += tl.sum(tl.where(is_own, index, 0), 0)
+        part -= tl.sum(tl.where(is_own, following - parts, 0), 0)
+    return run, part
 
 
 @triton.jit
 def rows_to_prepare(
     field,  # [FIELDS] of the run
+    part,  # of own_part
+    each,
     mixed,  # [T, C], rows mixed_stride apart
     history,  # [S, K - 1, C]
     pending,  # [S, P, C]
@@ -32,7 +93,7 @@ def rows_to_prepare(
     C: tl.constexpr,
     K: tl.constexpr,
 ):
-    """A run's raw rows for the other functions here, this program's span of rows, and facts.
+    """A run's raw rows for the other functions here, the part's span of rows, and facts.
 
     The facts are the slot, its first row in the pass, and its number of folded rows. Stored and
     new rows are indexed from the oldest of the history. ``plan_runs`` is a PDL barrier, so the
@@ -42,8 +103,8 @@ def rows_to_prepare(
     num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED).to(tl.int32)
     empty = fact(field, EMPTY) != 0
     total = tl.where(num_rows > 0, num_folded + num_rows, 0)
-    each = tl.cdiv(total, tl.num_programs(1))
-    begin = tl.program_id(1) * each
+    each = tl.where(each > 0, each, tl.cdiv(total, tl.num_programs(1)))
+    begin = part * each
     num_held = num_folded + K - 1
     raw = (
         mixed, mixed_stride, history + slot * (K - 1) * C,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule import triton as triton_rule
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance
+from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance, choose
+from sametoken.ops.model.recurrent.convolution_triton import parts_of
 from sametoken.ops.model.recurrent.keep import num_keepers
 from sametoken.ops.model.recurrent.layout import slot_rows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
@@ -334,18 +335,47 @@ def test_runs_are_those_of_the_reference(data):
         assert new_pending[wanted.slot] == wanted.num_pending
 
 
-@pytest.mark.parametrize("columns", [2, 4, 16])
-def test_every_tile_computes_the_same_rule(columns):
-    spec = spec_of(heads=(1, 2), sizes=(8, 7))
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_a_tile_changes_no_bit(columns):
+    """Four keys: of more, numpy adds in an order of its own."""
+    spec = spec_of(heads=(1, 2), sizes=(4, 15))
     rows = [Row(0, p, p, p < 4) for p in range(6)]
     found = []
-    for tile in (RuleTile(), RuleTile(columns)):
+    for tile in (RuleTile(32, 2, 4), RuleTile(columns, 4, 8)):
         cache = empty(spec, 2)
         at = attention_rows(rows, RowRuns.even(1, 6))
         mixed, *gates = inputs_of(rows, spec)
         runs, raw = plan_runs(at, cache.folded), RawRows(mixed, tuple(gates))
         found.append(advance(runs, params_of(spec), raw, cache.layer(0), tile))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_rows", "small"),
+    [(1, 1, False), (64, 1, False), (1536, 1536, False), (4096, 512, False), (4096, 4096, True),
+     (4160, 4096, True), (4096, 2048, True), (8192, 2048, False)],
+)  # fmt: skip
+def test_few_long_runs_are_cut_small(num_rows, max_rows, small):
+    """Heads of Qwen3.5-9B."""
+    rule = spec_of(heads=(16, 32), sizes=(128, 128)).rule
+    assert (choose(rule, num_rows, max_rows).value_columns == 8) == small
+
+
+@pytest.mark.parametrize("lengths", [[5, 9], [14]])
+def test_runs_without_rows_change_no_bit(lengths):
+    """Padded steps have many; then programs look for the run whose rows they prepare."""
+    spec, found = spec_of(heads=(2, 2), sizes=(4, 4)), []
+    rows = [Row(slot, p, p, True) for slot, n in enumerate(lengths) for p in range(n)]
+    for padding in (0, 40):
+        starts = torch.tensor([0, *accumulate(lengths)] + padding * [len(rows)], device=DEVICE)
+        cut = RowRuns(len(lengths) + padding, max(lengths), starts, 0, 0)
+        assert (parts_of(cut.groups[0], len(rows), 0, 3).each > 0) == (padding > 0)
+        cache = empty(spec, 0)
+        mixed, *gates = inputs_of(rows, spec)
+        runs = plan_runs(attention_rows(rows, cut), cache.folded)
+        raw = RawRows(mixed, tuple(gates))
+        found.append(advance(runs, params_of(spec), raw, cache.layer(0)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (7, 8), (8, 2), (9, 8), (64, 8)])
@@ -409,7 +439,7 @@ for heads, sizes, drafts, taps in CASES:
     gates = zeros(len(rows), heads[1])
     raw = RawRows(zeros(len(rows), rule.conv_channels), (gates, gates))
     params = GatedDeltaParams(rule, gates[0], gates[0], zeros(taps, rule.conv_channels), None)
-    for tile in (triton.RuleTile(), triton.RuleTile(32, 1), triton.RuleTile(32, 2)):
+    for tile in (triton.RuleTile(32, 2, 4), triton.RuleTile(8, 2, 8)):
         triton.advance(plan, params, raw, memory, tile)
 """
     compile_launches(code, tmp_path)

@@ -210,18 +210,18 @@ def test_numbers_of_e2m1_are_exact_at_every_scale(power):
 
 
 def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
-    """Every byte that has a power, in rows of nine groups, a block's and more."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randint(0, 16, (64, 288), generator=generator, dtype=torch.uint8)
+    """Every byte that has a power with every code, in rows of nine groups, a block's and more."""
+    values = ((torch.arange(64)[:, None] + torch.arange(288)) % 16).to(torch.uint8)
     scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
     matrix = Int4Matrix(packed_int4(values, 32), scale, None)
     panels = Int4Panels.of(matrix)
     assert panels.width == 32
     assert panels.nbytes * 8 == 64 * 384 * 4.25
-    meant = elements(matrix, torch.float32)
-    assert torch.equal(panels.expanded(torch.float32), meant)
     some = torch.tensor([3, 60, 7])
-    assert torch.equal(panels.cut(some).expanded(torch.float32), meant[some])
+    for dtype in (torch.float32, torch.bfloat16):
+        meant = elements(matrix, dtype)
+        assert torch.equal(panels.expanded(dtype).view(torch.uint8), meant.view(torch.uint8))
+        assert torch.equal(panels.cut(some).expanded(dtype), meant[some])
 
 
 def with_factors(features: int, depth: int, factor: torch.Tensor, least=0, most=127):

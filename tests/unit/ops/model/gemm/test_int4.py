@@ -316,5 +316,8 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
     assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
+    # Four are of e2m1, made in pairs; scales of E8M0 leave nothing to round.
+    in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop]
+    assert sorted("cvt.rn.bf16" in loop for loop in in_pairs) == [False, True, True, True]
     # Numbers of e2m1 pass through subnormal ones.
     assert not any("mul.ftz" in kernel for kernel in kernels)

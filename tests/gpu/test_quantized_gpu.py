@@ -107,6 +107,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
     ("codes", "scales", "width"),
     [
         *cartesian(("e2m1", "symmetric", "zeros"), FLOATS, (16, 32, 64, 128)),
+        ("e2m1", torch.float8_e8m0fnu, 32),
         ("e2m1", torch.float8_e4m3fn, 16),
     ],
 )
@@ -316,7 +317,8 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
             for most, shape in ((256, (count, features, depth // 2)), (16, groups))
         )
         scales = 2.0 ** torch.randint(-9, -6, groups, device=CUDA, generator=generator)
-        parts = zip(bits, scales.bfloat16(), zeros, strict=True)
+        scales = scales.to(torch.float8_e8m0fnu if e2m1 and width > 16 else torch.bfloat16)
+        parts = zip(bits, scales, zeros, strict=True)
         if width > 16:
             return [Int4Matrix(own, scale, None if e2m1 else zero) for own, scale, zero in parts]
         factors = torch.rand(count, features, device=CUDA, generator=generator)

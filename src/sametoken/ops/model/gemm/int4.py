@@ -56,6 +56,27 @@ def packed_words(codes: Tensor, bits: int = 4) -> Tensor:
     return words
 
 
+def e2m1_words(codes: Tensor) -> Tensor:
+    """``packed_words`` of codes of e2m1, whose bits lie as a GPU makes bf16 of two at once.
+
+    Features of l = 0 are in the low half of a word, those of l = 1 in the high one. Of i = 2 c + h,
+    bits 3 i to 3 i + 2 of the half are digit and exponent, and bit 14, 12, 15 or 13 is the sign.
+
+    Args:
+        codes: [N, K] uint8.
+
+    Returns:
+        [N, 16 * blocks] int32.
+    """
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128)).to(torch.int16)
+    by_pair = codes.unflatten(1, (-1, 4, 4, 4, 2)).unbind(3)
+    halves = torch.zeros_like(by_pair[0])
+    for i, (code, sign) in enumerate(zip(by_pair, (14, 12, 15, 13), strict=True)):
+        halves |= (code & 7) << 3 * i | code >> 3 << sign
+    words: Tensor = halves.transpose(2, 3).contiguous().flatten(1).view(torch.int32)
+    return words
+
+
 def numbers(matrix: Int4Matrix) -> Tensor:
     """Values less their zeros, [N, K] int8, or numbers of e2m1, in fp32."""
     values = unpacked_int4(matrix.values, matrix.width)

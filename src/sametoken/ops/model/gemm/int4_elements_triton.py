@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def rows_of_tile(first, out_features, GATED: tl.constexpr, FEATURES: tl.constexpr):
@@ -59,7 +61,11 @@ def elements_of_block(
     group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
     BYTES: tl.constexpr = scales.dtype.element_ty == tl.int32
-    if BYTES:
+    # Both numbers of a pair are multiplied at once by a power of two.
+    TWOS: tl.constexpr = BYTES and GROUPS == 4 and factor is None and dtype == tl.bfloat16
+    if TWOS:
+        scale = _twos_of_bytes(scales + block.to(tl.int64) * num_rows, w_row, present)
+    elif BYTES:
         line = block.to(tl.int64) * (GROUPS // 4)
         scale = _of_bytes(scales + line * num_rows, factor, w_row, present, GROUPS == 8)
     else:
@@ -98,6 +104,18 @@ def _of_bytes(scales, factor, w_row, present, E4M3: tl.constexpr):
 
 
 @triton.jit
+def _twos_of_bytes(scales, w_row, present):
+    """Doubled powers of two of four groups' bytes of E8M0, for their words, in both halves as bf16.
+
+    Bytes are at most ``mxfp4.MAX_SCALE``; doubled, the smallest is not subnormal either.
+    """
+    packed = tl.load(scales + w_row, present, other=0)
+    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    scale = byte * 0x0080_0080 + 0x0080_0080
+    return scale.to(tl.uint32, bitcast=True).reshape(w_row.shape[0], 1, 4, 1)
+
+
+@triton.jit
 def _of_groups(values, of_group, present):
     """Values of groups [features, groups], for the words of a row by fours."""
     FEATURES: tl.constexpr = of_group.shape[0]
@@ -132,14 +150,60 @@ def _pair(
     dtype: tl.constexpr,
 ):
     """The elements of a pair of values, next to each other."""
+    if E2M1:
+        numbers = _numbers(low.to(tl.uint32, bitcast=True), PAIR)
+        if scale.dtype == tl.uint32:
+            # Halves of numbers times doubled scales: all are exact.
+            both = _times(_times(numbers, 0x7E00_7E00), scale)
+            return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(dtype, bitcast=True)
+        both = _times(numbers, 0x7E80_7E80)
+        return tl.join((_half(both, 0) * scale).to(dtype), (_half(both, 1) * scale).to(dtype))
     # Their lowest bits are to be 12 and up.
     low = _shifted(low, 12 - 8 * PAIR)
     if TOP_BITS:
         top = _shifted(top, 12 - 2 * TOP_BITS * PAIR)
     return tl.join(
-        _element(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
-        _element(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype),
+        _element(low, top, scale, offset, one, 0, FUSED, TOP_BITS, MINIMA, dtype),
+        _element(low, top, scale, offset, one, 1, FUSED, TOP_BITS, MINIMA, dtype),
     )
+
+
+@triton.jit
+def _numbers(words, PAIR: tl.constexpr):
+    """A pair of ``int4.e2m1_words``, times 2^-126 in bf16, in the halves of a word.
+
+    The exponent's bias is 1, in bf16 127.
+    """
+    # From bits 14, 12, 15 and 13 of a half to bit 15.
+    SIGN: tl.constexpr = (1 + 2 * PAIR) % 5
+    sizes, signs = _shifted(words, 6 - 3 * PAIR), words << SIGN
+    return (sizes & 0x01C0_01C0) | (signs & 0x8000_8000)
+
+
+@triton.jit
+def _times(pairs, by):
+    """Products of both halves of words, in bf16, which hold them exactly."""
+    if not _INTERPRETED:
+        return tl.inline_asm_elementwise(
+            # Products less 0: products alone need Hopper.
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000U; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [pairs, by],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    by += pairs & 0
+    first = (_half(pairs, 0) * _half(by, 0)).to(tl.uint32, bitcast=True)
+    second = (_half(pairs, 1) * _half(by, 1)).to(tl.uint32, bitcast=True)
+    return (first >> 16) | second
+
+
+@triton.jit
+def _half(pairs, SECOND: tl.constexpr):
+    """The numbers of bf16 in one half of words, in fp32."""
+    bits = pairs & 0xFFFF_0000 if SECOND else pairs << 16
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -156,7 +220,6 @@ def _element(
     offset,
     one,
     SECOND: tl.constexpr,
-    E2M1: tl.constexpr,
     FUSED: tl.constexpr,
     TOP_BITS: tl.constexpr,
     MINIMA: tl.constexpr,
@@ -164,11 +227,6 @@ def _element(
 ):
     """``(code - zero) * scale`` or ``code * scale + minimum`` of a pair's value, rounded once."""
     BIT: tl.constexpr = 12 + 4 * SECOND
-    if E2M1:
-        # The exponent's bias is 1, here 127.
-        size = (low & (7 << BIT)) << (22 - BIT)
-        sign = (low & (8 << BIT)) << (28 - BIT)
-        return ((size | sign).to(tl.float32, bitcast=True) * 2.0**126 * scale).to(dtype)
     UNIT: tl.constexpr = 2.0 ** (23 - BIT)
     number = _fraction(low, BIT, 4, one)
     if TOP_BITS:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gemm.int4 import packed_words, unpacked_int4
+from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, unpacked_int4
 from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
@@ -33,7 +33,8 @@ class Int4Panels:
     Codes are planes of bits: 4, and on top of them 2, 4 or none.
 
     Attributes:
-        words: [N, 16 * blocks] int32, ``int4.packed_words``; zeros past ``in_features``.
+        words: [N, 16 * blocks] int32, ``int4.packed_words``, or ``int4.e2m1_words`` of e2m1; zeros
+            past ``in_features``.
         scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. In 8 bits they
             are bytes in int32: of E8M0 [blocks, N], a block's four groups, the first lowest; of
             e4m3 [2 * blocks, N], the even ones of a block's eight groups, then the odd ones.
@@ -67,7 +68,8 @@ class Int4Panels:
         else:
             codes, bits, offset = matrix.codes, matrix.bits, matrix.minimum
             assert offset is not None or matrix.zero == 1 << bits - 1
-        words = packed_words(codes & 15)
+        e2m1 = isinstance(matrix, Int4Matrix) and matrix.zero is None
+        words = e2m1_words(codes) if e2m1 else packed_words(codes & 15)
         num_groups = words.shape[1] * 8 // matrix.width
         if offset is not None:
             kept = offset.float() if offset.is_floating_point() else offset.int()
@@ -81,7 +83,7 @@ class Int4Panels:
             scales,
             offset,
             codes.shape[1],
-            e2m1=isinstance(matrix, Int4Matrix) and matrix.zero is None,
+            e2m1=e2m1,
             fused=matrix.scale.dtype.itemsize == 2,
             tops=None if bits == 4 else packed_words(codes >> 4, 2 if bits <= 6 else 4),
             factors=factors,

@@ -210,18 +210,18 @@ def test_numbers_of_e2m1_are_exact_at_every_scale(power):
 
 
 def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
-    """Every byte that has a power, in rows of nine groups, a block's and more."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randint(0, 16, (64, 288), generator=generator, dtype=torch.uint8)
+    """Every byte that has a power with every code, in rows of nine groups, a block's and more."""
+    values = ((torch.arange(64)[:, None] + torch.arange(288)) % 16).to(torch.uint8)
     scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
     matrix = Int4Matrix(packed_int4(values, 32), scale, None)
     panels = Int4Panels.of(matrix)
     assert panels.width == 32
     assert panels.nbytes * 8 == 64 * 384 * 4.25
-    meant = elements(matrix, torch.float32)
-    assert torch.equal(panels.expanded(torch.float32), meant)
     some = torch.tensor([3, 60, 7])
-    assert torch.equal(panels.cut(some).expanded(torch.float32), meant[some])
+    for dtype in (torch.float32, torch.bfloat16):
+        meant = elements(matrix, dtype)
+        assert torch.equal(panels.expanded(dtype).view(torch.uint8), meant.view(torch.uint8))
+        assert torch.equal(panels.cut(some).expanded(dtype), meant[some])
 
 
 def with_factors(features: int, depth: int, factor: torch.Tensor, least=0, most=127):
@@ -316,5 +316,8 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
     assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
+    # Four are of e2m1, made in pairs; scales of E8M0 leave nothing to round.
+    in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop]
+    assert sorted("cvt.rn.bf16" in loop for loop in in_pairs) == [False, True, True, True]
     # Numbers of e2m1 pass through subnormal ones.
     assert not any("mul.ftz" in kernel for kernel in kernels)

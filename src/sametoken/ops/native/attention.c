@@ -60,7 +60,7 @@ typedef struct {
 
 static _Thread_local buffer partial_memory, tile_memory, unit_memory;
 
-INLINE int64_t partial_size(int64_t v_dim) { return LANES + ceil_div(v_dim, GROUP) * GROUP; }
+INLINE int64_t partial_size(int64_t v_dim) { return LANES + round_up(v_dim, GROUP); }
 
 /* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
 INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
@@ -350,7 +350,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t group = job->heads / job->kv_heads;
     int64_t queries = larger(SHARED_QUERIES, group);
     int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->v_dim) - LANES) * SPLIT * 4;
-    int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
+    int64_t rows = round_up(queries * job->dim * size, 64), scores = queries * SPLIT * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
     work->now = work->memory_of_places;

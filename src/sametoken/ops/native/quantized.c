@@ -2,8 +2,8 @@
  *
  * An element is code * scale + offset, with the scale and offset of its row of the weight and
  * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
- * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
- * from a multiple of 64 bytes on. A word has neighbouring codes of a column, lowest bits first. */
+ * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each in
+ * whole vectors. A word has neighbouring codes of a column, lowest bits first. */
 #include "kernels.h"
 #include "scales.h"
 #include "threads.h"
@@ -33,19 +33,17 @@ typedef struct {
 INLINE int codes_of_word(int64_t codes) { return codes == INT4 || codes == E2M1 ? 8 : 4; }
 INLINE int64_t num_groups(const format *f) { return ceil_div(f->k, f->width); }
 /* Elements of a row that is multiplied: whole words, zero padded. */
-INLINE int64_t padded(const format *f) {
-    return ceil_div(f->k, codes_of_word(f->codes)) * codes_of_word(f->codes);
-}
+INLINE int64_t padded(const format *f) { return round_up(f->k, codes_of_word(f->codes)); }
 INLINE int64_t scale_size(const format *f) { return scale_bytes(f->scales); }
 INLINE int64_t offset_size(const format *f) {
     return f->offsets == ZEROS ? 1 : f->offsets == FACTORS ? 4 : 0;
 }
 INLINE int64_t num_offsets(const format *f) { return f->offsets == FACTORS ? 1 : num_groups(f); }
 INLINE int64_t offsets_at(const format *f) {
-    return ceil_div(num_groups(f) * GROUP * scale_size(f), 64) * 64;
+    return round_up(num_groups(f) * GROUP * scale_size(f), sizeof(u32v));
 }
 INLINE int64_t words_at(const format *f) {
-    return offsets_at(f) + ceil_div(num_offsets(f) * GROUP * offset_size(f), 64) * 64;
+    return offsets_at(f) + round_up(num_offsets(f) * GROUP * offset_size(f), sizeof(u32v));
 }
 INLINE int64_t group_bytes(const format *f) {
     return words_at(f) + padded(f) / codes_of_word(f->codes) * GROUP * 4;
@@ -171,7 +169,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
     memset(sums, 0, rows * GROUP * sizeof *sums);
     for (int64_t first = 0; first < k; first += DEPTH) {
         f32v slab[DEPTH * PANELS];
-        int64_t depth = smaller(DEPTH, k - first), whole = ceil_div(depth, each) * each;
+        int64_t depth = smaller(DEPTH, k - first), whole = round_up(depth, each);
         widen_columns(columns, f, first, depth, slab, codes);
         for (int64_t tile = 0; tile < tiles; tile++) {
             int64_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;

@@ -226,5 +226,6 @@ INLINE f32v log_lanes(f32v x) {
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
 
 #endif

@@ -85,10 +85,7 @@ INLINE f32v e2m1_lanes(u32v code) {
 
 /* Code `e` of each lane's word, as a number. */
 INLINE f32v code_lanes(u32v word, const int e, const int codes) {
-    if (codes == FP8) {
-        i32v top = (i32v)(word << (24 - 8 * e)) >> 4; /* the exponent's bias is 7, here 127 */
-        return (f32v)((u32v)top & 0x87f00000) * 0x1p120f;
-    }
+    if (codes == FP8) return e4m3_finite(word << (24 - 8 * e));
     if (codes == E2M1) return e2m1_lanes(word >> 4 * e);
     return __builtin_convertvector((i32v)(word >> 4 * e & 15), f32v);
 }
@@ -118,17 +115,6 @@ INLINE void widen_columns(const char *columns, const format *f, int64_t first, i
     }
 }
 
-/* Round numbers of at most 464 to e4m3, to nearest even; NaN stays NaN. */
-INLINE f32v round_to_e4m3(f32v v) {
-    u32v bits = (u32v)v;
-    f32v normal = (f32v)((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
-    f32v magic = splat(0x1.8p14f); /* its ulp is the distance of subnormal numbers, 2^-9 */
-    f32v subnormal = v + magic - magic;
-    f32v size = (f32v)(bits & 0x7fffffff);
-    f32v rounded = select_lanes(size < 0x1p-6f, subnormal, normal);
-    return select_lanes(v == v, rounded, v);
-}
-
 /* Activations that share a scale, rounded: their e4m3 numbers times the scale. */
 INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, float fixed,
                       float *out) {
@@ -143,8 +129,6 @@ INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, flo
     float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i += LANES) {
         f32v v = load_some(x, first + i, count - i, bf16) * inverse;
-        v = select_lanes(v > 448.0f, splat(448.0f), v);
-        v = select_lanes(v < -448.0f, splat(-448.0f), v);
         store_some(out, i, count - i, 0, round_to_e4m3(v) * scale);
     }
 }

@@ -2,8 +2,8 @@
  *
  * An element is code * scale + offset, with the scale and offset of its row of the weight and
  * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
- * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each in
- * whole vectors. A word has neighbouring codes of a column, lowest bits first. */
+ * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
+ * in whole vectors. A word has neighbouring codes of a column, lowest bits first. */
 #include "kernels.h"
 #include "scales.h"
 #include "threads.h"

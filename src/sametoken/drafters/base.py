@@ -14,7 +14,7 @@ from torch import Tensor
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import InvariantError
 from sametoken.models.base import CausalLM
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.dispatch import Backend

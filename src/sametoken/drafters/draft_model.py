@@ -21,7 +21,8 @@ from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.weights import TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains

@@ -35,7 +35,7 @@ from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
 from sametoken.models.heads.mtp import MTPCheckpoint, MTPHead
 from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
 from sametoken.ops.weight import Weight

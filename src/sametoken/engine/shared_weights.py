@@ -21,7 +21,7 @@ from sametoken.engine.weights import NewWeights, Weights, update_errors
 from sametoken.errors import SametokenError, WeightUpdateError
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.sent import SentTensors
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.types.units import in_units
 from sametoken.types.weight_updates import DRAFTER, MODEL
 

@@ -29,7 +29,8 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.weights import FLOATING, TensorSource, WeightReader
+from sametoken.models.load.sources import FLOATING, TensorSource
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
 from sametoken.models.requantize import requantized
 from sametoken.ops.backend import Kernels

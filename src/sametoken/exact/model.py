@@ -25,7 +25,8 @@ from sametoken.exact.packed import PackedSequences, require_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.decoder import HEAD, Decoder
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import Part, TensorsByName, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorsByName, TensorSource
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
 from sametoken.models.registry import model_class

@@ -22,7 +22,8 @@ from sametoken.models.load.huggingface import HuggingFaceCheckpoint
 from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.progress import shown_while_read
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.weights import TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
 

@@ -21,7 +21,7 @@ from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import LinearFormat, Quantization
 from sametoken.models.load.nvfp4_linear import Nvfp4Linear
-from sametoken.models.load.weights import FLOATING, TensorSource
+from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.quantize import module_of
 from sametoken.models.rounding import MXFP4, NVFP4, Scheme, float8, int4
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from sametoken.models.load import mxfp4, nvfp4_linear
 from sametoken.models.load.fp8_linear import BLOCK
-from sametoken.models.load.weights import FLOATING
+from sametoken.models.load.sources import FLOATING
 from sametoken.ops.model.gemm.fp8 import LARGEST, rounded
 from sametoken.ops.model.gemm.int4 import E2M1
 

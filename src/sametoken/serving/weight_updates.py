@@ -19,7 +19,7 @@ from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.engine.weights import NewWeights, Weights
 from sametoken.errors import SametokenError, WeightUpdateError, shown
 from sametoken.models.load.sent import SentTensors, source_of
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.serving.messages import (
     ChangeWeights,
     Command,

@@ -20,7 +20,7 @@ from sametoken.layers.rotary import LONGROPE, rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import open_checkpoint
 from sametoken.train import nemotron_h, qwen3_5
 from sametoken.train.compute import generator_of

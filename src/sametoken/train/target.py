@@ -20,7 +20,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD
 from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import open_checkpoint
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")

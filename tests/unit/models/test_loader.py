@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from helpers.forward import Bench, load
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.models.load import weights
+from sametoken.models.load import sources
 
 transformers_logging.disable_progress_bar()
 SIZES = {
@@ -82,7 +82,7 @@ def test_weights_under_another_file_name(checkpoint):
 
 def test_reading_in_small_chunks_changes_nothing(pristine, monkeypatch):
     expected = Bench(load(pristine)).logits(PROMPT, [])
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 70)
+    monkeypatch.setattr(sources, "CHUNK_ELEMENTS", 70)
     assert torch.equal(Bench(load(pristine)).logits(PROMPT, []), expected)
 
 

@@ -24,7 +24,7 @@ from helpers.hybrids import (
 from helpers.nemotron import nemotron_config, write_nemotron
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.models.load import weights
+from sametoken.models.load import sources
 from sametoken.models.loader import read_config
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import bytes_per_block, bytes_per_slot
@@ -166,7 +166,7 @@ def test_a_rank_that_drafts_has_the_whole_head(tmp_path, kind, load_format):
 def test_shares_are_the_same_in_whatever_pieces_files_are_read(tmp_path, kind, monkeypatch):
     path = WRITERS[kind](tmp_path)
     at_once = run_ranks(2, lambda p: logits_of(load(path, parallel=p)))
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 5 * SIZES["hidden_size"])
+    monkeypatch.setattr(sources, "CHUNK_ELEMENTS", 5 * SIZES["hidden_size"])
     assert torch.equal(run_ranks(2, lambda p: logits_of(load(path, parallel=p)))[0], at_once[0])
 
 

@@ -24,7 +24,8 @@ from sametoken.models.load.huggingface import model_config, open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import CutWeight, UnquantizedWeight, Weight

@@ -38,7 +38,8 @@ from sametoken.models.heads.base import (
 )
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.models.load.linear_format import LinearFormat, Quantization
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 
 LAYER = "layers.0"
 #: Tensors of integers in the files of heads over fewer tokens.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sametoken.models.load.linear_format import LinearFormat
 from sametoken.models.load.mxfp4 import Mxfp4Stack
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 
 
 @dataclass(frozen=True, slots=True)

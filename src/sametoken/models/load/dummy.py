@@ -20,7 +20,8 @@ from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.share import Share
-from sametoken.models.load.weights import FLOATING, Part, WeightReader, rows_per_chunk
+from sametoken.models.load.sources import FLOATING, rows_per_chunk
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Kernels
 
 #: Standard deviation in the embedding and the head, which share their values.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.models.load.weights import FLOATING, Part, Split, TensorSource, WeightReader
+from sametoken.models.load.sources import FLOATING, TensorSource
+from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.weight import Fp8Matrix, Rounding, Weight
 
 #: Rows and features of a block that shares a scale; features of a group of activations.

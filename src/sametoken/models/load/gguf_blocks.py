@@ -17,7 +17,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from sametoken.errors import ConfigError
-from sametoken.models.load.weights import Part, Split, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.weight import IntegerMatrix, UnquantizedWeight
 
 #: Groups of a block with a scale of its own, and features of a group.

@@ -22,7 +22,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from sametoken.models.load.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
-from sametoken.models.load.weights import rows_per_chunk
+from sametoken.models.load.sources import rows_per_chunk
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 AGAIN = "download or convert the file again"

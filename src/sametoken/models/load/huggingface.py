@@ -37,7 +37,7 @@ from sametoken.models.load.settings import (
     Settings,
     require_head_counts,
 )
-from sametoken.models.load.weights import rows_per_chunk
+from sametoken.models.load.sources import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 # Top-level keys of a vision-language config that apply to its text decoder too.

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load.share import Share
-from sametoken.models.load.weights import FLOATING, Part, Split, TensorSource, WeightReader
+from sametoken.models.load.sources import FLOATING, TensorSource
+from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.weight import Int4Matrix, Weight
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
 if TYPE_CHECKING:
-    from sametoken.models.load.weights import Part, TensorSource, WeightReader
+    from sametoken.models.load.sources import TensorSource
+    from sametoken.models.load.weights import Part, WeightReader
 
 
 class LinearFormat(Protocol):

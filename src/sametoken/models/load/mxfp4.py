@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.models.load.share import Share
-from sametoken.models.load.weights import Part, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.model.gemm.int4 import E2M1, packed_int4
 from sametoken.ops.weight import Int4Matrix, Weight
 

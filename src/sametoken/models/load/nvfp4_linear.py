@@ -15,7 +15,8 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.load.fp8_linear import positive
 from sametoken.models.load.mxfp4 import halves
-from sametoken.models.load.weights import Part, Split, TensorSource, WeightReader
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.int4 import elements, packed_int4
 from sametoken.ops.weight import Int4Matrix, Weight
 

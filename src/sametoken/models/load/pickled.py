@@ -20,7 +20,7 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.models.load.files import AGAIN
-from sametoken.models.load.weights import FLOATING, TensorsByName
+from sametoken.models.load.sources import FLOATING, TensorsByName
 
 #: Of the pickle in a file: that of 40,000 tensors.
 MAX_PICKLE_BYTES = 2**23

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sametoken.models.load.weights import TensorSource
+from sametoken.models.load.sources import TensorSource
 
 
 class _Watched:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError, shown
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.weights import FLOATING, TensorsByName, TensorSource
+from sametoken.models.load.sources import FLOATING, TensorsByName, TensorSource
 
 
 class SentTensors(TensorsByName):

@@ -60,7 +60,7 @@ typedef struct {
 
 static _Thread_local buffer partial_memory, tile_memory, unit_memory;
 
-INLINE int64_t partial_size(int64_t v_dim) { return LANES + ceil_div(v_dim, GROUP) * GROUP; }
+INLINE int64_t partial_size(int64_t v_dim) { return LANES + round_up(v_dim, GROUP); }
 
 /* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
 INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
@@ -83,7 +83,7 @@ static void locate(const attention_job *job, const row_tile *tiles, int64_t num_
     for (int64_t i = 0; i < count;) {
         int64_t inside = (start + i) % job->block_size;
         int64_t stretch = smaller(job->block_size - inside, count - i);
-        int64_t row = (table[(start + i) / job->block_size] * job->kv_heads + head);
+        int64_t row = table[(start + i) / job->block_size] * job->kv_heads + head;
         int64_t offset = (row * job->block_size + inside) * job->dim;
         for (int64_t end = i + stretch; i < end; i++, offset += job->dim)
             found->offsets[i] = offset;
@@ -134,7 +134,7 @@ INLINE void pack_values(const attention_job *job, workspace *work, int64_t count
         for (int64_t position = 0; position < count; position++) {
             int64_t element = work->now->offsets[position] + i;
             f32v v = load_kv(job->values, element, job->v_dim - i, bf16, job->e4m3);
-            memcpy(panel + position * GROUP, &v, sizeof v);
+            store_some(panel, position * GROUP, LANES, 0, v);
         }
     }
 }
@@ -155,8 +155,8 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
                           (float *)sums, bf16);
             for (int64_t r = 0; r < rows; r++)
                 for (int p = 0; p < PANELS; p++) {
-                    f32v v = sums[r * PANELS + p] * scale;
-                    memcpy(work->scores + (first + r) * SPLIT + column + p * LANES, &v, sizeof v);
+                    int64_t place = (first + r) * SPLIT + column + p * LANES;
+                    store_some(work->scores, place, LANES, 0, sums[r * PANELS + p] * scale);
                 }
         }
     }
@@ -167,20 +167,17 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     const f32v lane = LANE_NUMBERS;
     f32v highest = splat(-INFINITY), sum = {0};
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32v v;
-        memcpy(&v, scores + i, sizeof v);
+        f32v v = load_some(scores, i, LANES, 0);
         v = select_lanes(lane < (float)(seen.stop - i), v, splat(-INFINITY));
         v = select_lanes(lane < (float)(seen.first - i), splat(-INFINITY), v);
-        memcpy(scores + i, &v, sizeof v);
+        store_some(scores, i, LANES, 0, v);
         highest = max_lanes(v, highest);
     }
     float maximum = highest[0];
     for (int i = 1; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32v v;
-        memcpy(&v, scores + i, sizeof v);
-        v = exp_lanes(v - maximum);
-        memcpy(scores + i, &v, sizeof v);
+        f32v v = exp_lanes(load_some(scores, i, LANES, 0) - maximum);
+        store_some(scores, i, LANES, 0, v);
         sum += v;
     }
     partial[0] = maximum;
@@ -350,7 +347,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t group = job->heads / job->kv_heads;
     int64_t queries = larger(SHARED_QUERIES, group);
     int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->v_dim) - LANES) * SPLIT * 4;
-    int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
+    int64_t rows = round_up(queries * job->dim * size, 64), scores = queries * SPLIT * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
     work->now = work->memory_of_places;

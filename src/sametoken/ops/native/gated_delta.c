@@ -28,12 +28,7 @@ INLINE int64_t prepared_width(const delta_job *job) {
 
 /* x / sqrt(sum(x^2) + eps) * scale in place. */
 INLINE void normalise(float *x, int64_t dim, float scale) {
-    f32v squares = {0};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        f32v v = load_some(x, i, dim - i, 0);
-        squares = multiply_add(v, v, squares);
-    }
-    float factor = scale / sqrtf(sum_lanes(squares) + NORM_EPS);
+    float factor = scale / sqrtf(sum_of_squares(x, 0, dim, 0) + NORM_EPS);
     for (int64_t i = 0; i < dim; i += LANES)
         store_some(x, i, dim - i, 0, load_some(x, i, dim - i, 0) * factor);
 }

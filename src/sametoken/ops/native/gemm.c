@@ -14,7 +14,7 @@ INLINE int64_t units_of(int64_t depth, int bf16) { return bf16 ? ceil_div(depth,
 EXPORT int64_t team_size(void) { return omp_get_max_threads(); }
 
 EXPORT int64_t packed_bytes(int64_t n, int64_t k, int64_t bf16) {
-    return ceil_div(n, GROUP) * GROUP * units_of(k, bf16) * 4;
+    return round_up(n, GROUP) * units_of(k, bf16) * 4;
 }
 
 /* Advise huge pages for memory that has not been touched yet. */
@@ -32,7 +32,7 @@ EXPORT void prefer_large_pages(void *memory, int64_t bytes) {
 INLINE void pack_impl(const void *weight, void *packed, int64_t n, int64_t k, const int bf16) {
     int64_t size = bf16 ? 2 : 4, units = units_of(k, bf16);
 #pragma omp parallel for schedule(static)
-    for (int64_t column = 0; column < ceil_div(n, GROUP) * GROUP; column++) {
+    for (int64_t column = 0; column < round_up(n, GROUP); column++) {
         char *to = (char *)packed + ((column / GROUP) * units * GROUP + column % GROUP) * 4;
         const char *from = (const char *)weight + column * k * size;
         for (int64_t unit = 0; unit < units; unit++, to += GROUP * 4) {

@@ -2,31 +2,7 @@
 #ifndef SAMETOKEN_KV_H
 #define SAMETOKEN_KV_H
 
-#include "vector.h"
-
-/* The e4m3 number of each lane's lowest byte. Unlike those of weights (quantized.c) they may be NaN,
- * and often subnormal, so no subnormal fp32 number, which is slow, comes up on the way. */
-INLINE f32v e4m3_numbers(u32v codes) {
-    u32v size = codes & 0x7f;
-    f32v subnormal = __builtin_convertvector((i32v)size, f32v) * 0x1p-9f;
-    f32v normal = (f32v)((size << 20) + (120 << 23)); /* the exponent's bias is 7, here 127 */
-    f32v number = select_lanes((i32v)size < 8, subnormal, normal);
-    number = select_lanes(size == 0x7f, splat(NAN), number);
-    return (f32v)((u32v)number | (codes & 0x80) << 24);
-}
-
-/* Bytes of numbers rounded to e4m3: to nearest even, at most 448; NaN becomes 0x7f. */
-INLINE u32v e4m3_codes(f32v v) {
-    u32v sign = (u32v)v >> 24 & 0x80;
-    f32v size = (f32v)((u32v)v & 0x7fffffff);
-    size = select_lanes(size > 448.0f, splat(448.0f), size);
-    u32v bits = (u32v)size;
-    u32v normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    f32v magic = splat(0x1.8p14f); /* its ulp is the distance of subnormal numbers, 2^-9 */
-    u32v subnormal = (u32v)(size + magic) - (u32v)magic;
-    u32v code = (u32v)select_lanes(size < 0x1p-6f, (f32v)subnormal, (f32v)normal);
-    return (u32v)select_lanes(v == v, (f32v)(code | sign), (f32v)((u32v){0} + 0x7f));
-}
+#include "e4m3.h"
 
 INLINE f32v load_e4m3(const void *base, int64_t index, int64_t count) {
     const uint8_t *from = (const uint8_t *)base + index;

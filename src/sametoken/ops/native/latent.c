@@ -13,10 +13,6 @@ typedef struct {
     int weight_bf16, interleaved;
 } latent_job;
 
-INLINE float element(const void *base, int64_t index, int bf16) {
-    return load_some(base, index, 1, bf16)[0];
-}
-
 /* Rotate pairs (2j, 2j + 1) if interleaved, else (j, j + half), to elements j and j + half. */
 INLINE void rotate(const latent_job *job, const void *from, int64_t first, void *to,
                    int64_t place, const float *cos, const float *sin, const int bf16) {
@@ -34,12 +30,7 @@ INLINE void latent_row(const latent_job *job, int64_t row, const int bf16) {
     const float *sin = job->sin + job->positions[row] * job->half;
     int64_t first = row * job->latent_row;
     int64_t place = job->kv_slots[row] * (job->rank + 2 * job->half);
-    f32v squares = {0};
-    for (int64_t i = 0; i < job->rank; i += LANES) {
-        f32v v = load_some(job->latent, first + i, job->rank - i, bf16);
-        squares = multiply_add(v, v, squares);
-    }
-    float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)job->rank + job->eps);
+    float scale = inverse_rms(job->latent, first, job->rank, job->eps, bf16);
     for (int64_t i = 0; i < job->rank; i += LANES) {
         f32v v = load_some(job->latent, first + i, job->rank - i, bf16) * scale;
         v *= load_some(job->norm_weight, i, job->rank - i, job->weight_bf16);

@@ -3,7 +3,7 @@
  * An element is code * scale + offset, with the scale and offset of its row of the weight and
  * group of features. A sum runs over the features in order, in fp32, whatever the groups. Rows of
  * the weight are columns here, as in tile.h: a group of columns is [scales][offsets][words], each
- * from a multiple of 64 bytes on. A word has neighbouring codes of a column, lowest bits first. */
+ * in whole vectors. A word has neighbouring codes of a column, lowest bits first. */
 #include "kernels.h"
 #include "scales.h"
 #include "threads.h"
@@ -33,19 +33,17 @@ typedef struct {
 INLINE int codes_of_word(int64_t codes) { return codes == INT4 || codes == E2M1 ? 8 : 4; }
 INLINE int64_t num_groups(const format *f) { return ceil_div(f->k, f->width); }
 /* Elements of a row that is multiplied: whole words, zero padded. */
-INLINE int64_t padded(const format *f) {
-    return ceil_div(f->k, codes_of_word(f->codes)) * codes_of_word(f->codes);
-}
+INLINE int64_t padded(const format *f) { return round_up(f->k, codes_of_word(f->codes)); }
 INLINE int64_t scale_size(const format *f) { return scale_bytes(f->scales); }
 INLINE int64_t offset_size(const format *f) {
     return f->offsets == ZEROS ? 1 : f->offsets == FACTORS ? 4 : 0;
 }
 INLINE int64_t num_offsets(const format *f) { return f->offsets == FACTORS ? 1 : num_groups(f); }
 INLINE int64_t offsets_at(const format *f) {
-    return ceil_div(num_groups(f) * GROUP * scale_size(f), 64) * 64;
+    return round_up(num_groups(f) * GROUP * scale_size(f), sizeof(u32v));
 }
 INLINE int64_t words_at(const format *f) {
-    return offsets_at(f) + ceil_div(num_offsets(f) * GROUP * offset_size(f), 64) * 64;
+    return offsets_at(f) + round_up(num_offsets(f) * GROUP * offset_size(f), sizeof(u32v));
 }
 INLINE int64_t group_bytes(const format *f) {
     return words_at(f) + padded(f) / codes_of_word(f->codes) * GROUP * 4;
@@ -87,10 +85,7 @@ INLINE f32v e2m1_lanes(u32v code) {
 
 /* Code `e` of each lane's word, as a number. */
 INLINE f32v code_lanes(u32v word, const int e, const int codes) {
-    if (codes == FP8) {
-        i32v top = (i32v)(word << (24 - 8 * e)) >> 4; /* the exponent's bias is 7, here 127 */
-        return (f32v)((u32v)top & 0x87f00000) * 0x1p120f;
-    }
+    if (codes == FP8) return e4m3_finite(word << (24 - 8 * e));
     if (codes == E2M1) return e2m1_lanes(word >> 4 * e);
     return __builtin_convertvector((i32v)(word >> 4 * e & 15), f32v);
 }
@@ -120,17 +115,6 @@ INLINE void widen_columns(const char *columns, const format *f, int64_t first, i
     }
 }
 
-/* Round numbers of at most 464 to e4m3, to nearest even; NaN stays NaN. */
-INLINE f32v round_to_e4m3(f32v v) {
-    u32v bits = (u32v)v;
-    f32v normal = (f32v)((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
-    f32v magic = splat(0x1.8p14f); /* its ulp is the distance of subnormal numbers, 2^-9 */
-    f32v subnormal = v + magic - magic;
-    f32v size = (f32v)(bits & 0x7fffffff);
-    f32v rounded = select_lanes(size < 0x1p-6f, subnormal, normal);
-    return select_lanes(v == v, rounded, v);
-}
-
 /* Activations that share a scale, rounded: their e4m3 numbers times the scale. */
 INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, float fixed,
                       float *out) {
@@ -145,8 +129,6 @@ INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, flo
     float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i += LANES) {
         f32v v = load_some(x, first + i, count - i, bf16) * inverse;
-        v = select_lanes(v > 448.0f, splat(448.0f), v);
-        v = select_lanes(v < -448.0f, splat(-448.0f), v);
         store_some(out, i, count - i, 0, round_to_e4m3(v) * scale);
     }
 }
@@ -171,7 +153,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
     memset(sums, 0, rows * GROUP * sizeof *sums);
     for (int64_t first = 0; first < k; first += DEPTH) {
         f32v slab[DEPTH * PANELS];
-        int64_t depth = smaller(DEPTH, k - first), whole = ceil_div(depth, each) * each;
+        int64_t depth = smaller(DEPTH, k - first), whole = round_up(depth, each);
         widen_columns(columns, f, first, depth, slab, codes);
         for (int64_t tile = 0; tile < tiles; tile++) {
             int64_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;

@@ -63,10 +63,6 @@ INLINE void convolve(const raw_rows *raw, const slot_part *part, int64_t row, in
     }
 }
 
-INLINE float element(const void *base, int64_t index, int bf16) {
-    return bf16 ? widen(((const uint16_t *)base)[index]) : ((const float *)base)[index];
-}
-
 /* A gate of one row and head. */
 INLINE float raw_gate(const raw_rows *raw, const slot_part *part, int64_t row, int64_t gate,
                       int64_t head, const int bf16) {

@@ -6,16 +6,6 @@
 
 #define MAX_HEAD_DIM 1024
 
-/* 1 / sqrt(mean(x^2) + eps) of `size` elements; the order of additions depends on `size` only. */
-INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, int bf16) {
-    f32v squares = {0};
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32v v = load_some(x, first + i, size - i, bf16);
-        squares = multiply_add(v, v, squares);
-    }
-    return 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
-}
-
 /* silu(gate) of up to LANES elements. */
 INLINE f32v silu_some(const void *gate, int64_t index, int64_t count, int bf16) {
     f32v v = load_some(gate, index, count, bf16);

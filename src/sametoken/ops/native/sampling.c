@@ -30,7 +30,9 @@ INLINE void multiply_wide(u32v a, uint32_t factor, u32v *high, u32v *low) {
     *low = (u32v)((even & 0xffffffffu) | (odd << 32));
 }
 
-#define ZIP_LOW(l, s) ((l) / 2 + (l) % 2 * LANES + (s))
+/* Lanes of a and b in turn, from lane `from` on. */
+#define ZIPPED(l, from) ((l) / 2 + (l) % 2 * LANES + (from))
+#define ZIP(a, b, from) SHUFFLE(a, b, ZIPPED, from)
 
 /* Word w of each of LANES counters in words[w]. */
 INLINE void philox(u32v counters, int64_t position, int64_t seed, u32v words[4]) {
@@ -60,12 +62,12 @@ INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32v words
     const u32v lane = LANE_NUMBERS;
     u32v c[4];
     philox(lane + (uint32_t)(first / 4), position, seed, c);
-    u32v even_low = SHUFFLE(c[0], c[2], ZIP_LOW, 0), even_high = SHUFFLE(c[0], c[2], ZIP_LOW, LANES / 2);
-    u32v odd_low = SHUFFLE(c[1], c[3], ZIP_LOW, 0), odd_high = SHUFFLE(c[1], c[3], ZIP_LOW, LANES / 2);
-    words[0] = SHUFFLE(even_low, odd_low, ZIP_LOW, 0);
-    words[1] = SHUFFLE(even_low, odd_low, ZIP_LOW, LANES / 2);
-    words[2] = SHUFFLE(even_high, odd_high, ZIP_LOW, 0);
-    words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, LANES / 2);
+    u32v even_low = ZIP(c[0], c[2], 0), even_high = ZIP(c[0], c[2], LANES / 2);
+    u32v odd_low = ZIP(c[1], c[3], 0), odd_high = ZIP(c[1], c[3], LANES / 2);
+    words[0] = ZIP(even_low, odd_low, 0);
+    words[1] = ZIP(even_low, odd_low, LANES / 2);
+    words[2] = ZIP(even_high, odd_high, 0);
+    words[3] = ZIP(even_high, odd_high, LANES / 2);
 }
 
 /* Noise words of up to LANES arbitrary token ids. */

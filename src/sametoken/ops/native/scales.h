@@ -2,15 +2,15 @@
 #ifndef SAMETOKEN_SCALES_H
 #define SAMETOKEN_SCALES_H
 
-#include "vector.h"
+#include "e4m3.h"
 
 enum { FP32, FP16, BF16, E4M3 };
 
 INLINE int64_t scale_bytes(int64_t kind) { return kind == FP32 ? 4 : kind == E4M3 ? 1 : 2; }
 
-/* LANES neighbouring numbers; those of e4m3 are neither negative nor NaN. */
+/* LANES neighbouring numbers; those of e4m3 are not NaN. */
 INLINE f32v scale_lanes(const char *from, int64_t kind) {
-    if (kind == E4M3) return (f32v)(load_bytes(from) << 20) * 0x1p120f; /* exact, as below */
+    if (kind == E4M3) return e4m3_finite(load_bytes(from) << 24);
     if (kind != FP16) return load_some(from, 0, LANES, kind == BF16);
     u16v half;
     memcpy(&half, from, sizeof half);

@@ -124,7 +124,7 @@ INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *c
 #undef CASE
 }
 
-/* Columns from `column` on of adjacent rows of [.., n], `stride` elements apart, from `first` on. */
+/* Columns from `column` on of rows of [.., n], the first at element `first`, `stride` apart. */
 INLINE void store_tile(const float *sums, int64_t rows, int64_t first, int64_t stride,
                        int64_t column, int64_t n, const void *bias, void *out, int bf16,
                        int out_bf16) {

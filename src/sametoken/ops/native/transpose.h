@@ -20,7 +20,7 @@
 #endif
 
 /* Four words from `at` on of every fourth row. */
-INLINE u32v load_blocks(const char *const rows[LANES], int64_t at) {
+INLINE u32v load_blocks(const char *const *rows, int64_t at) {
 #define FOUR_WORDS(row) _mm_loadu_si128((const __m128i *)(rows[row] + at))
 #if defined(__AVX512F__)
     __m512i blocks = _mm512_castsi128_si512(FOUR_WORDS(0));

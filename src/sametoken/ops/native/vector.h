@@ -1,4 +1,4 @@
-/* Vectors as wide as the CPU's registers, for gcc and clang, with their rounding rules, exp and log.
+/* Vectors as wide as the CPU's registers, for gcc and clang: their rounding rules, exp and log.
  *
  * The order of additions in every sum depends on its length and on LANES only. Compile with
  * -ffp-contract=off and without -ffast-math, or batch invariance is lost. */
@@ -90,13 +90,6 @@ INLINE float sum_lanes(f32v v) {
     return lane[0];
 }
 
-INLINE float widen(uint16_t bits) {
-    uint32_t word = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &word, sizeof value);
-    return value;
-}
-
 /* Round to nearest even bf16; NaN stays NaN. */
 INLINE u16v narrow(f32v v) {
 #if defined(__AVX512BF16__)
@@ -164,6 +157,10 @@ INLINE f32v load_some(const void *base, int64_t index, int64_t count, int bf16) 
     return some;
 }
 
+INLINE float element(const void *base, int64_t index, int bf16) {
+    return load_some(base, index, 1, bf16)[0];
+}
+
 INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32v v) {
     if (bf16) {
         u16v half = narrow(v), some = half;
@@ -176,6 +173,21 @@ INLINE void store_some(void *base, int64_t index, int64_t count, int bf16, f32v 
         if (count >= LANES) memcpy(to, &v, sizeof v);
         else memcpy(to, &some, count * sizeof *to);
     }
+}
+
+/* Of `size` elements from `first` on; the order of additions depends on `size` only. */
+INLINE float sum_of_squares(const void *x, int64_t first, int64_t size, int bf16) {
+    f32v squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32v v = load_some(x, first + i, size - i, bf16);
+        squares = multiply_add(v, v, squares);
+    }
+    return sum_lanes(squares);
+}
+
+/* 1 / sqrt(mean(x^2) + eps) of these elements. */
+INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, int bf16) {
+    return 1.0f / sqrtf(sum_of_squares(x, first, size, bf16) / (float)size + eps);
 }
 
 /* e^x to about 1 ulp: 0 below -87, infinity above 88, NaN for NaN. */
@@ -226,5 +238,6 @@ INLINE f32v log_lanes(f32v x) {
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
 
 #endif

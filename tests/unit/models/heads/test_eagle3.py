@@ -166,7 +166,7 @@ def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
 @pytest.mark.parametrize("write", [write_safeailab, write_speculators])
 @pytest.mark.parametrize("chunk_elements", [1 << 20, 2 * HIDDEN], ids=["whole", "chunks"])
 def test_a_draft_vocabulary_in_any_order_is_sorted(tmp_path, monkeypatch, write, chunk_elements):
-    monkeypatch.setattr("sametoken.models.load.weights.CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("sametoken.models.load.sources.CHUNK_ELEMENTS", chunk_elements)
     tensors = head_tensors(8)
     ascending = load(write(tmp_path / "ascending", tensors))
     order = torch.randperm(len(DRAFT_IDS), generator=torch.Generator().manual_seed(4))

@@ -15,7 +15,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.dummy import SCALE, VOCABULARY_SCALE, DummySource
-from sametoken.models.load.weights import CHUNK_ELEMENTS
+from sametoken.models.load.sources import CHUNK_ELEMENTS
 from sametoken.models.loader import load_model, read_config
 
 CPU = torch.device("cpu")

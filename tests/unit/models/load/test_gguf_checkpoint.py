@@ -20,7 +20,7 @@ from helpers.examples import FIXED
 from helpers.forward import Bench, load
 from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.load import weights
+from sametoken.models.load import sources
 from sametoken.models.loader import read_config
 
 transformers_logging.disable_progress_bar()
@@ -71,7 +71,7 @@ def test_biases_of_q_k_and_v_alone(tmp_path):
 def test_small_chunks_change_nothing(tmp_path, monkeypatch):
     path = convert(make_model(LlamaConfig, attention_bias=True), tmp_path / "model.gguf")
     expected = Bench(load(path)).logits(PROMPT, [])
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 150)
+    monkeypatch.setattr(sources, "CHUNK_ELEMENTS", 150)
     assert torch.equal(Bench(load(path)).logits(PROMPT, []), expected)
 
 

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError
-from sametoken.models.load import weights
+from sametoken.models.load import sources
 from sametoken.models.load.sent import SentTensors, source_of
 
 
 def test_chunks_are_views_of_whole_rows(monkeypatch):
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 6)
+    monkeypatch.setattr(sources, "CHUNK_ELEMENTS", 6)
     parameter = torch.nn.Parameter(torch.arange(14.0).view(7, 2))
     source = SentTensors(iter([("w", parameter), ("s", torch.zeros(2, dtype=torch.int64))]))
     chunks = list(source.chunks("w"))

@@ -1,0 +1,85 @@
+"""Where tensors come from: what ``WeightReader`` asks of files, and of tensors in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 20
+#: Dtypes of unquantized weights.
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint under their Hugging Face names.
+
+    Attributes:
+        location: the file or directory, for messages.
+    """
+
+    location: str
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name; tensors without a Hugging Face name keep the file's."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an existing tensor."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The tensor in order, in chunks of whole rows, of any floating dtype, on any device.
+
+        Raises:
+            CheckpointError: the data cannot be read.
+            UnsupportedError: the data is not of a floating dtype.
+        """
+        ...
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of an existing tensor; errors as in ``chunks``."""
+        ...
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``, of any dtype."""
+        ...
+
+
+class TensorsByName:
+    """What sources over tensors that are in memory, or mapped, share.
+
+    Args:
+        location: as in ``TensorSource``.
+        tensors: dense tensors by name.
+    """
+
+    def __init__(self, location: str, tensors: Mapping[str, Tensor]) -> None:
+        self.location = location
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that exists."""
+        return tuple(self._tensors[name].shape)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor that exists."""
+        return self._tensors[name].dtype
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """Views of the tensor's rows; a scalar is one row."""
+        tensor = self._tensors[name]
+        rows = tensor if tensor.dim() else tensor[None]
+        yield from rows.split(rows_per_chunk(math.prod(rows.shape[1:])))
+
+
+def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
+    """Number of rows of ``row_elements`` to read at once: a multiple of ``multiple_of``."""
+    return max(CHUNK_ELEMENTS // (row_elements * multiple_of), 1) * multiple_of

@@ -55,8 +55,9 @@ def test_neither_do_experts_nor_another_dtype(checkpoint, dtype, steps):
     assert drafted.offered > 0
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize(("chunk", "steps"), [(8, "static"), (16, "compact")])
+@pytest.mark.parametrize(
+    ("steps_in_flight", "chunk", "steps"), [(1, 8, "static"), (2, 16, "compact"), (3, 8, "static")]
+)
 def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk, steps):
     core = build(dense, mtp(4), steps, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
     assert run(core, requests()).tokens == plain(dense)

@@ -221,7 +221,7 @@ def test_kept_states_are_those_run_anew(target, text, tmp_path):
 
 
 def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path, cut_off):
-    loop = replace(LOOP, steps=6, checkpoint_every=2)
+    loop = replace(LOOP, steps=14, checkpoint_every=4)
     train(target, tmp_path / "a", text, loop=loop)
     cut_off(train, target, tmp_path / "b", text, loop=loop)
     assert (tmp_path / "b" / CHECKPOINT).is_file()

@@ -96,7 +96,7 @@ def test_transformers_computes_the_same_logits(sources, tmp_path, options):
 
 @pytest.mark.parametrize("options", [SMALL, NEMOTRON], ids=["hybrid", "nemotron_h"])
 def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path, options, cut_off):
-    loop = replace(LOOP, steps=5, checkpoint_every=2)
+    loop = replace(LOOP, steps=12, checkpoint_every=4)
     train(tmp_path / "a", sources, options, loop)
     cut_off(train, tmp_path / "b", sources, options, loop)
     train(tmp_path / "b", sources, options, replace(loop, resume=True))

@@ -16,7 +16,7 @@ from helpers.commands import MODULES_AFTER, run_command, run_python
 from helpers.sources import parsed
 
 PACKAGE = Path(sametoken.__file__).parent
-HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn")
+HEAVY = ("torch", "triton", "transformers", "tokenizers", "gguf", "numpy", "fastapi", "uvicorn")
 
 
 def light_modules() -> list[str]:

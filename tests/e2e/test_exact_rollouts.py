@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,7 @@ def itself(path: Path) -> dict:
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), zip(CONFIGS, cycle(("bfloat16", "float32"))))
 def test_log_probabilities_are_those_of_every_rollout(name, dtype, checkpoints):
     model = ExactModel(str(checkpoints(name)), dtype=dtype, device="cpu", max_model_len=60)
     texts = []

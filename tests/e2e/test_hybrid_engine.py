@@ -69,7 +69,7 @@ def build(path, announce=lambda text: None, **options):
     return build_engine(EngineConfig.from_options(**options), announce)
 
 
-requests = partial(requests_of, PROMPTS, 16)
+requests = partial(requests_of, PROMPTS, 10)
 
 
 def speculative(method: str, k: int, **settings) -> dict:

@@ -41,7 +41,7 @@ def twin(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
 
 
-@pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("static", "compact"))))
+@pytest.mark.parametrize(("k", "steps"), zip((1, 2, 3, 5, 8), cycle(("static", "compact"))))
 def test_no_number_of_drafts_changes_a_token(dense, k, steps):
     drafted = run(build(dense, mtp(k), steps), requests())
     assert drafted.tokens == plain(dense)
@@ -55,15 +55,16 @@ def test_neither_do_experts_nor_another_dtype(checkpoint, dtype, steps):
     assert drafted.offered > 0
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize(("chunk", "steps"), [(8, "static"), (16, "compact")])
+@pytest.mark.parametrize(
+    ("steps_in_flight", "chunk", "steps"), [(1, 8, "static"), (2, 16, "compact"), (3, 8, "static")]
+)
 def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk, steps):
     core = build(dense, mtp(4), steps, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
     assert run(core, requests()).tokens == plain(dense)
 
 
 @pytest.mark.parametrize(
-    ("k", "steps"), [*zip(range(1, 9), cycle(("compact", "static"))), (2, "kernels")]
+    ("k", "steps"), [*zip((1, 2, 3, 5, 8), cycle(("compact", "static"))), (2, "kernels")]
 )
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""

@@ -55,7 +55,7 @@ def test_no_drafter_changes_a_token(dense, spec, steps, dtype):
     assert drafted.offered > 0
 
 
-@pytest.mark.parametrize("script", ["right", "wrong", "alternating", "empty", "mixed"])
+@pytest.mark.parametrize("script", ["right", "wrong", "mixed"])
 def test_adversarial_drafts_change_no_token(dense, script):
     model = load(dense)
     shape = Shape(prefix_caching=False, cache_emitted=False, max_model_len=64)
@@ -73,8 +73,7 @@ def test_adversarial_drafts_change_no_token(dense, script):
     assert (drafted.accepted > 0) == (script != "wrong")
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize(("chunk", "k"), [(8, 5), (16, 3)])
+@pytest.mark.parametrize(("chunk", "k", "steps_in_flight"), [(8, 5, 1), (16, 3, 2), (8, 5, 3)])
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, steps_in_flight, chunk, k):
     """Through chunk borders and steps in flight, by greedy requests and sampled ones."""
     core = build(twin, mtp(k), steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)

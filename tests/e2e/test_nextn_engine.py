@@ -50,7 +50,7 @@ def test_an_eagle_3_head_changes_no_token(checkpoint, tmp_path):
     assert drafted.offered > drafted.accepted
 
 
-@pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("compact", "static"))))
+@pytest.mark.parametrize(("k", "steps"), zip((1, 2, 3, 5, 8), cycle(("compact", "static"))))
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""
     drafted = run(build(twin, mtp(k), steps, steps_in_flight=1 + k % 3), requests())

@@ -57,7 +57,7 @@ def test_random_models_agree_with_transformers(name, data):
     require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
 
 
-@drawn_models(8)
+@drawn_models(5)
 @given(data=st.data())
 def test_mistral_with_layer_types_is_ministral(data):
     """As first published: transformers reads such a config as Ministral's."""
@@ -109,8 +109,8 @@ def emitted(path, spec, temperature, max_model_len=96):
     return run(core, requests_of(prompts, 24, temperature))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_change_no_token(family, temperature):
+def test_drafts_change_no_token(family):
+    temperature = float(list(FAMILIES).index(family[0]) % 2)
     plain, drafted = (emitted(family[1], spec, temperature) for spec in (None, NGRAM))
     assert drafted.tokens == plain.tokens
     assert drafted.offered > drafted.accepted, "some drafts were wrong"

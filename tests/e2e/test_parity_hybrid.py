@@ -150,7 +150,7 @@ def rename(directory: Path, change) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
-@drawn_models(28)
+@drawn_models(16)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),

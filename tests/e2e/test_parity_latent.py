@@ -27,7 +27,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LATENTS)
-@drawn_models(8)
+@drawn_models(5)
 @given(data=st.data())
 def test_random_models_agree_with_transformers(name, data):
     config = drawn_latent(data.draw, name)

@@ -103,7 +103,7 @@ def rewritten(directory: Path, form: str) -> None:
     file.write_text(json.dumps(config))
 
 
-@drawn_models(14)
+@drawn_models(9)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),

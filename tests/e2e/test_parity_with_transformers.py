@@ -95,7 +95,7 @@ def transformers_model(config, seed: int):
     return model
 
 
-@drawn_models(70)
+@drawn_models(40)
 @given(
     config=architectures(),
     seed=st.integers(0, 2**20),

@@ -102,9 +102,8 @@ def test_speculation_changes_no_bit_of_a_float8_target(tmp_path, strategy, activ
     require_same(dense(tmp_path, strategy, activations), NGRAM, dtype)
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path, method):
-    spec = NGRAM if method == "ngram" else {"method": "mtp", "num_speculative_tokens": 3}
+def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path):
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(hybrid(tmp_path), spec, "float32")
 
 

@@ -3,8 +3,7 @@
 The commands of the other pages are parsed. README's chart is what its results page gives.
 
 Everything runs in a directory where the names that README uses lead to tiny random
-checkpoints, but for the small hybrid, which the repository holds; one command runs with the
-small demo model too, if it can be had.
+checkpoints, but for the small hybrid, which the repository holds.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculat
 from sametoken.bench import roofline, sweep
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL
-from sametoken.errors import CheckpointError
-from sametoken.models.names import HEAD_NAME, HYBRID_NAME, resolve_model
+from sametoken.models.names import HEAD_NAME, HYBRID_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"
@@ -60,7 +58,6 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in dict.fromkeys(lines)]
 
 
-README_S = [shlex.split(line)[1:] for line in lines_of("bash") if line.startswith("sametoken ")]
 SAMETOKEN = [words[1:] for words in commands() if words[0] == "sametoken"]
 EXAMPLES = blocks("python")
 
@@ -85,16 +82,6 @@ def write_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(
         directory
     )
-
-
-@pytest.fixture
-def demo_model(tmp_path, monkeypatch) -> None:
-    """A working directory where the demo model's short name leads to the demo model."""
-    monkeypatch.chdir(tmp_path)
-    try:
-        resolve_model(DEFAULT_MODEL, announce=lambda line: None)
-    except CheckpointError as error:
-        pytest.skip(f"the demo model cannot be had: {error}")
 
 
 def uses_demo_model(arguments: list[str]) -> bool:
@@ -165,13 +152,6 @@ def test_an_example_of_the_page_for_python_runs(example, capsys):
     """With a model that has a tokenizer for grammars, and is in the repository."""
     exec(compile(example.replace(DEFAULT_MODEL, HYBRID_NAME), "docs/python.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) > 4
-
-
-@pytest.mark.network
-def test_a_command_runs_with_the_demo_model(demo_model):
-    """The one that needs most: the head that ships, beside plain decoding."""
-    (arguments,) = (one for one in README_S if uses_demo_model(one) and HEAD_NAME in " ".join(one))
-    run([*arguments, "--max-tokens", "12"])
 
 
 def test_an_unknown_option_does_not_pass():

@@ -100,8 +100,9 @@ def test_they_are_those_of_a_reference_router_and_of_no_rejected_draft(theirs, m
             assert np.array_equal(one.routed_experts, other.routed_experts)
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 3])
-@pytest.mark.parametrize("steps", ["static", "kernels"])
+@pytest.mark.parametrize(
+    ("steps", "steps_in_flight"), [("static", 1), ("static", 3), ("kernels", 3)]
+)
 def test_rows_of_padding_and_of_rejected_drafts_are_not_among_them(
     theirs, model, steps, steps_in_flight
 ):

@@ -174,7 +174,7 @@ class SameTokens(RuleBasedStateMachine):
 
 
 TestSameTokens = SameTokens.TestCase
-TestSameTokens.settings = settings(max_examples=40, stateful_step_count=30)
+TestSameTokens.settings = settings(max_examples=24, stateful_step_count=30)
 
 
 class SameTokensOfKernels(SameTokens):
@@ -188,8 +188,10 @@ TestSameTokensOfKernels.settings = settings(max_examples=3, stateful_step_count=
 
 
 @pytest.mark.usefixtures("layouts")
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("kind", [*SCRIPTS, "ngram", "self"])
+@pytest.mark.parametrize(
+    ("kind", "steps_in_flight"),
+    [(kind, 1 + (i + j) % 3) for i, kind in enumerate((*SCRIPTS, "ngram", "self")) for j in (0, 2)],
+)
 def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
     prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8, 3), (4,), tuple(range(10)) * 2]
     # Each parameters with two prompts, and no two with the same two.

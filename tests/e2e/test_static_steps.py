@@ -108,8 +108,9 @@ def told_plainly():
     return answers("compact", DeviceChoices(), drafted=False)[0]
 
 
-@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize("steps", ["static", "kernels"])
+@pytest.mark.parametrize(
+    ("steps", "drafted"), [("static", True), ("kernels", False), ("kernels", True)]
+)
 def test_what_is_told_is_that_of_compact_steps(steps, drafted):
     """By the kernels of captured steps, which choose tokens in all of them."""
     told, accepted = answers(steps, DeviceChoices(), drafted=drafted)

@@ -122,8 +122,8 @@ def is_of_form(text: str, structured: StructuredOutputs) -> bool:
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
     [
-        *(("right", 1), ("right", 2), ("right", 3), ("wrong", 1), ("alternating", 3)),
-        *(("empty", 2), ("mixed", 1), ("mixed", 2), ("mixed", 3), ("ngram", 2), ("self", 2)),
+        *(("right", 3), ("wrong", 1), ("alternating", 3), ("empty", 2), ("mixed", 1)),
+        *(("ngram", 2), ("self", 2)),
     ],
 )
 def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
@@ -168,7 +168,7 @@ def test_preemption_keeps_the_place_in_the_grammar():
     assert sum(num_swapped) > 0
 
 
-def test_json_is_valid_100_times_of_100():
+def test_json_is_valid_48_times_of_48():
     chance = random.Random(5)
     core = build(
         model(),
@@ -185,12 +185,12 @@ def test_json_is_valid_100_times_of_100():
             logit_bias=FEW_SPACES,
             seed=i,
         )
-        for i in range(100)
+        for i in range(48)
     ]
     ran = run(core, asked)
     texts = [text_of(tokens) for tokens in ran.tokens.values()]
-    assert sum(is_of_form(text, JSON) for text in texts) == 100
-    assert len(set(texts)) > 50
+    assert sum(is_of_form(text, JSON) for text in texts) == 48
+    assert len(set(texts)) > 24
     assert ran.accepted > 0
 
 

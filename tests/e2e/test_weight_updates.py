@@ -26,7 +26,7 @@ from sametoken.models.in_place import Replacement
 from sametoken.models.in_place import tensors_of as tensors_of_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-DECODERS = ("gemma3", "gemma4", "glm4_moe", "granite", "olmo2", "phi3", "qwen3_moe")
+DECODERS = ("gemma4", "glm4_moe", "olmo2", "phi3", "qwen3_moe")
 #: Writers of every form of weights: dense, tied, with experts, recurrent, latent.
 WRITERS = {
     "llama": write_llama,
@@ -237,7 +237,7 @@ def test_extraction_keeps_one_set_of_weights(llamas, tmp_path):
         live.update_weights(llamas[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen3_5", "nemotron", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize("name", ["tied", "qwen3_5", "nemotron", "deepseek_v3"])
 def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     old, new = (WRITERS[name](tmp_path / str(seed), seed) for seed in (0, 1))
     built, live = engine(new), engine(old, NGRAM)
@@ -264,7 +264,7 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     live._engine.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["tied", "qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 def test_an_engine_whose_storages_were_gone_says_the_same(name, tmp_path, monkeypatch):
     """A GPU's memory, tried on kernels that keep no address between steps."""
     monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")

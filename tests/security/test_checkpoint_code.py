@@ -108,11 +108,14 @@ def wrong_calls(directory: Path) -> set[str]:
     }
 
 
+# Other tests of this group have parsed the sources.
+@pytest.mark.xdist_group("architecture")
 def test_no_call_runs_what_a_file_says():
     assert wrong_calls(PACKAGE) == {f"{name}: pickle.loads" for name in PICKLES}
     assert wrong_calls(ROOT / "benchmarks") == set()
 
 
+@pytest.mark.xdist_group("architecture")
 def test_no_test_loads_code():
     assert not [call for call in wrong_calls(ROOT / "tests") if call.endswith("from_pretrained")]
 

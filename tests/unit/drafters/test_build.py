@@ -316,7 +316,7 @@ def proposed(bench: Bench) -> list[list[int]]:
         for ids, count in zip(drafts.draft_ids.tolist(), drafts.num_drafts.tolist(), strict=True):
             seen.append(ids[:count])
 
-    bench.run(12, VOCAB, remember)
+    bench.run(8, VOCAB, remember)
     return seen
 
 

@@ -42,8 +42,9 @@ def build(k: int, own: int, lookup: str, **options):
     return bench, first, model
 
 
-@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
-@pytest.mark.parametrize(("k", "own"), [(3, 3), (4, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("k", "own", "lookup"), [(3, 3, "ngram"), (4, 2, "ngram"), (4, 2, "suffix"), (1, 1, "suffix")]
+)
 def test_each_row_has_the_drafts_of_one_of_the_two(k, own, lookup):
     bench, first, _ = build(k, own, lookup)
     counts = {"lookup": 0, "model": 0}

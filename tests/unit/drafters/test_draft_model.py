@@ -39,8 +39,7 @@ def continuation(bench: Bench, slot: int) -> list[int]:
     return tokens[-bench.k :]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.8), (2, 0.0), (5, 0.8)])
 def test_a_drafter_equal_to_its_target_is_always_right(k, temperature):
     bench = bench_of(k, seed=k, temperature=temperature)
 

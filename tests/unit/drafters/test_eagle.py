@@ -146,14 +146,14 @@ def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, version, k, tem
     """To the bit: a rejected row, a stale state or a wrong position would show."""
     target, head = load_both(tmp_path, version, k, **flags)
     bench = head_bench(target, head, k, seed=k, temperature=temperature)
-    check_from_scratch(bench, head, steps=27 - 3 * k, vocab=VOCAB)
+    check_from_scratch(bench, head, steps=18 - 2 * k, vocab=VOCAB)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("version", [EAGLE1, EAGLE3])
 def test_it_writes_no_further_than_it_says(tmp_path, version, k):
     target, head = load_both(tmp_path, version, 1)
-    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=15, vocab=VOCAB)
+    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=10, vocab=VOCAB)
 
 
 class MarkovTarget:
@@ -256,18 +256,18 @@ def load_random(directory, kind: str, seed: int = 0):
 
 @pytest.mark.parametrize(
     ("kind", "k", "temperature"),
-    [("qwen3_5", 1, 0.0), ("qwen3_5", 3, 0.8), ("qwen3_5", 8, 0.0), ("qwen3_next", 2, 0.0)],
+    [("qwen3_5", 3, 0.8), ("qwen3_5", 8, 0.0), ("qwen3_next", 2, 0.0)],
 )
 def test_a_module_s_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, kind, k, temperature):
     target, head = load_random(tmp_path, kind, seed=k)
     bench = head_bench(target, head, k, seed=k, temperature=temperature)
-    check_from_scratch(bench, head, steps=16, vocab=VOCAB)
+    check_from_scratch(bench, head, steps=10, vocab=VOCAB)
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_a_module_writes_no_further_than_it_says(tmp_path, k):
     target, head = load_random(tmp_path, "qwen3_5")
-    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=12, vocab=VOCAB)
+    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=8, vocab=VOCAB)
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.0), (4, 0.8), (8, 0.0)])

@@ -18,8 +18,7 @@ def slow_lookup(tokens: list[int], shortest: int, longest: int, k: int) -> list[
     return []
 
 
-@pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 4), (2, 3)])
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(("k", "shortest", "longest"), [(4, 1, 1), (1, 1, 4), (4, 1, 4), (4, 2, 3)])
 def test_drafts_follow_the_slots_own_committed_tokens(k, shortest, longest):
     bench = Bench(ToyModel(3), k, seed=k)
     bench.drafter = NgramDrafter(k, shortest, longest)

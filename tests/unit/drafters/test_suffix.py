@@ -26,8 +26,10 @@ class KeepingBench(Bench):
         super().admit(slot, prompt, cached)
 
 
-@pytest.mark.parametrize("num_texts", [0, 3])
-@pytest.mark.parametrize("options", [Options(1), Options(5, depth=4, factor=2.0, min_prob=0.6)])
+@pytest.mark.parametrize(
+    ("options", "num_texts"),
+    [(Options(1), 3), (Options(5, depth=4, factor=2.0, min_prob=0.6), 0), (Options(5), 3)],
+)
 def test_drafts_follow_committed_tokens(options, num_texts):
     bench = KeepingBench(ToyModel(3), options.k, seed=options.k)
     bench.history, bench.kept = TokenHistory.allocate(num_texts, MAX_LEN, CPU), []

@@ -123,7 +123,7 @@ each_kind = pytest.mark.parametrize("steps", STEPS)
 
 
 @pytest.mark.parametrize("steps", ["compact", "static"])
-@settings(max_examples=60)
+@settings(max_examples=32)
 @given(batch=batches, seed=st.integers(0, 2**31))
 def test_every_row_of_every_window_follows_the_oracle(steps, batch, seed):
     case = case_of([Row(**arguments) for arguments in batch])
@@ -134,7 +134,7 @@ def test_every_row_of_every_window_follows_the_oracle(steps, batch, seed):
     assert torch.equal(found, torch.stack(expected) if expected else logits)
 
 
-@settings(max_examples=60)
+@settings(max_examples=32)
 @given(batch=batches, seed=st.integers(0, 2**31))
 def test_a_window_row_equals_plain_decoding_of_the_same_tokens(batch, seed):
     case = case_of([Row(**arguments) for arguments in batch])

@@ -82,7 +82,7 @@ def plainly(row: Row, processed, raw) -> tuple[tuple[int, ...], bool]:
 
 
 @each_kind
-@settings(max_examples=35)
+@settings(max_examples=20)
 @given(rows_of_a_step, st.integers(0, 2**31), st.sets(st.integers(0, 20), max_size=2))
 def test_verdicts_agree_with_a_plain_loop(steps, specs, seed, nan_rows):
     case = case_of([row_from(spec) for spec in specs])

@@ -80,7 +80,7 @@ def expected_rows(row: ScheduledRequest, tokens, start: int, offered):
 
 
 @each_op
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(st.data())
 def test_steps_follow_the_list_device(ops, data):
     """Random chunks, drafts and verdicts: every staged and committed value is the list's."""

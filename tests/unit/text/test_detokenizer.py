@@ -39,14 +39,14 @@ def pieces(tokenizer, token_ids, skip):
     return [*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(token_ids=IDS, skip=st.booleans())
 def test_byte_level_pieces_make_the_whole(tokenizer, token_ids, skip):
     whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
     assert "".join(pieces(tokenizer, token_ids, skip)) == whole
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(token_ids=st.lists(st.integers(0, 16), max_size=16), skip=st.booleans())
 def test_byte_fallback_pieces_make_the_whole(spaced, token_ids, skip):
     whole = spaced.decode(token_ids, skip_special_tokens=skip)
@@ -79,7 +79,7 @@ def test_special_tokens_are_skipped_or_written_out(tokenizer):
 
 
 @pytest.mark.network
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(token_ids=st.lists(st.integers(0, 49_200), max_size=40), skip=st.booleans())
 def test_pieces_of_the_embedded_model_make_the_whole(embedded, token_ids, skip):
     whole = embedded.decode(token_ids, skip_special_tokens=skip)

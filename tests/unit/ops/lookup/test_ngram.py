@@ -39,7 +39,7 @@ def table(rows: list[list[int]], garbage: int, slack: int = 5) -> tuple[torch.Te
     return torch.tensor(padded), torch.tensor([len(row) for row in rows])
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     rows=histories(),
     min_length=st.integers(1, 4),

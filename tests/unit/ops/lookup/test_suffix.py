@@ -27,7 +27,7 @@ def texts(draw, smallest: int, most: int):
     return draw(st.lists(row, min_size=smallest, max_size=most))
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(own=texts(1, 3), others=texts(0, 3), options=options, fill=st.integers(0, 3))
 def test_drafts_are_those_of_the_definition(own, others, options, fill):
     token_ids, num_tokens = table(own, 60, fill)

@@ -116,7 +116,7 @@ WORDS = ("assistant", "analysis", "commentary", "final", " to=functions.f ", " t
 PIECES = st.lists(st.sampled_from((*MARKS, *MARKS, *WORDS, "<", "<|", "TEXT", "TEXT")), max_size=12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(PIECES, st.booleans(), st.booleans())
 def test_a_stream_of_anything_adds_up_and_loses_no_text(pieces, finds_calls, shows_marks):
     # A text right after this mark is the type of what follows.

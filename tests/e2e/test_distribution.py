@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from helpers.harness import ScriptedDrafter, Shape, build, draft_model, request, run
 from helpers.toy import ToyModel
+from sametoken.drafters.ngram import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
@@ -34,6 +35,7 @@ SHAPE = Shape(
 
 DRAFTERS = {
     "none": None,
+    "ngram": lambda parts: NgramDrafter(SHAPE.num_drafts, 1, 3),
     "the target itself, with its noise": lambda parts: draft_model(parts, MODEL),
     "another model, with the target's noise": lambda parts: draft_model(parts, OTHER),
     "always wrong": lambda parts: ScriptedDrafter(parts, "wrong"),

@@ -17,7 +17,7 @@ from helpers.twin import NextNTwin, Twin, nextn_requests, twin_requests
 pytestmark = pytest.mark.usefixtures("layouts")
 
 
-@pytest.mark.parametrize("k", [4])
+@pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize(
     ("make", "requests"),
     [(Twin, twin_requests), (NextNTwin, nextn_requests)],

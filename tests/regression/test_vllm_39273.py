@@ -101,7 +101,9 @@ def test_so_it_is_with_mamba_2_on_which_it_was_confirmed(tmp_path):
     require_same_tokens(model, 90, 1, 1, kernels=kernels)
 
 
-@pytest.mark.parametrize(("name", "temperature"), [(HYBRID_NAME, 0.0), (NEMOTRON_NAME, 0.8)])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [(HYBRID_NAME, 0.0), (HYBRID_NAME, 0.8), (NEMOTRON_NAME, 0.8)]
+)
 def test_the_reported_request_on_a_trained_hybrid(name, temperature, monkeypatch):
     """Beside two others: its beginning, and the code alone."""
     limit = 64

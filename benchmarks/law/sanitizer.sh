@@ -40,14 +40,22 @@ run() {
     if [ "$how" != none ]; then
         # torch checks every call, and probes for calls that a driver may lack.
         local options=(--tool "$how" --error-exitcode 1 --target-processes application-only
-            --report-api-errors no --print-limit 20)
+            --report-api-errors no --print-limit 1000)
         [ "$how" = memcheck ] && options+=(--padding 32)
         # Only our kernels are checked; torch's are left out for speed.
         [ "$how" = racecheck ] && options+=(--kernel-name-exclude kns=at6native)
         command=("$tool" "${options[@]}" "${command[@]}")
     fi
     echo "== $environment $how $part" >> "$log"
-    env $environment timeout "${SANITIZER_SECONDS:-240}" "${command[@]}" >> "$log" 2>&1
+    env $environment timeout "${SANITIZER_SECONDS:-240}" "${command[@]}" > "$logs/last" 2>&1
+    local status=$?
+    cat "$logs/last" >> "$log"
+    # Hazards are reported by status 1; a run that was cut off has other errors too.
+    if [ "$how$status" = racecheck1 ] && ! grep -q "didn't terminate successfully" "$logs/last"; then
+        "$python" benchmarks/law/hazards.py "$logs/last" 2>&1 | tee -a "$log"
+        status=${PIPESTATUS[0]}
+    fi
+    return $status
 }
 
 # Compiles every kernel, so that the runs under a tool do not wait for it, and shows whether the

@@ -431,7 +431,8 @@ for heads, sizes, drafts, taps in CASES:
     )
     rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
     even = RowRuns.even(2, drafts + 1)
-    ragged = RowRuns(2, drafts + 1, torch.arange(3) * (drafts + 1), 1, drafts + 1)
+    starts = (torch.arange(10) * (drafts + 1)).clamp(max=len(rows))
+    ragged = RowRuns(9, drafts + 1, starts, 1, drafts + 1)
     for cut in (even, ragged):
         at = AttentionRows(rows, rows, rows, rows[None], cut, rows == 0)
         plan = runs.plan_runs(at, cache.folded)

@@ -239,9 +239,9 @@ for sizes, drafts, taps in (((64, 64, 8, 128), 5, 4), ((1, 3, 1, 5), 1, 1)):
         num_drafts=drafts, device=torch.device("cpu"),
     )
     rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
-    at = AttentionRows(
-        rows, rows, rows, rows[None], RowRuns.even(2, drafts + 1), rows == 0
-    )
+    starts = (torch.arange(10) * (drafts + 1)).clamp(max=len(rows))
+    padded = RowRuns(9, drafts + 1, starts, 1, drafts + 1)
+    at = AttentionRows(rows, rows, rows, rows[None], padded, rows == 0)
     plan, (memory,) = runs.plan_runs(at, cache.folded), cache.layers
     heads = torch.zeros(rule.num_heads)
     raw = RawRows(zeros(len(rows), rule.conv_channels), (zeros(len(rows), rule.num_heads),))

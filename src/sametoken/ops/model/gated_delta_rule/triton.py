@@ -25,6 +25,7 @@ from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
+    EXACT_ROWS,
     FIELDS,
     FIRST_ROW,
     NUM_FOLDED,
@@ -46,8 +47,6 @@ _THREADS = tl.constexpr(32)
 _LONG = 128
 # Warps with small tiles of the longest runs, up to which they end sooner than with large ones.
 _MOST_WARPS = 8 * MULTIPROCESSORS
-# Rows of a run that small tiles suit: more than a captured step has, which knows no run's length.
-_LONGEST = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,10 @@ _LARGE, _SMALL = RuleTile(32, 2, 4), RuleTile(8, 2, 8)
 
 def choose(rule: GatedDelta, num_rows: int, max_rows: int) -> RuleTile:
     """What suits a pass of ``num_rows`` rows in runs of at most ``max_rows``."""
-    if max_rows < _LONGEST:
+    if num_rows < EXACT_ROWS:
         return _LARGE
-    warps = num_rows // max_rows * rule.num_value_heads * rule.value_dim // _SMALL.value_columns
+    heads = num_rows // max(1, max_rows) * rule.num_value_heads
+    warps = heads * rule.value_dim // _SMALL.value_columns
     return _SMALL if warps <= _MOST_WARPS else _LARGE
 
 

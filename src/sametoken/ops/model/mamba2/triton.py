@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.backend import RowRuns
 from sametoken.ops.model.mamba2.prepare import prepare
-from sametoken.ops.model.mamba2.rule import Mamba2Params
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
+    EXACT_ROWS,
     FIELDS,
     FIRST_ROW,
     NUM_FOLDED,
@@ -64,6 +66,13 @@ class ScanTile:
 _LARGE, _SMALL = ScanTile(64, 4, 1), ScanTile(32, 4, 4)
 # Heads of all runs, whose states fill it.
 _FULL = 512
+
+
+def choose(rule: Mamba2, num_rows: int, runs: RowRuns) -> ScanTile:
+    """What suits a pass of ``num_rows`` rows; padded steps have runs without any."""
+    runs_at_once = runs.count if num_rows < EXACT_ROWS else num_rows // max(1, runs.max_rows)
+    heads = rule.num_heads * runs_at_once
+    return _LARGE if heads >= _FULL or runs.max_rows == 1 else _SMALL
 
 
 @triton.jit
@@ -316,8 +325,7 @@ def advance(
     assert params.D.is_contiguous()
     prepared = prepare(runs, params, raw, memory)
     batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
-    large = batch * rule.num_heads >= _FULL or runs.rows.max_rows == 1
-    tile = tile or (_LARGE if large else _SMALL)
+    tile = tile or choose(rule, num_rows, runs.rows)
     rows = min(tile.rows, held)
     programs = rule.num_heads * triton.cdiv(rule.head_dim, rows)
     num_warps = min(tile.num_warps, max(1, rows // _ROWS_PER_WARP))

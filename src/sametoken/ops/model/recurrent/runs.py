@@ -31,6 +31,11 @@ FIELDS = tl.constexpr(8)
 _ROW_BLOCK = 128
 
 
+#: From this number of rows on, a pass's longest run is as long as it says: captured steps, which
+#: only limit its length, have fewer rows.
+EXACT_ROWS = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """The plan of a pass for each of its B runs of rows; a run has one slot.

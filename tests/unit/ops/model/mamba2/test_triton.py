@@ -214,6 +214,22 @@ def test_the_norm_and_the_activation_are_the_references(groups, size, dtype):
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "runs", "tile"),
+    [
+        (1, RowRuns.even(1, 1), triton._LARGE),
+        (6, RowRuns.even(1, 6), triton._SMALL),
+        (48, RowRuns.even(8, 6), triton._LARGE),
+        (4096, RowRuns(64, 4096, None, 0, 0), triton._SMALL),
+        (4096, RowRuns(64, 512, None, 0, 0), triton._LARGE),
+        (1536, RowRuns(64, 1536, None, 60, 6), triton._LARGE),
+    ],
+)
+def test_tiles_suit_the_runs_that_have_rows(num_rows, runs, tile):
+    """Heads of Nemotron-3-Nano; requests are padded to 64."""
+    assert triton.choose(Mamba2(64, 64, 8, 128, 4), num_rows, runs) == tile
+
+
 def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
     """Sizes of real heads; one head, of sizes that are no powers of two, and one tap."""
     code = """

@@ -262,6 +262,10 @@ def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | Pickl
     return SafetensorsSource(str(directory), files, prefix)
 
 
+#: Elements that are read before a file is mapped anew.
+_MAPPED_ELEMENTS = 1 << 24
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """Where a tensor is, and what its file's header says of it."""
@@ -286,8 +290,9 @@ class SafetensorsSource:
     def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
         self.location = location
         self._stored: dict[str, _Stored] = {}
+        self._kept = _KeptFile()
         for path in files:
-            with _opened(path) as file:
+            with _named(path), _opened(path) as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
                 slices = {name: file.get_slice(name) for name in names}
                 stored = {
@@ -323,12 +328,12 @@ class SafetensorsSource:
             raise CheckpointError(
                 f"tensor {name} of {stored.path} has dtype {stored.dtype}, no integers", AGAIN
             )
-        with _opened(stored.path) as file:
+        with self._kept.reading(stored) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """Rows of the tensor; mapped only while read, as mapped pages count as memory."""
+        """Rows of the tensor."""
         stored = self._stored[name]
         if stored.dtype not in _FLOATING:
             raise UnsupportedError(
@@ -340,14 +345,14 @@ class SafetensorsSource:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in the file's header."""
-        with _opened(self._stored[name].path) as file:
+        with self._kept.reading(self._stored[name]) as file:
             tensor = file.get_slice(name)
             rows: Tensor = tensor[:0] if tensor.get_shape() else file.get_tensor(name)
             return rows.dtype
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype; a scalar is one row."""
-        with _opened(self._stored[name].path) as file:
+        with self._kept.reading(self._stored[name]) as file:
             tensor = file.get_slice(name)
             shape = tensor.get_shape()
             if not shape:
@@ -358,12 +363,37 @@ class SafetensorsSource:
                 yield tensor[first : first + step]
 
 
+class _KeptFile:
+    """The file that was read last. To open one costs more than most tensors: its whole header is
+    read. It is opened again after ``_MAPPED_ELEMENTS``, as mapped pages count as memory.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._left = 0
+        self._file: Any = None
+
+    @contextmanager
+    def reading(self, stored: _Stored) -> Iterator[Any]:
+        """The tensor's file; errors name it."""
+        with _named(stored.path):
+            if self._path != stored.path or self._left <= 0:
+                self._path, self._left, self._file = None, _MAPPED_ELEMENTS, None
+                self._file = _opened(stored.path)
+                self._path = stored.path
+            self._left -= math.prod(stored.shape)
+            yield self._file
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; errors name the file."""
+def _named(path: Path) -> Iterator[None]:
+    """Let errors of a safetensors file name it."""
     try:
-        open_regular(path).close()
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({error})", AGAIN) from error
+
+
+def _opened(path: Path) -> Any:
+    open_regular(path).close()
+    return safe_open(path, framework="pt")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -29,6 +31,8 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfi
 from helpers.forward import load
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.layer_types import sliding_windows
+from sametoken.models.load import huggingface
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
 
@@ -496,3 +500,22 @@ def test_absent_or_malformed_config(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         read_config(tmp_path)
+
+
+def test_a_file_is_opened_once_for_many_tensors(tmp_path, monkeypatch):
+    """Its whole header is read each time. Mapped pages count as memory, so not once for all."""
+    tensors = {f"{i}": torch.full((2, 3), float(i)) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source, opened = open_weights(tmp_path), []
+
+    def safe_open(path, framework):
+        opened.append(path)
+        return safetensors.safe_open(path, framework=framework)
+
+    monkeypatch.setattr(huggingface, "safe_open", safe_open)
+    monkeypatch.setattr(huggingface, "_MAPPED_ELEMENTS", 24)
+    for name, tensor in tensors.items():
+        assert source.stored_dtype(name) == torch.float32
+        assert torch.equal(torch.cat(list(source.chunks(name))), tensor)
+    # A dtype and the rows of eight tensors, four readings each time.
+    assert len(opened) == 4

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -43,26 +44,36 @@ RUN, MEASURE, ABOUT = "Run a model", "Check, measure and train", "About"
 class _Group(SectionedGroup):
     """Turns expected errors into one line and an exit code, without a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _told():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except SametokenError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt as error:
-            raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:
-            _discard_stdout()
-            raise typer.Exit(BROKEN_PIPE) from error
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            _discard_stdout()
-            where = error.filename or "the output"
-            typer.echo(f"error: {where} cannot be written ({error.strerror}). make room", err=True)
-            raise typer.Exit(NO_ROOM) from error
+        with _told():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell expected errors, and flush what was written."""
+    try:
+        yield
+        sys.stdout.flush()
+    except SametokenError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:
+        _discard_stdout()
+        raise typer.Exit(BROKEN_PIPE) from error
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _discard_stdout()
+        where = error.filename or "the output"
+        typer.echo(f"error: {where} cannot be written ({error.strerror}). make room", err=True)
+        raise typer.Exit(NO_ROOM) from error
 
 
 def _discard_stdout() -> None:

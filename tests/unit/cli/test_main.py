@@ -277,7 +277,7 @@ def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
-@pytest.mark.parametrize("command", ["env", "help"])
+@pytest.mark.parametrize("command", ["env", "help", "--version"])
 def test_an_output_without_room_is_one_line(command):
     with open("/dev/full", "w") as full:
         result = subprocess.run(

@@ -378,9 +378,8 @@ class _KeptFile:
         """The tensor's file; errors name it."""
         with _named(stored.path):
             if self._path != stored.path or self._left <= 0:
-                self._path, self._left, self._file = None, _MAPPED_ELEMENTS, None
                 self._file = _opened(stored.path)
-                self._path = stored.path
+                self._path, self._left = stored.path, _MAPPED_ELEMENTS
             self._left -= math.prod(stored.shape)
             yield self._file
 

@@ -209,7 +209,7 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
             *raw.strides,
             memory.max_pending,
             group.first,
-            parts.num_runs,
+            group.num_runs,
             parts.each,
             **params.rule.constants,
             KEYS=triton.next_power_of_2(rule.key_dim),

@@ -147,7 +147,7 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
             *raw.strides,
             memory.max_pending,
             group.first,
-            parts.num_runs,
+            group.num_runs,
             parts.each,
             *params.time_step_limit,
             **rule.constants,

@@ -33,13 +33,11 @@ class Parts:
 
     Attributes:
         grid: programs by part and by run.
-        num_runs: of the group.
         each: rows of a part; 0: a run's rows are spread evenly over the parts.
-        block_runs: if ``each`` is set, a power of two of at least ``num_runs``.
+        block_runs: if ``each`` is set, a power of two, no fewer than the group's runs.
     """
 
     grid: tuple[int, int]
-    num_runs: int
     each: int
     block_runs: int
 
@@ -53,12 +51,12 @@ def parts_of(group: RunGroup, num_rows: int, max_pending: int, units: int) -> Pa
     most_rows = group.max_rows + max_pending
     if group.num_runs * group.max_rows <= 2 * num_rows:
         most = max(1, _PROGRAMS // (units * group.num_runs))
-        return Parts((min(most_rows, most), group.num_runs), group.num_runs, 0, 0)
+        return Parts((min(most_rows, most), group.num_runs), 0, 0)
     all_rows = num_rows + group.num_runs * max_pending
     each = triton.cdiv(units * all_rows, _PROGRAMS)
     parts = all_rows // each + group.num_runs
     block_runs = max(_BLOCK_RUNS, triton.next_power_of_2(group.num_runs))
-    return Parts((parts, 1), group.num_runs, each, block_runs)
+    return Parts((parts, 1), each, block_runs)
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,9 @@ from mutants import catalogue
 from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
 from regression.test_vllm_39273 import SHAPE, ThreeStepsThenNone
 from regression.test_vllm_39273 import K as MANY
-from sametoken.audit import engine_audit
 from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION
-from sametoken.audit.diagnosis import STALE_LENGTHS, replay
+from sametoken.audit.diagnosis import STALE_LENGTHS
 from sametoken.audit.engine_audit import AuditSettings, audit_engine
 from sametoken.audit.verdict import CORRUPTED, IDENTICAL
 from sametoken.bench.acceptance import BEYOND_FIRST, OTHER_DRAFTER
@@ -124,7 +122,8 @@ def test_the_clean_engine_passes(tmp_path, monkeypatch):
     ("plant", "cause", "steps"),
     [
         (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS, "static"),
-        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS, "compact"),
+        (catalogue.end_counts_rejected_drafts, STALE_LENGTHS, "compact"),
+        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS, "static"),
         (stale_rows_in_the_chain, BEYOND_FIRST, "compact"),
         (another_models_drafts, OTHER_DRAFTER, "static"),
     ],
@@ -134,8 +133,6 @@ def test_drafter_bugs_are_named_although_no_token_changes(
     tmp_path, monkeypatch, plant, cause, steps
 ):
     monkeypatch.setenv(CHOICE, steps)
-    # A third of the windows that an audit drafts again: the cause is to be found in fewer too.
-    monkeypatch.setattr(engine_audit, "replay", partial(replay, count=16))
     late = plant is stale_rows_in_the_chain
     verdict = audit_twin(
         tmp_path,

@@ -74,8 +74,6 @@ for line in sys.stdin:
 @lru_cache
 def _server() -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # A tenth of the compiler's time, for nobody who debugs.
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"
     command = [sys.executable, "-c", _SERVER]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)

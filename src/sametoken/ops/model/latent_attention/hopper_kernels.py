@@ -163,7 +163,7 @@ def splits_kernel(
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
         ],
-        [4, 1], [232, 48],
+        [4, 1], [200, 40],
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def join_kernel(
 
     PAIR: the kernel of ``hopper_pair_kernels`` stored them, which orders elements otherwise.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
     if PDL:
         cuda.gdc_launch_dependents()
     place, head = gl.program_id(0), gl.program_id(1)

@@ -6,6 +6,7 @@ interpreter.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
@@ -306,6 +307,19 @@ hopper.attention(q, 0.07, rows, memory, config=hopper.{config})
     assert len(list(tmp_path.rglob("pair_*_kernel.ptx"))) == 1
 
 
+def test_two_programs_of_the_join_fit_beside_one_of_splits(compiled):
+    """In registers and in shared memory, of which 1 KB a program is the system's."""
+    sizes = {}
+    for name in ("splits_kernel", "join_kernel"):
+        for path in compiled.rglob(f"{name}.json"):
+            of = json.loads(path.read_text())
+            found = of["num_warps"] * 32 * of["maxnreg"], of["shared"] + 1024
+            sizes[name] = max(found, sizes.get(name, found))
+    splits, join = sizes["splits_kernel"], sizes["join_kernel"]
+    assert splits[0] + 2 * join[0] <= 1 << 16
+    assert splits[1] + 2 * join[1] <= 228 << 10
+
+
 def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
     cubins = list(compiled.rglob("join_kernel.cubin"))
     assert cubins
@@ -314,5 +328,5 @@ def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         loads, sep, folds = code.partition("MUFU.EX2")
         assert sep
-        assert loads.count("LDG.E.128") == hopper.JOIN_SIZES["AHEAD"]
+        assert loads.count("LDG.E.128") == 2 * hopper.JOIN_SIZES["AHEAD"]
         assert "LDG" not in folds

@@ -186,6 +186,7 @@ def join_kernel(
     PAIR: the kernel of ``hopper_pair_kernels`` stored them, which orders elements otherwise.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    POLICY: gl.constexpr = "" if PAIR else "evict_last"
     if PDL:
         cuda.gdc_launch_dependents()
     place, head = gl.program_id(0), gl.program_id(1)
@@ -207,7 +208,8 @@ def join_kernel(
         parts, tops, totals = (), (), ()
         for ahead in gl.static_range(AHEAD):
             at, exists = line + split + ahead, split + ahead < num_splits
-            parts += (gl.load(sums + at * RANK + element, mask=exists, other=0.0),)
+            part = sums + at * RANK + element
+            parts += (gl.load(part, mask=exists, other=0.0, eviction_policy=POLICY),)
             tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
             totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
         for ahead in gl.static_range(AHEAD):

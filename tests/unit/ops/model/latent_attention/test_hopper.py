@@ -78,14 +78,15 @@ class Memory:
 
 
 class OneProgram:
-    """The part of Gluon's language that ``own_tile`` and ``join_kernel`` use, for one program."""
+    """The part of Gluon's language that the kernels below use, for one program of several."""
 
     constexpr = int
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
     sum, exp2, static_range = staticmethod(torch.sum), staticmethod(torch.exp2), range
 
-    def __init__(self, *program):
+    def __init__(self, *program, programs=1):
         self.program_id = lambda axis: torch.tensor(program[axis])
+        self.num_programs = lambda axis: programs
 
     def BlockedLayout(self, *_):
         return None
@@ -119,6 +120,9 @@ class OneProgram:
 
     def associative_scan(self, values, axis, combine):
         return values.cumsum(axis)
+
+    def reduce(self, values, axis, combine):
+        return tuple(one.sum(axis) for one in values)
 
 
 @pytest.fixture
@@ -245,6 +249,45 @@ def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run,
             last = min(first + queries, (stop - begin) * heads)
             found += range(begin * heads + first, begin * heads + last)
     assert sorted(found) == [*range(starts[first_run] * heads, starts[-1] * heads)]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 128])
+@pytest.mark.parametrize("first_run", [0, 2])
+def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, monkeypatch):
+    sizes, heads, queries, width = [1, 3, 0, 2, 4, 1, *[0] * 5], 20, 32, 4
+    starts = [0, *accumulate(sizes)]
+    positions = torch.randint(2000, (starts[-1],), generator=torch.Generator().manual_seed(0))
+    slots = torch.arange(starts[-1]) * 3 + 1
+    tiles_per_run = -(-width * heads // queries)
+    num_tiles = (len(sizes) - first_run) * tiles_per_run
+    line = []  # of each KV tile: its query tile and slot
+    for tile in range(num_tiles):
+        begin, stop = starts[first_run + tile // tiles_per_run :][:2]
+        first, stop = begin * heads + tile % tiles_per_run * queries, stop * heads
+        if first < stop:
+            row = (min(first + queries, stop) - 1) // heads
+            tiles = (int(positions[begin]) + row - begin) // 64 + 1
+            line += [(tile, int(slots[begin]))] * tiles
+    monkeypatch.setattr(hopper_shares, "TILE", 64)
+    for name in ("tile_of", "end_tile", "rows_of_run"):
+        monkeypatch.setattr(hopper_shares, name, getattr(hopper_shares, name).fn)
+    shares = []
+    for program in range(programs):
+        for module in (hopper_shares, attention_tiles):
+            monkeypatch.setattr(module, "gl", OneProgram(program, programs=programs))
+        memory = (Memory(positions), Memory(slots), Memory(starts))
+        sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
+        tile, slot, start, low, high = map(int, hopper_shares.own_share.fn(*memory, *sizes_of))
+        shares.append((low, high))
+        if low < len(line):
+            assert (tile, slot) == line[low]
+            assert start == [one for one, _ in line].index(tile)
+        else:
+            assert tile == num_tiles
+    ends = [high for _, high in shares]
+    assert [low for low, _ in shares] == [0, *ends[:-1]]
+    assert ends[-1] == len(line)
+    assert {high - low - len(line) // programs for low, high in shares} <= {0, 1}
 
 
 def test_it_serves_hopper_alone(monkeypatch):

@@ -75,6 +75,10 @@ FEW_SIZES = {"SLOTS": 2, "num_warps": 4, "maxnreg": 128}
 #: compiler moves each load to its use, to save some, and every load waits for the one before it.
 JOIN_SIZES = {"AHEAD": 8, "num_warps": 2, "maxnreg": 128}
 
+#: Programs of ``join_kernel`` that find room beside those of ``splits_kernel``; more rows have one
+#: each. A kernel begins once all programs of the one before have.
+JOIN_PROGRAMS = 256
+
 
 def serves(
     rank: int, width: int, dtype: torch.dtype, block_size: int, device: torch.device
@@ -211,7 +215,8 @@ def _launch_splits(
         table.stride(0), most, scale,
         BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants, **sizes,
     )  # fmt: skip
-    join_kernel[parts[:2]](
+    joins_per_row = heads if pair else min(heads, max(1, JOIN_PROGRAMS // parts[0]))
+    join_kernel[(parts[0], joins_per_row)](
         sums, stats, positions, slots, starts, out, group.first, group.max_rows, most,
         scale, HEADS=heads, PAIR=pair, **JOIN_SIZES, **pdl_options(q),
     )  # fmt: skip

@@ -183,7 +183,9 @@ def join_kernel(
     scale,
     HEADS: gl.constexpr, AHEAD: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Join the stored splits of one query in order, and store its output; dead rows are 0.
+    """Join the stored splits of a query in order, and store its output; dead rows are 0.
+
+    A program joins one row's head, or several, as many apart as there are programs a row.
 
     PAIR: the kernel of ``hopper_pair_kernels`` stored them, which orders elements otherwise.
     """
@@ -191,7 +193,7 @@ def join_kernel(
     POLICY: gl.constexpr = "" if PAIR else "evict_last"
     if PDL:
         cuda.gdc_launch_dependents()
-    place, head = gl.program_id(0), gl.program_id(1)
+    place = gl.program_id(0)
     begin, stop = rows_of_run(first_run + place // width, starts, width)
     row = begin + place % width
     if row >= stop:
@@ -203,22 +205,23 @@ def join_kernel(
     if PDL:
         cuda.gdc_wait()
     element = gl.arange(0, RANK, layout=LAYOUT)
-    line = (place.to(gl.int64) * HEADS + head) * most
-    top, total = LOWEST, 0.0
-    acc = gl.zeros([RANK], gl.float32, LAYOUT)
-    for split in range(0, num_splits, AHEAD):
-        parts, tops, totals = (), (), ()
-        for ahead in gl.static_range(AHEAD):
-            at, exists = line + split + ahead, split + ahead < num_splits
-            part = sums + at * RANK + element
-            parts += (gl.load(part, mask=exists, other=0.0, eviction_policy=POLICY),)
-            tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
-            totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
-        for ahead in gl.static_range(AHEAD):
-            top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
-            acc = gl.fma(acc, old, parts[ahead] * new)
-    acc = acc / gl.where(total == 0.0, 1.0, total)
-    acc = gl.where(live, acc, 0.0)
-    at = (row.to(gl.int64) * HEADS + head) * RANK
     dim = pair_dim_of(element) if PAIR else dim_of(element)
-    gl.store(out + at + dim, acc.to(out.dtype.element_ty))
+    for head in range(gl.program_id(1), HEADS, gl.num_programs(1)):
+        line = (place.to(gl.int64) * HEADS + head) * most
+        top, total = LOWEST, 0.0
+        acc = gl.zeros([RANK], gl.float32, LAYOUT)
+        for split in range(0, num_splits, AHEAD):
+            parts, tops, totals = (), (), ()
+            for ahead in gl.static_range(AHEAD):
+                at, exists = line + split + ahead, split + ahead < num_splits
+                part = sums + at * RANK + element
+                parts += (gl.load(part, mask=exists, other=0.0, eviction_policy=POLICY),)
+                tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
+                totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
+            for ahead in gl.static_range(AHEAD):
+                top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
+                acc = gl.fma(acc, old, parts[ahead] * new)
+        acc = acc / gl.where(total == 0.0, 1.0, total)
+        acc = gl.where(live, acc, 0.0)
+        at = (row.to(gl.int64) * HEADS + head) * RANK
+        gl.store(out + at + dim, acc.to(out.dtype.element_ty))

@@ -136,9 +136,9 @@ def join(monkeypatch):
     for name in ("_BEGIN_1", "_BEGIN_2", "_BEGIN_3", "_SIZE_0", "_SIZE_1", "_SIZE_2", "_SIZE_3"):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
-    def run(program, *arguments, **constants):
+    def run(program, programs, *arguments, **constants):
         for module in (hopper_kernels, attention_tiles, schedule):
-            monkeypatch.setattr(module, "gl", OneProgram(*program))
+            monkeypatch.setattr(module, "gl", OneProgram(*program, programs=programs))
         hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
 
     return run
@@ -198,12 +198,13 @@ STORED = {
 }
 
 
+@pytest.mark.parametrize("programs", [1, 2])
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES["AHEAD"]])
-def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair):
+def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, programs):
     # The first run is of an earlier launch, the second has a dead row, the third no row.
     positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
-    heads, first_run, width, most, scale = 2, 1, 3, 20, 0.25
+    heads, first_run, width, most, scale = 3, 1, 3, 20, 0.25
     starts = torch.tensor([0, 1, 4, 4, 5])
     random = torch.Generator().manual_seed(0)
     sums = torch.randn(3 * width, heads, most, 512, generator=random)
@@ -214,9 +215,9 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair):
     out = torch.full((5, heads, 512), 77.0)
     memory = (Memory(one.view(-1)) for one in (sums, stats))
     tensors = (*memory, *map(Memory, (positions, slots, starts)), Memory(out.view(-1)))
-    for place, head in product(range(3 * width), range(heads)):
+    for program in product(range(3 * width), range(programs)):
         sizes = {"HEADS": heads, "AHEAD": ahead, "PAIR": pair}
-        join((place, head), *tensors, first_run, width, most, scale, **sizes)
+        join(program, programs, *tensors, first_run, width, most, scale, **sizes)
     assert (out[0] == 77).all()
     assert (out[3] == 0).all()
     for row, place in ((1, 0), (2, 1), (4, 6)):

@@ -154,6 +154,36 @@ class RecurrentDriver:
                 assert torch.equal(out[:, at : at + count], expected[:, first : first + count])
         _require_kept(sequence, cache, range(3))
 
+    def require_long_runs(self, sequence: Sequence) -> None:
+        """Chunks fold the drafts before them, and drafts behind them stay pending."""
+        tokens, expected = sequence.tokens, sequence.out
+        whole, wrong = len(tokens), NUM_TOKENS - 1
+        cache = self.poisoned(3, 4)
+        # Of each slot: committed rows, right drafts, wrong drafts, dead rows.
+        passes = (
+            [(1, 3, 1, 0), (5, 0, 0, 1), (0, 0, 0, 0)],
+            [(131, 2, 2, 1), (33, 0, 0, 2), (1, 0, 0, 0)],
+            [(1, 4, 0, 0), (128, 0, 0, 0), (0, 0, 0, 3)],
+            [(16, 0, 0, 0), (15, 1, 3, 0), (144, 0, 1, 0)],
+        )
+        done = [0, 0, 0]
+        for counts in passes:
+            rows, places = [], []
+            for slot, (committed, right, bad, dead) in enumerate(counts):
+                first, count = done[slot], committed + right
+                places.append((len(rows), first, count))
+                ids = [*tokens[first : first + count], *[wrong] * bad]
+                rows += [(slot, first + i, token, i < committed) for i, token in enumerate(ids)]
+                rows += [None] * dead
+                done[slot] += count
+            lengths = [sum(each) for each in counts]
+            out = self.run(cache, [*rows, None], runs_of(lengths, 0, self.device))
+            for at, first, count in places:
+                assert torch.equal(out[:, at : at + count], expected[:, first : first + count])
+        rest = [(slot, p, tokens[p], True) for slot in range(3) for p in range(done[slot], whole)]
+        self.run(cache, rest, runs_of([whole - first for first in done], 0, self.device))
+        _require_kept(sequence, cache, range(3))
+
     def require_captured(self, sequence: Sequence) -> None:
         """The graph reads counts, positions and rows when it is replayed."""
         tokens, expected = sequence.tokens, sequence.out

@@ -4,8 +4,8 @@ A pass has three kinds of launch. ``plan_runs`` derives from positions the rows 
 folds, commits and leaves pending. Per layer, ``prepare`` turns raw rows, pending ones included,
 into the inputs of the rule, and ``advance`` scans them sequentially with the state in registers:
 first folded rows, then new ones, which also produce output. One loop runs all rows, so decode,
-verify, fold and prefill run the same instructions and give a row the same bits. The numbers of rows
-and states choose how a state is cut into tiles; sums have one order in every tile.
+verify, fold and prefill run the same instructions and give a row the same bits. On Hopper,
+``hopper`` walks long runs, with the same operations in the same order.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.hopper import MULTIPROCESSORS
+from sametoken.ops.model.gated_delta_rule import hopper
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
@@ -25,7 +25,6 @@ from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
-    EXACT_ROWS,
     FIELDS,
     FIRST_ROW,
     NUM_FOLDED,
@@ -42,11 +41,9 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 _PARTS, _TOGETHER = 8, tl.constexpr(4)
 # Threads of a warp.
 _THREADS = tl.constexpr(32)
-# From this number of rows on, an uneven number of programs per multiprocessor costs more than an
-# early start (PDL) saves.
+# Rows of a long run. From here on, an uneven number of programs per multiprocessor costs more than
+# an early start (PDL) saves.
 _LONG = 128
-# Warps with small tiles of the longest runs, up to which they end sooner than with large ones.
-_MOST_WARPS = 8 * MULTIPROCESSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +67,8 @@ class RuleTile:
         return replace(self, value_columns=columns, num_warps=min(self.num_warps, most // columns))
 
 
-# Large tiles run the fewest instructions per element and suit states that fill the GPU; small ones
-# run a row sooner, so that few long runs end sooner.
-_LARGE, _SMALL = RuleTile(32, 2, 4), RuleTile(8, 2, 8)
-
-
-def choose(rule: GatedDelta, num_rows: int, max_rows: int) -> RuleTile:
-    """What suits a pass of ``num_rows`` rows in runs of at most ``max_rows``."""
-    if num_rows < EXACT_ROWS:
-        return _LARGE
-    heads = num_rows // max(1, max_rows) * rule.num_value_heads
-    warps = heads * rule.value_dim // _SMALL.value_columns
-    return _SMALL if warps <= _MOST_WARPS else _LARGE
+# The fewest instructions per element, which suits states that fill the GPU.
+_TILE = RuleTile(32, 2, 4)
 
 
 @triton.jit
@@ -224,7 +211,7 @@ def _fill_dead(out, num_rows, stop, broken, is_stored, ROW: tl.constexpr):
         tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_stored)
 
 
-@triton.jit(do_not_specialize=["max_pending", "num_short"])
+@triton.jit(do_not_specialize=["max_pending", "num_short", "num_walked"])
 def _advance_kernel(
     prepared,  # [T + B * P, WIDTH]
     qkv,  # [T, C], rows qkv_stride apart
@@ -241,6 +228,7 @@ def _advance_kernel(
     b_stride,
     max_pending,
     num_short,  # runs
+    num_walked,  # leading runs whose rows are walked here
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -264,16 +252,16 @@ def _advance_kernel(
     # Long runs, which come last, start first.
     run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)
     field = runs + run * FIELDS
-    if program < PROGRAMS:
-        _advance_tile(
-            program, run, prepared, field, states, out, max_pending,
-            HK, HV, DK, DV, BK, WARPS, V, LANES, PARTS, STAGES, PDL,
-        )  # fmt: skip
-    else:
+    if program >= PROGRAMS:
         keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
             history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
             C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, PDL,
+        )  # fmt: skip
+    elif run < num_walked:
+        _advance_tile(
+            program, run, prepared, field, states, out, max_pending,
+            HK, HV, DK, DV, BK, WARPS, V, LANES, PARTS, STAGES, PDL,
         )  # fmt: skip
 
 
@@ -294,7 +282,7 @@ def advance(
         params: the layer's weights.
         raw: the rows, in the dtype of ``memory``.
         memory: the slots' memory in the layer; written.
-        tile: of states; by default what suits the pass.
+        tile: of states, for this walk to serve all runs; by default what suits the pass.
     """
     if not runs.rows.count:
         return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
@@ -312,7 +300,10 @@ def advance_prepared(
 ) -> Tensor:
     """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
     num_rows, num_channels = raw.mixed.shape
-    tile = (tile or choose(rule, num_rows, runs.rows.max_rows)).fitted(rule.value_dim)
+    long = runs.rows.max_rows >= _LONG
+    has_chunks = long and runs.rows.num_short < runs.rows.count
+    on_hopper = tile is None and has_chunks and hopper.serves(rule, prepared)
+    tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     out = raw.mixed.new_empty(num_rows, rule.out_features)
     keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
@@ -320,7 +311,6 @@ def advance_prepared(
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
     programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
-    long = runs.rows.max_rows >= _LONG
     keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
@@ -335,6 +325,7 @@ def advance_prepared(
         *raw.strides,
         memory.max_pending,
         runs.rows.num_short,
+        runs.rows.num_short if on_hopper else batch,
         **rule.constants,
         BK=keys,
         WARPS=tile.num_warps,
@@ -348,4 +339,6 @@ def advance_prepared(
         num_warps=tile.num_warps,
         **pdl_options(out, early=not long),
     )
+    if on_hopper:
+        hopper.walk(runs, rule, prepared, memory, out)
     return out

@@ -18,7 +18,7 @@ from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule import triton as triton_rule
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance, choose
+from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance
 from sametoken.ops.model.recurrent.convolution_triton import parts_of
 from sametoken.ops.model.recurrent.keep import num_keepers
 from sametoken.ops.model.recurrent.layout import slot_rows
@@ -350,17 +350,6 @@ def test_a_tile_changes_no_bit(columns):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "max_rows", "small"),
-    [(1, 1, False), (64, 1, False), (1536, 1536, False), (4096, 512, False), (4096, 4096, True),
-     (4160, 4096, True), (2048, 1024, True), (8192, 2048, False)],
-)  # fmt: skip
-def test_few_long_runs_are_cut_small(num_rows, max_rows, small):
-    """Heads of Qwen3.5-9B."""
-    rule = spec_of(heads=(16, 32), sizes=(128, 128)).rule
-    assert (choose(rule, num_rows, max_rows).value_columns == 8) == small
-
-
 @pytest.mark.parametrize("lengths", [[5, 9], [14]])
 def test_runs_without_rows_change_no_bit(lengths):
     """Padded steps have many; then programs look for the run whose rows they prepare."""
@@ -409,14 +398,14 @@ def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
     """Sizes of real heads; one head, of sizes that are no powers of two, and one tap."""
     code = """
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model.gated_delta_rule import prepare, triton
+from sametoken.ops.model.gated_delta_rule import hopper, prepare, triton
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.model.recurrent import runs
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.state.caches import ModelCache
 
-for module in (prepare, runs, triton):
+for module in (hopper, prepare, runs, triton):
     module.pdl_options = lambda tensor, early=True: {"PDL": True, "launch_pdl": early}
 
 def zeros(*shape):
@@ -442,5 +431,8 @@ for heads, sizes, drafts, taps in CASES:
     params = GatedDeltaParams(rule, gates[0], gates[0], zeros(taps, rule.conv_channels), None)
     for tile in (triton.RuleTile(32, 2, 4), triton.RuleTile(8, 2, 8)):
         triton.advance(plan, params, raw, memory, tile)
+    if sizes == (128, 128):
+        prepared = torch.zeros(99, rule.conv_channels + 2 * heads[1] + heads[0])
+        hopper.walk(plan, rule, prepared, memory, zeros(len(rows), rule.out_features))
 """
     compile_launches(code, tmp_path)

@@ -20,6 +20,7 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGro
 from sametoken.ops.hopper import is_hopper
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
+from sametoken.ops.model.attention.hopper_tiles import SHARED_DIM
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.pdl import pdl_options
@@ -86,7 +87,7 @@ TABLES = {
     256: HopperTable(
         splits=HopperConfig(64, 6, 0, 232),
         narrow=HopperConfig(64, 4, 1, 248),
-        wide=HopperConfig(64, 4, 1, 248),
+        wide=HopperConfig(64, 4, 2, 168),
     ),
 }
 
@@ -222,8 +223,11 @@ def _launch(
     if config.warp_groups:
         tile = QUERIES // heads_per_kv * config.warp_groups
         num_tiles = most_tiles(group.num_runs, group.max_rows, len(q), tile)
+        size = num_tiles * shape.num_kv_heads * config.warp_groups * QUERIES * _block_dim(shape)
+        large = _block_dim(shape) > SHARED_DIM.value
         rows_kernel[num_tiles, shape.num_kv_heads](
-            *inputs, out, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
+            *inputs, out, q.new_empty(size, dtype=torch.float32) if large else None,
+            group.first, group.max_rows, group.num_runs, table.stride(0), scale,
             WARP_GROUPS=config.warp_groups,
             BLOCK_RUNS=max(128, next_power_of_2(group.num_runs)),
             **constants,

@@ -15,6 +15,7 @@ from triton.language.extra import cuda
 
 from sametoken.ops.model.attention.hopper_tiles import (
     QUERIES,
+    SHARED_DIM,
     attend,
     barrier,
     extent,
@@ -204,7 +205,7 @@ def splits_kernel(
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     q_memory = gl.allocate_shared_memory(DTYPE, [QUERIES, BLOCK_DIM], swizzled(DTYPE))
     # Larger heads leave no room: there the splits of whole query tiles are stored too.
-    KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= 128 else 1
+    KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= SHARED_DIM else 1
     kept = gl.allocate_shared_memory(gl.float32, [KEPT_ROWS, BLOCK_DIM], KEPT)
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
@@ -310,6 +311,7 @@ def rows_kernel(
     starts,
     block_table,
     out,  # [num_rows, heads, HEAD_DIM]
+    running,  # [programs, WARP_GROUPS, QUERIES, BLOCK_DIM] fp32 for heads above SHARED_DIM, or None
     first_run,
     width,
     num_runs,
@@ -341,7 +343,13 @@ def rows_kernel(
     DTYPE: gl.constexpr = q.dtype.element_ty
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     q_memory = gl.allocate_shared_memory(DTYPE, [WARP_GROUPS, QUERIES, BLOCK_DIM], swizzled(DTYPE))
-    kept = gl.allocate_shared_memory(gl.float32, [WARP_GROUPS, QUERIES, BLOCK_DIM], KEPT)
+    if BLOCK_DIM <= SHARED_DIM:
+        kept = gl.allocate_shared_memory(gl.float32, [WARP_GROUPS, QUERIES, BLOCK_DIM], KEPT)
+        kept, kept_2 = kept.index(0), kept.index(WARP_GROUPS - 1)
+    else:
+        program = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+        kept = running + program.to(gl.int64) * (WARP_GROUPS * QUERIES * BLOCK_DIM)
+        kept_2 = kept + (WARP_GROUPS - 1) * QUERIES * BLOCK_DIM
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
     )
@@ -354,7 +362,7 @@ def rows_kernel(
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept.index(0), ring, full, free,
+                    q, slots, slot, out, q_memory.index(0), kept, ring, full, free,
                     first, stop, position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
@@ -369,12 +377,12 @@ def rows_kernel(
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept.index(0), ring, full, free,
+                    q, slots, slot, out, q_memory.index(0), kept, ring, full, free,
                     first, min(first + ROWS, stop), position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(1), kept.index(1), ring, full, free,
+                    q, slots, slot, out, q_memory.index(1), kept_2, ring, full, free,
                     first + ROWS, stop, position + ROWS, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),

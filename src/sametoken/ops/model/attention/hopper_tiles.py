@@ -30,6 +30,8 @@ from sametoken.ops.model.attention.schedule import begin_of, split_of
 
 #: Queries of a warp group.
 QUERIES = gl.constexpr(64)
+#: Largest heads whose sums over splits shared memory keeps; those of larger ones lie in memory.
+SHARED_DIM = gl.constexpr(128)
 #: The maximum score before any; finite, so that differences of two are numbers.
 LOWEST = gl.constexpr(-1.0e30)
 
@@ -185,12 +187,32 @@ def _add_values(weights, tiles, full, use, acc):
 
 
 @gluon.jit
+def _kept_places(acc):
+    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, acc.type.layout))[:, None]
+    dim = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))[None, :]
+    return query * acc.shape[1] + dim
+
+
+@gluon.jit
+def _keep(kept, acc):
+    """Keep weighted values for ``_summed``, whose threads read what they have written."""
+    if acc.shape[1] <= SHARED_DIM:
+        kept.store(acc)
+    else:
+        gl.store(kept + _kept_places(acc), acc)
+
+
+@gluon.jit
 def _summed(kept, acc, old, new, some):
     """A split's weighted values joined to those in ``kept``, if there are some."""
     BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    before = gl.zeros_like(acc)
-    if some:
-        before = kept.load(acc.type.layout)
+    if acc.shape[1] <= SHARED_DIM:
+        before = gl.zeros_like(acc)
+        if some:
+            before = kept.load(acc.type.layout)
+    else:
+        # Loads without a branch are moved to their use: registers do not hold both sums at once.
+        before = gl.load(kept + _kept_places(acc), mask=some, other=0.0)
     new = gl.convert_layout(new, BY_QUERY)[:, None]
     return gl.fma(before, gl.convert_layout(old, BY_QUERY)[:, None], acc * new)
 
@@ -284,7 +306,7 @@ def _end_split(
         )
     else:
         all_top, all_total, old, new = joined(all_top, all_total, top, total, scale)
-        kept.store(_summed(kept, acc, old, new, some))
+        _keep(kept, _summed(kept, acc, old, new, some))
     return all_top, all_total
 
 
@@ -418,17 +440,6 @@ def join_parts(
                 top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
                 acc = gl.fma(acc, old[:, None] + gl.zeros_like(acc), parts[ahead] * new[:, None])
         _store_outputs(
-            out,
-            slots,
-            slot,
-            acc,
-            total,
-            query,
-            first,
-            num_rows,
-            head,
-            HEADS,
-            GROUP,
-            HEAD_DIM,
-            RAGGED,
-        )
+            out, slots, slot, acc, total, query, first, num_rows, head, HEADS, GROUP,
+            HEAD_DIM, RAGGED,
+        )  # fmt: skip

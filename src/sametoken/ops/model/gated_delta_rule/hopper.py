@@ -16,22 +16,28 @@ from sametoken.ops.model.recurrent.rule import LayerMemory
 from sametoken.ops.model.recurrent.runs import Runs
 from sametoken.ops.pdl import pdl_options
 
-#: Runs that have programs of their own: two fill the GPU, and a program costs time without rows too,
-#: as of padding.
-RUNS_AT_ONCE = 4
+#: Runs as long as the longest that a pass's rows are at most. In more runs ``triton`` is faster:
+#: there a thread sums more columns for the keys that it loads.
+MAX_RUNS = 4
 
 
-def serves(rule: GatedDelta, prepared: Tensor) -> bool:
-    """Whether the walk serves a rule's runs; rows are copied by 16 bytes."""
+def serves(runs: Runs, rule: GatedDelta, prepared: Tensor, num_rows: int) -> bool:
+    """Whether the walk serves the long runs of a pass of ``num_rows`` rows."""
+    few = runs.rows.num_short < runs.rows.count and num_rows <= MAX_RUNS * runs.rows.max_rows
     sizes = rule.key_dim == KEYS.value and rule.value_dim % COLUMNS.value == 0
-    return is_hopper(prepared.device) and sizes and prepared.shape[1] % 4 == 0
+    # Rows are copied by 16 bytes.
+    return few and sizes and prepared.shape[1] % 4 == 0 and is_hopper(prepared.device)
 
 
 def walk(runs: Runs, rule: GatedDelta, prepared: Tensor, memory: LayerMemory, out: Tensor) -> None:
-    """Walk the runs that are not short into ``out``; as ``triton.advance_prepared``."""
+    """Walk the runs that are not short into ``out``; as ``triton.advance_prepared``.
+
+    Runs share programs beyond about as many as fill the GPU: padding has runs without rows.
+    """
     first, end = runs.rows.num_short, runs.rows.count
     tiles = rule.num_value_heads * rule.value_dim // COLUMNS.value
-    walk_kernel[(tiles, min(end - first, RUNS_AT_ONCE))](
+    at_once = max(2, out.shape[0] // runs.rows.max_rows)
+    walk_kernel[(tiles, min(end - first, at_once))](
         prepared,
         runs.table,
         memory.states,

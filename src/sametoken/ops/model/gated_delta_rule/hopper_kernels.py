@@ -35,7 +35,7 @@ COLUMNS = gl.constexpr(32)
 WARPS = gl.constexpr(4)
 #: Rows of a group, groups in shared memory, and rows that the compiler may interleave: more than
 #: four do not stay in the instruction cache.
-GROUP = gl.constexpr(16)
+GROUP = gl.constexpr(32)
 SLOTS = gl.constexpr(3)
 UNROLLED = gl.constexpr(4)
 #: Threads that share a column: each sums a part, or two.
@@ -112,17 +112,25 @@ def _copy_group(
 
 
 @gluon.jit
-def _add_product(factor, total, a, b):
-    """Add a product to the running sum factor * total with one rounding."""
-    return 1.0, gl.fma(a, b, factor * total)
+def _add_products(k_factor, k_total, q_factor, q_total, a, k, b, q):
+    """Add products to two running sums factor * total, each with one rounding."""
+    return 1.0, gl.fma(a, k, k_factor * k_total), 1.0, gl.fma(b, q, q_factor * q_total)
 
 
 @gluon.jit
-def _along(state, factors):
-    """Sum over keys of state [8, 16, COLUMNS] times factors [8, 16, 1]: [COLUMNS]."""
-    state, factors = gl.broadcast(state, factors)
-    factor, total = gl.reduce((state, factors), 1, _add_product)
-    return gl.sum(factor * total, axis=0)
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def _along(state, k, q):
+    """Sums over keys of state [8, 16, COLUMNS] times k and times q [8, 16, 1]: [COLUMNS] each.
+
+    Both are one reduction, so that the sums of one fill the time that those of the other wait.
+    """
+    k, q = gl.broadcast(state, k)[1], gl.broadcast(state, q)[1]
+    sums = gl.reduce((state, k, state, q), 1, _add_products)
+    return gl.reduce((sums[0] * sums[1], sums[2] * sums[3]), 0, _add)
 
 
 @gluon.jit
@@ -147,8 +155,9 @@ def _walk_row(state, rows, at, out, new, WIDTH: gl.constexpr):
     k, q, v = _row_keys(ks.index(at)), _row_keys(qs.index(at)), vs.index(at).load(VALUES)
     decay, beta = _number(decays.index(at)), _number(betas.index(at))
     q_k = _number(q_ks.index(at))
-    delta = beta * gl.fma(-decay, _along(state, k), v)
-    read = gl.fma(delta, q_k, decay * _along(state, q))
+    along_k, along_q = _along(state, k, q)
+    delta = beta * gl.fma(-decay, along_k, v)
+    read = gl.fma(delta, q_k, decay * along_q)
     gl.store(out + new * WIDTH, read.to(out.dtype.element_ty), mask=new >= 0)
     return gl.fma(k, delta[None, None, :], decay * state)
 
@@ -185,6 +194,19 @@ def _walk_run(
         if (piece == 0) & (num_lasting > 0):
             gl.store(state_at, state)
         begin = end
+
+
+@gluon.jit
+def _end_of(runs, first, end):
+    """The run after the last that has rows: padding comes last."""
+    RUNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    last = first
+    for begin in range(first, end, 128):
+        run = begin + gl.arange(0, 128, layout=RUNS)
+        begins = gl.load(runs + run * FIELDS + FIRST_ROW, mask=run < end, other=0)
+        stops = gl.load(runs + run * FIELDS + STOP_ROW, mask=run < end, other=0)
+        last = gl.maximum(last, gl.max(gl.where(stops > begins, run + 1, first), 0))
+    return last
 
 
 @gluon.jit(do_not_specialize=["max_pending", "first_run", "end_run"])
@@ -234,6 +256,7 @@ def walk_kernel(
     value = first_column + gl.arange(0, COLUMNS, layout=VALUES)
     if PDL:
         cuda.gdc_wait()
+    end_run = _end_of(runs, first_run, end_run)
     for run in range(first_run + gl.program_id(1), end_run, gl.num_programs(1)):
         field = runs + run * FIELDS
         first_row, num_rows = gl.load(field + FIRST_ROW), gl.load(field + NUM_ROWS).to(gl.int32)

@@ -301,8 +301,7 @@ def advance_prepared(
     """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
     num_rows, num_channels = raw.mixed.shape
     long = runs.rows.max_rows >= _LONG
-    has_chunks = long and runs.rows.num_short < runs.rows.count
-    on_hopper = tile is None and has_chunks and hopper.serves(rule, prepared)
+    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_rows)
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     out = raw.mixed.new_empty(num_rows, rule.out_features)

@@ -62,16 +62,22 @@ CONFIGS = {queries: LatentHopperConfig(queries, 128) for queries in (16, 32, 64)
 
 WHOLE_ROWS = LatentHopperConfig(PAIR_QUERIES, 0)
 
-#: Tiles of 64 vectors that shared memory holds beside 16 or 32 queries.
-SLOTS = 2
+#: Of the kernels of pairs: warps of the first of both warp groups, and registers of a thread, on
+#: average over warps.
+PAIR_SIZES = {"num_warps": 4, "maxnreg": 168}
 
-#: Of all kernels but the join: warps of the first of both warp groups, and registers of a thread,
-#: on average over warps.
-GROUP_SIZES = {"num_warps": 4, "maxnreg": 168}
+#: Of ``splits_kernel``, by queries of a tile: the same, and tiles of 64 vectors in shared memory.
+#: Beside a program of 16 queries two of ``join_kernel`` fit in a multiprocessor's registers. So the
+#: join is there when the last split is, and the next layer's splits begin while it runs. Sums of 32
+#: queries need the registers themselves.
+FEW_SIZES = {
+    16: {"SLOTS": 2, "num_warps": 4, "maxnreg": 128},
+    32: {"SLOTS": 2, "num_warps": 4, "maxnreg": 168},
+}
 
 #: Splits that a program of ``join_kernel`` loads at once. Without a number of registers the
 #: compiler moves each load to its use, to save some, and every load waits for the one before it.
-JOIN_SIZES = {"AHEAD": 8, "num_warps": 4, "maxnreg": 80}
+JOIN_SIZES = {"AHEAD": 8, "num_warps": 2, "maxnreg": 128}
 
 
 def serves(
@@ -181,7 +187,7 @@ def _launch_rows(
     pair_rows_kernel[(tiles,)](
         *inputs, running, out, group.first, group.max_rows, group.num_runs, inputs[-1].stride(0),
         scale, BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)),
-        **constants, **GROUP_SIZES,
+        **constants, **PAIR_SIZES,
     )  # fmt: skip
 
 
@@ -203,11 +209,11 @@ def _launch_splits(
     sums = q.new_empty(prod(parts) * RANK, dtype=torch.float32)
     stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
     kernel = pair_splits_kernel if pair else splits_kernel
-    few = {} if pair else {"QUERIES": config.queries, "SLOTS": SLOTS}
+    sizes = PAIR_SIZES if pair else {"QUERIES": config.queries, **FEW_SIZES[config.queries]}
     kernel[(config.programs,)](
         *inputs, sums, stats, group.first, group.max_rows, tiles_per_run, num_tiles,
         table.stride(0), most, scale,
-        BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants, **few, **GROUP_SIZES,
+        BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants, **sizes,
     )  # fmt: skip
     join_kernel[parts[:2]](
         sums, stats, positions, slots, starts, out, group.first, group.max_rows, most,

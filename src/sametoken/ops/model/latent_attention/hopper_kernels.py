@@ -38,12 +38,12 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
 @gluon.jit
 def _load_by_splits(
     vectors, positions, slots, starts, block_table, ring, full, free,
-    first_run, width, tiles_per_run, num_tiles, table_stride, tile, start, low, high,
+    first_run, width, tiles_per_run, num_tiles, table_stride, tile, slot, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of ``splits_kernel``: the tiles of ``_attend_by_splits``, in its order."""
-    count = 0
+    first_tile, count = tile, 0
     while (tile < num_tiles) & (start < high):
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
@@ -52,7 +52,9 @@ def _load_by_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:
-                table = block_table + gl.load(slots + begin) * table_stride
+                if tile != first_tile:
+                    slot = gl.load(slots + begin)
+                table = block_table + slot * table_stride
                 count = load_tiles(
                     vectors, table, table_stride - 1, final, begin_of(split) // TILE,
                     min(begin_of(last) // TILE, end), count, ring, full, free,
@@ -139,8 +141,8 @@ def splits_kernel(
     """
     if PDL:
         cuda.gdc_launch_dependents()
-    first_tile, start, low, high = own_share(
-        positions, starts, first_run, width, tiles_per_run, num_tiles,
+    first_tile, first_slot, start, low, high = own_share(
+        positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
         HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
     queries, ring, tiles, exchanged, barriers = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
@@ -159,11 +161,11 @@ def splits_kernel(
             (_load_by_splits, (
                 vectors, positions, slots, starts, block_table, ring, barriers[0], barriers[2],
                 first_run, width, tiles_per_run, num_tiles, table_stride,
-                first_tile, start, low, high,
+                first_tile, first_slot, start, low, high,
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
         ],
-        [4, 1], [232, 48],
+        [4, 1], [200 if QUERIES == 16 else 232, 40 if QUERIES == 16 else 48],
     )  # fmt: skip
 
 
@@ -185,7 +187,8 @@ def join_kernel(
 
     PAIR: the kernel of ``hopper_pair_kernels`` stored them, which orders elements otherwise.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    POLICY: gl.constexpr = "" if PAIR else "evict_last"
     if PDL:
         cuda.gdc_launch_dependents()
     place, head = gl.program_id(0), gl.program_id(1)
@@ -207,7 +210,8 @@ def join_kernel(
         parts, tops, totals = (), (), ()
         for ahead in gl.static_range(AHEAD):
             at, exists = line + split + ahead, split + ahead < num_splits
-            parts += (gl.load(sums + at * RANK + element, mask=exists, other=0.0),)
+            part = sums + at * RANK + element
+            parts += (gl.load(part, mask=exists, other=0.0, eviction_policy=POLICY),)
             tops += (gl.load(stats + at * 2 + 1, mask=exists, other=LOWEST),)
             totals += (gl.load(stats + at * 2, mask=exists, other=0.0),)
         for ahead in gl.static_range(AHEAD):

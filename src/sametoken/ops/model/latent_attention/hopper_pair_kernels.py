@@ -192,11 +192,11 @@ def pair_rows_kernel(
 @gluon.jit
 def _load_by_splits(
     q, vectors, positions, slots, starts, block_table, boxes, ring, barriers,
-    first_run, width, tiles_per_run, num_tiles, table_stride, tile, start, low, high,
+    first_run, width, tiles_per_run, num_tiles, table_stride, tile, slot, start, low, high,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of ``pair_splits_kernel``: tiles in the order of ``_attend_by_splits``."""
-    count, turn = 0, 0
+    first_tile, count, turn = tile, 0, 0
     while (tile < num_tiles) & (start < high):
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
@@ -205,7 +205,9 @@ def _load_by_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:
-                table = block_table + gl.load(slots + begin) * table_stride
+                if tile != first_tile:
+                    slot = gl.load(slots + begin)
+                table = block_table + slot * table_stride
                 count = load_tiles(
                     q, vectors, table, table_stride - 1, begin * HEADS + first, final,
                     begin_of(split) // TILE, min(begin_of(last) // TILE, end), count, turn,
@@ -293,8 +295,8 @@ def pair_splits_kernel(
     """Splits spread evenly over programs, as by ``splits_kernel``."""
     if PDL:
         cuda.gdc_launch_dependents()
-    first_tile, start, low, high = own_share(
-        positions, starts, first_run, width, tiles_per_run, num_tiles,
+    first_tile, first_slot, start, low, high = own_share(
+        positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
         HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
     memory, ring, boxes = _memory_of(vectors.dtype, BLOCK_SIZE)
@@ -313,7 +315,7 @@ def pair_splits_kernel(
             (_load_by_splits, (
                 q, vectors, positions, slots, starts, block_table, boxes, ring, memory[5],
                 first_run, width, tiles_per_run, num_tiles, table_stride,
-                first_tile, start, low, high, HEADS, BLOCK_SIZE, PDL,
+                first_tile, first_slot, start, low, high, HEADS, BLOCK_SIZE, PDL,
             )),
         ],
         [4, 1], [240, 24],

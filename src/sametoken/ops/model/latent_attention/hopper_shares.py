@@ -55,13 +55,19 @@ def own_splits(
 
 
 @gluon.jit
+def _each_added(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@gluon.jit
 def own_share(
-    positions, starts, first_run, width, tiles_per_run, num_tiles,
+    positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_TILES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """This program's equal part ``low .. high - 1`` of the line of all query tiles' KV tiles.
 
-    Returns the query tile that it begins in, where that tile's KV tiles begin, low and high.
+    Returns the query tile that it begins in, that tile's slot, where its KV tiles begin, low and
+    high; of an empty line's end, tile ``num_tiles``. No vector is loaded before: it is short.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = gl.arange(0, BLOCK_TILES, layout=LINE)
@@ -69,15 +75,22 @@ def own_share(
     begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
     exists = (tile < num_tiles) & (first < num_queries)
     position = gl.load(positions + begin, mask=exists, other=0).to(gl.int32)
+    slot = gl.load(slots + begin, mask=exists, other=0)
+    # No slot is below 0: the comparison has both loads in flight together.
+    exists = exists & (slot >= 0)
     length = gl.where(exists, end_tile(position, first, num_queries, HEADS, QUERIES), 0)
     ends = gl.associative_scan(length, 0, added)
-    share, programs = gl.max(ends, 0).to(gl.int64), gl.num_programs(0)
-    low = ((gl.program_id(0) * share + programs - 1) // programs).to(gl.int32)
-    high = (((gl.program_id(0) + 1) * share + programs - 1) // programs).to(gl.int32)
-    behind = ends <= low
-    first_tile = gl.sum(behind.to(gl.int32), 0)
-    start = gl.max(gl.where(behind, ends, 0), 0)
-    return first_tile, start, low, high
+    total, program, programs = gl.sum(length, 0), gl.program_id(0), gl.num_programs(0)
+    share, rest = total // programs, total % programs
+    low = program * share + gl.minimum(program, rest)
+    high = low + share + (program < rest).to(gl.int32)
+    start = ends - length
+    own = (start <= low) & (low < ends)
+    behind, start, slot = gl.reduce(
+        (gl.where(own, tile - num_tiles, 0), gl.where(own, start, 0), gl.where(own, slot, 0)),
+        0, _each_added,
+    )  # fmt: skip
+    return num_tiles + behind, slot, start, low, high
 
 
 @gluon.jit

@@ -257,12 +257,16 @@ def _places(lines, stride):
 
 @gluon.jit
 def store_sums(sums, low, high, num_columns, part, most):
-    """Store one split's weighted latents of adjacent queries, whose first line is ``part``."""
+    """Store one split's weighted latents of adjacent queries, whose first line is ``part``.
+
+    Results stay in L2 until the next layer's replace them: vectors are read once, and would drive
+    them out to memory.
+    """
     low, high = _lines_of(low), _lines_of(high)
     column, at = _places(low, most * RANK)
     at += part * RANK
-    gl.store(sums + at, low, mask=column < num_columns)
-    gl.store(sums + HALF + at, high, mask=column < num_columns)
+    gl.store(sums + at, low, mask=column < num_columns, eviction_policy="evict_last")
+    gl.store(sums + HALF + at, high, mask=column < num_columns, eviction_policy="evict_last")
 
 
 @gluon.jit

@@ -6,6 +6,8 @@ interpreter.
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
@@ -76,14 +78,15 @@ class Memory:
 
 
 class OneProgram:
-    """The part of Gluon's language that ``own_tile`` and ``join_kernel`` use, for one program."""
+    """The part of Gluon's language that the kernels below use, for one program of several."""
 
     constexpr = int
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
     sum, exp2, static_range = staticmethod(torch.sum), staticmethod(torch.exp2), range
 
-    def __init__(self, *program):
+    def __init__(self, *program, programs=1):
         self.program_id = lambda axis: torch.tensor(program[axis])
+        self.num_programs = lambda axis: programs
 
     def BlockedLayout(self, *_):
         return None
@@ -106,7 +109,7 @@ class OneProgram:
     def fma(self, a, b, c):
         return a * b + c
 
-    def load(self, memory, mask=True, other=0):
+    def load(self, memory, mask=True, other=0, eviction_policy=""):
         mask = torch.as_tensor(mask)
         assert (mask | (memory.at >= 0)).all()
         at = memory.at.clamp(max=len(memory.values) - 1)
@@ -117,6 +120,9 @@ class OneProgram:
 
     def associative_scan(self, values, axis, combine):
         return values.cumsum(axis)
+
+    def reduce(self, values, axis, combine):
+        return tuple(one.sum(axis) for one in values)
 
 
 @pytest.fixture
@@ -245,6 +251,45 @@ def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run,
     assert sorted(found) == [*range(starts[first_run] * heads, starts[-1] * heads)]
 
 
+@pytest.mark.parametrize("programs", [1, 7, 128])
+@pytest.mark.parametrize("first_run", [0, 2])
+def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, monkeypatch):
+    sizes, heads, queries, width = [1, 3, 0, 2, 4, 1, *[0] * 5], 20, 32, 4
+    starts = [0, *accumulate(sizes)]
+    positions = torch.randint(2000, (starts[-1],), generator=torch.Generator().manual_seed(0))
+    slots = torch.arange(starts[-1]) * 3 + 1
+    tiles_per_run = -(-width * heads // queries)
+    num_tiles = (len(sizes) - first_run) * tiles_per_run
+    line = []  # of each KV tile: its query tile and slot
+    for tile in range(num_tiles):
+        begin, stop = starts[first_run + tile // tiles_per_run :][:2]
+        first, stop = begin * heads + tile % tiles_per_run * queries, stop * heads
+        if first < stop:
+            row = (min(first + queries, stop) - 1) // heads
+            tiles = (int(positions[begin]) + row - begin) // 64 + 1
+            line += [(tile, int(slots[begin]))] * tiles
+    monkeypatch.setattr(hopper_shares, "TILE", 64)
+    for name in ("tile_of", "end_tile", "rows_of_run"):
+        monkeypatch.setattr(hopper_shares, name, getattr(hopper_shares, name).fn)
+    shares = []
+    for program in range(programs):
+        for module in (hopper_shares, attention_tiles):
+            monkeypatch.setattr(module, "gl", OneProgram(program, programs=programs))
+        memory = (Memory(positions), Memory(slots), Memory(starts))
+        sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
+        tile, slot, start, low, high = map(int, hopper_shares.own_share.fn(*memory, *sizes_of))
+        shares.append((low, high))
+        if low < len(line):
+            assert (tile, slot) == line[low]
+            assert start == [one for one, _ in line].index(tile)
+        else:
+            assert tile == num_tiles
+    ends = [high for _, high in shares]
+    assert [low for low, _ in shares] == [0, *ends[:-1]]
+    assert ends[-1] == len(line)
+    assert {high - low - len(line) // programs for low, high in shares} <= {0, 1}
+
+
 def test_it_serves_hopper_alone(monkeypatch):
     asked = (512, 576, torch.bfloat16, 64, torch.device("cpu"))
     assert not hopper.serves(*asked)
@@ -271,7 +316,7 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     q = torch.zeros(len(at), 20, 576, dtype=torch.bfloat16)
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
     rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
-    for config in (hopper.CONFIGS[32], hopper.CONFIGS[64], hopper.WHOLE_ROWS):
+    for config in (*hopper.CONFIGS.values(), hopper.WHOLE_ROWS):
         hopper.attention(q, 0.07, rows, memory, config=config)
 """
     compile_launches(code, folder)
@@ -281,7 +326,8 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
 def test_every_form_compiles_once_for_all_counts(compiled):
     found = sorted(path.stem for path in compiled.rglob("*_kernel.ptx"))
     joins = ["join_kernel"] * 2  # of either order of elements
-    assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", "splits_kernel"]
+    few = ["splits_kernel"] * 2  # of 16 and of 32 queries
+    assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", *few]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +352,18 @@ hopper.attention(q, 0.07, rows, memory, config=hopper.{config})
     assert len(list(tmp_path.rglob("pair_*_kernel.ptx"))) == 1
 
 
+def test_two_programs_of_the_join_fit_beside_one_of_splits_of_16_queries(compiled):
+    """In registers and in shared memory, of which 1 KB a program is the system's."""
+    sizes = {"splits_kernel": [], "join_kernel": []}
+    for name, found in sizes.items():
+        for path in compiled.rglob(f"{name}.json"):
+            of = json.loads(path.read_text())
+            found.append((of["num_warps"] * 32 * of["maxnreg"], of["shared"] + 1024))
+    splits, join = min(sizes["splits_kernel"]), max(sizes["join_kernel"])
+    assert splits[0] + 2 * join[0] <= 1 << 16
+    assert splits[1] + 2 * join[1] <= 228 << 10
+
+
 def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
     cubins = list(compiled.rglob("join_kernel.cubin"))
     assert cubins
@@ -314,5 +372,6 @@ def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         loads, sep, folds = code.partition("MUFU.EX2")
         assert sep
-        assert loads.count("LDG.E.128") == hopper.JOIN_SIZES["AHEAD"]
+        wide = re.findall(r"LDG\.E(?:\.EL)?\.128", loads)
+        assert len(wide) == 2 * hopper.JOIN_SIZES["AHEAD"]
         assert "LDG" not in folds

@@ -18,7 +18,7 @@ from sametoken.ops.pdl import pdl_options
 
 #: Runs as long as the longest that a pass's rows are at most. In more runs ``triton`` is faster:
 #: there a thread sums more columns for the keys that it loads.
-MAX_RUNS = 4
+MAX_RUNS = 6
 
 
 def serves(runs: Runs, rule: GatedDelta, prepared: Tensor, num_rows: int) -> bool:

@@ -56,8 +56,8 @@ class LookaheadDrafter:
         states = self._forward(own, live.token_ids, live.rows)
 
         chains, k = live.chains, context.num_speculative_tokens
-        tokens = torch.zeros(k, len(chains.last), dtype=torch.int64)
-        for at, row in enumerate(chains.last.tolist()):
+        tokens = torch.zeros(k, len(chains.last.index), dtype=torch.int64)
+        for at, row in enumerate(chains.last.index.tolist()):
             state, position = states[row], int(chains.following[at])
             for i in range(k):
                 token = self._choose(state, chains.rows.slots[at : at + 1], position + i)

@@ -92,7 +92,7 @@ def stale_rows_in_the_chain(patch: pytest.MonkeyPatch) -> None:
     advanced, kept = DraftContext.advanced, {}
 
     def mutant(self, chains):
-        return kept.setdefault(len(chains.last), advanced(self, chains))
+        return kept.setdefault(len(chains.following), advanced(self, chains))
 
     patch.setattr(DraftContext, "advanced", mutant)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from sametoken.errors import (
     SametokenError,
     UnsupportedError,
 )
+from sametoken.layers.residual import kept_of
 from sametoken.runner.step import Step
 
 SIZES = {
@@ -303,7 +305,7 @@ def test_a_bad_request_leaves_running_ones_alone(llm):
 class Poisoning(ToyModel):
     """NaN logits for whoever has the token 9 in its prefix."""
 
-    def forward(self, token_ids, rows, kv):
+    def forward(self, token_ids, rows, kv, kept=None):
         hidden = super().forward(token_ids, rows, kv)
         entries = kv.kv(0).keys[:, 0, :, 0]
         for i, (slot, position) in enumerate(
@@ -313,7 +315,7 @@ class Poisoning(ToyModel):
             blocks = rows.block_table[slot, where // entries.shape[1]]
             if (entries[blocks, where % entries.shape[1]] == 9).any():
                 hidden.last[i, 0] = torch.nan
-        return hidden
+        return replace(hidden, last=kept_of(hidden.last, kept))
 
     def compute_logits(self, hidden):
         bad = hidden[:, 0].isnan()

@@ -14,6 +14,7 @@ from sametoken.drafters.base import Drafts
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.runner.stream import LaggingStream
 from sametoken.state.sequences import NO_HISTORY, TokenHistory
@@ -31,10 +32,10 @@ class ReciteModel(ToyModel):
         super().__init__(64)
         self.unknown = unknown
 
-    def forward(self, token_ids, rows, kv):
+    def forward(self, token_ids, rows, kv, kept=None):
         super().forward(token_ids, rows, kv)
         positions = torch.stack((rows.positions, rows.positions), dim=1).double()
-        return HiddenStates(positions, positions)
+        return HiddenStates(kept_of(positions, kept), positions)
 
     def compute_logits(self, hidden):
         logits = torch.zeros(hidden.shape[0], 64)

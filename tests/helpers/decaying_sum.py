@@ -8,6 +8,7 @@ import torch
 
 from helpers.hybrid_toy import HIDDEN, rowwise
 from helpers.toy import toy_config
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.ops.cache_types import LatentKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
@@ -82,7 +83,7 @@ class MixedToy:
         self._out_of = random(HIDDEN, 6), random(HIDDEN, 5), random(HIDDEN, 8)
         self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
 
-    def forward(self, token_ids, rows, cache):
+    def forward(self, token_ids, rows, cache, kept=None):
         running = self.kernels.begin_pass(rows, cache.folded)
         total, latent, delta = cache.layers
         x = self._embedding[token_ids]
@@ -94,7 +95,7 @@ class MixedToy:
         x = x + rowwise(mixed, self._out_of[2])
         running.finish()
         last = torch.cat((x, token_ids[:, None].float()), dim=1)
-        return HiddenStates(last, last)
+        return HiddenStates(kept_of(last, kept), last)
 
     def compute_logits(self, hidden):
         return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]

@@ -163,10 +163,12 @@ class Bench:
             table=self.table,
             drafter=_Checked(self, vocab, check),
             results=self.results,
+            all_states=True,
         )
         drafts = step.ops.known_drafts(self.sequences, [row.slot for row in plan.requests])
         launcher = launcher_of(noted(step, self._count), self.steps)
-        launcher.run(StepLayout.of(plan, drafts), 0, _NoProcessing())
+        layout = StepLayout.of(plan, drafts, all_states=step.all_states)
+        launcher.run(layout, 0, _NoProcessing())
 
     def _count(self, x, raw, verdict) -> None:
         if not self.spoil:

@@ -11,7 +11,7 @@ from helpers.recurrent import poison
 from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import Decoder
 from sametoken.models.loader import load_model
-from sametoken.ops.backend import AttentionRows, Kernels, RowRuns
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, RowRuns
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step.reference import rows_at
 from sametoken.state.caches import ModelCache
@@ -53,11 +53,14 @@ class Bench:
         blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
         self.sequences.block_table[:num_slots] = blocks.view(num_slots, per_slot)
 
-    def run(self, token_ids: list[int], start: int, slot: int = 0) -> HiddenStates:
-        """The tokens at positions ``start`` and on of a slot."""
+    def run(
+        self, token_ids: list[int], start: int, slot: int = 0, kept: list[int] | None = None
+    ) -> HiddenStates:
+        """The tokens at positions ``start`` and on of a slot; ``kept`` are rows of them."""
         positions = torch.arange(start, start + len(token_ids))
         rows = self.rows_at(torch.full_like(positions, slot), positions)
-        return self.model.forward(torch.tensor(token_ids), rows, self.kv)
+        wanted = None if kept is None else KeptRows.at(rows, torch.tensor(kept, dtype=torch.int64))
+        return self.model.forward(torch.tensor(token_ids), rows, self.kv, wanted)
 
     def rows_at(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionRows:
         return rows_at(self.sequences, slots, positions, None, None)

@@ -182,6 +182,8 @@ def build(
         table=table,
         drafter=drafter,
         results=ring.rows,
+        # Some heads read states after the last layer.
+        all_states=bool(drafter.kv_caches),
     )
     processing = LogitsProcessing(sequences, model, kernels, table, SlotGrammars(sequences))
     accepted_logits: list[tuple[int, int, torch.Tensor]] = []

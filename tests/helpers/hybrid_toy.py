@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from helpers.toy import toy_config
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.ops.cache_types import PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
@@ -53,7 +54,7 @@ class HybridToy:
         self._head = random(vocab_size, HIDDEN)
         self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
 
-    def forward(self, token_ids, rows, cache):
+    def forward(self, token_ids, rows, cache, kept=None):
         running = self.kernels.begin_pass(rows, cache.folded)
         x = self._embedding[token_ids]
         for index, (projection, params, output) in enumerate(self._layers):
@@ -63,7 +64,7 @@ class HybridToy:
         running.finish()
         # The last column says which successor is preferred.
         last = torch.cat((x, token_ids[:, None].float()), dim=1)
-        return HiddenStates(last, last)
+        return HiddenStates(kept_of(last, kept), last)
 
     def compute_logits(self, hidden):
         return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].nan_to_num().long()]

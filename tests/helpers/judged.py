@@ -13,6 +13,7 @@ from helpers.static_steps import STEPS, DeviceChoices, launcher_of
 from helpers.toy import toy_config
 from sametoken.drafters.base import NoDrafter
 from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step.types import Chances, StepInputs, VerifyResult
@@ -68,9 +69,9 @@ class Said:
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._by_token = by_token
 
-    def forward(self, token_ids, rows, kv) -> HiddenStates:
+    def forward(self, token_ids, rows, kv, kept=None) -> HiddenStates:
         last = torch.stack((rows.slots, rows.positions, token_ids), dim=1).double()
-        return HiddenStates(last, last[:, :0])
+        return HiddenStates(kept_of(last, kept), last[:, :0])
 
     def compute_logits(self, hidden) -> Tensor:
         is_dead, at = hidden[:, :1].isnan(), hidden.nan_to_num(0).long()
@@ -174,7 +175,8 @@ class Case:
             self.sequences, model, kernels, self.table, self.grammars, parallel, logprobs_mode
         )
         known = step.ops.known_drafts(self.sequences, list(self.slots))
-        layout, buffer = StepLayout.of(self.plan, known), ring.acquire()
+        all_states = processing.scores_prompts(self.plan)
+        layout, buffer = StepLayout.of(self.plan, known, all_states=all_states), ring.acquire()
         launcher_of(step, steps).run(layout, 0, processing.of_step(layout, buffer))
         ((x, verdict),) = seen
         results = buffer.read(self.plan).requests

@@ -48,8 +48,19 @@ def require_logits(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
     assert (found - their_logits(theirs, prompt)).abs().max() < 1e-4
 
 
+def require_kept_rows(model, prompt: list[int]) -> None:
+    """Rows that are kept have the states of a pass that keeps all, and so have those after it."""
+    whole = Bench(model)
+    states, following = whole.run(prompt, 0).last, whole.run([1], len(prompt)).last
+    for kept in ([len(prompt) - 1], [], [2, 0, len(prompt) - 1]):
+        bench = Bench(model)
+        torch.testing.assert_close(bench.run(prompt, 0, kept=kept).last, states[kept])
+        torch.testing.assert_close(bench.run([1], len(prompt)).last, following)
+
+
 def require_parity(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
     """The same logits, and the same greedy continuation."""
+    require_kept_rows(ours, prompt)
     require_logits(ours, theirs, prompt, chunks)
     expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
     assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids

@@ -47,10 +47,13 @@ class Poisoned:
     def __init__(self, model, reserved_slot: int) -> None:
         self._model, self._reserved = model, reserved_slot
 
-    def forward(self, token_ids, rows, kv) -> HiddenStates:
-        hidden, dead = self._model.forward(token_ids, rows, kv), rows.slots == self._reserved
-        nan = (one.masked_fill(dead[:, None], torch.nan) for one in (hidden.last, hidden.auxiliary))
-        return HiddenStates(*nan)
+    def forward(self, token_ids, rows, kv, kept=None) -> HiddenStates:
+        hidden = self._model.forward(token_ids, rows, kv, kept)
+        last = self._without_dead(hidden.last, kept or rows)
+        return HiddenStates(last, self._without_dead(hidden.auxiliary, rows))
+
+    def _without_dead(self, states, rows):
+        return states.masked_fill((rows.slots == self._reserved)[:, None], torch.nan)
 
     def compute_logits(self, hidden):
         dead = hidden.isnan().any(dim=1, keepdim=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.ops.cache_types import PagedKV
 
@@ -47,7 +48,7 @@ class ToyModel:
         self._of_tokens = torch.arange(vocab_size, dtype=torch.int64) * 104_729 + salt
         self.seen: list[tuple[int, ...]] = []
 
-    def forward(self, token_ids, rows, kv):
+    def forward(self, token_ids, rows, kv, kept=None):
         layer = kv.kv(0)
         block_size = layer.keys.shape[2]
         flat = layer.keys[:, 0, :, 0]
@@ -60,7 +61,7 @@ class ToyModel:
             assert not np.isnan(visible).any(), "a row reads KV that nobody wrote"
             hashes.append(self._hash(visible.astype(np.int64).tolist()))
         last = torch.tensor([[h, 1.0] for h in hashes], dtype=torch.float64).view(-1, 2)
-        return HiddenStates(last, last)
+        return HiddenStates(kept_of(last, kept), last)
 
     def compute_logits(self, hidden):
         mixed = (hidden[:, :1].long() * 7919 + self._of_tokens) % MODULUS

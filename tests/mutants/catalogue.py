@@ -227,6 +227,16 @@ def with_inputs(
     in_every_program(patch, "prepare_inputs", make)
 
 
+@mutant("another-row-kept-by-the-last-layer", LAW, WINDOW, "tokens")
+@mutant("another-row-kept-in-static-shapes", LAW, WINDOW, "tokens", STATIC)
+def kept_rows_are_one_too_early(patch: pytest.MonkeyPatch) -> None:
+    def change(x, layout):
+        kept = x.kept and replace(x.kept, index=(x.kept.index - 1).clamp(min=0))
+        return replace(x, kept=kept)
+
+    with_inputs(patch, change)
+
+
 def optimistic_end(x: StepInputs) -> torch.Tensor:
     """What would be computed if every draft of the step were accepted."""
     return x.num_computed + x.num_query + x.num_drafts
@@ -267,7 +277,7 @@ def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> 
         owner = slice(None) if found.chains.owner is None else found.chains.owner
         token_ids = found.token_ids.clone()
         newest = self.tokens_at(self.slots[owner], optimistic_end(self.x)[owner])
-        token_ids[found.chains.last] = newest.clamp(min=0)
+        token_ids[found.chains.last.index] = newest.clamp(min=0)
         return replace(found, token_ids=token_ids)
 
     patch.setattr(DraftContext, "catch_up", mutant)

@@ -30,7 +30,7 @@ class DraftContext:
 
     Attributes:
         x: the step's inputs.
-        hidden: the target's hidden states of the step's rows.
+        hidden: the target's hidden states of the step's rows; see ``ForwardOutput``.
         end: [B] int64; ``end == num_tokens - 1`` for requests that sample.
         num_tokens: [B] int64, committed tokens after the step.
         sequences: device state, read only.

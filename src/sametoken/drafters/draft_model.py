@@ -61,11 +61,12 @@ class DraftModelDrafter:
         """k drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
-        hidden = self._model.forward(live.token_ids, live.rows, kv_cache).last
         chains = live.chains
-        if not chains.last.numel():
+        # Rows outside chains.last are run only for their KV.
+        hidden = self._model.forward(live.token_ids, live.rows, kv_cache, chains.last).last
+        if not chains.last.index.numel():
             return NoDrafter().propose(context)
-        drafts = [self._choose(context.kernels.take_rows(hidden, chains.last), chains)]
+        drafts = [self._choose(hidden, chains)]
         while len(drafts) < self._k:
             chains = context.advanced(chains)
             hidden = self._model.forward(drafts[-1], chains.rows, kv_cache).last

@@ -115,7 +115,7 @@ class EagleDrafter:
         chains = live.chains
         # Rows outside chains.last are run only for their KV.
         states = self._head.forward(live.token_ids, target_states, live.rows, kv_cache, chains.last)
-        if not chains.last.numel():
+        if not chains.last.index.numel():
             return NoDrafter().propose(context)
         tokens = [self._choose(states.last, chains)]
         while len(tokens) < self._k:

@@ -147,6 +147,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         table=table,
         drafter=share_drafter(drafter, config.num_speculative_tokens, ranks.parallel),
         results=ring.rows,
+        all_states=loaded.all_states,
         chances=_chances(loaded, table),
         parallel=ranks.parallel,
     )

@@ -49,7 +49,9 @@ def gpu_launcher(
     eager = EagerLauncher(step, ROW_MULTIPLE)
     if config.enforce_eager:
         return eager
-    shapes = captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
+    shapes = captured_shapes(
+        config.max_num_seqs, k, config.max_num_batched_tokens, all_states=step.all_states
+    )
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
@@ -79,18 +81,21 @@ def gpu_launcher(
     return graphs
 
 
-def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape, ...]:
+def captured_shapes(
+    max_num_seqs: int, k: int, max_rows: int, *, all_states: bool = False
+) -> tuple[StepShape, ...]:
     """Shapes of steps with windows only, then of small steps with prompts; each ascending.
 
     Args:
         max_num_seqs: maximum concurrent requests.
         k: maximum drafts per request.
         max_rows: maximum rows per step.
+        all_states: as in ``StepShape``.
     """
     most = min(max_rows, MOST_ROWS)
     batch_chunks, batch_rows = MIXED_FULL_BATCH
     mixed = [
-        StepShape(windows + chunks, rows, sampled, windows, k + 1, rows)
+        StepShape(windows + chunks, rows, sampled, windows, k + 1, rows, all_states)
         for windows, chunks, sizes in (*MIXED, (max_num_seqs, batch_chunks, batch_rows))
         for rows in sizes
         for sampled in _sampled(windows, chunks, rows, k)

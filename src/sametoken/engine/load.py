@@ -53,6 +53,7 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.runner.routed_experts import recording
+from sametoken.types.speculative_methods import TABLE
 from sametoken.types.units import in_units
 
 
@@ -78,6 +79,13 @@ class Requested:
     aux_layers: tuple[int, ...]
     reasons: dict[str, str]
 
+    @property
+    def all_states(self) -> bool:
+        """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
+        spec, last = self.config.speculative_config, self.architecture.num_layers
+        drafter_reads = spec is not None and TABLE[spec.method].reads_last
+        return drafter_reads or last in self.aux_layers or self.config.enable_return_routed_experts
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -91,6 +99,7 @@ class Loaded:
     swap: SwapPlan
     resolved: ResolvedConfig
     extraction: Extraction
+    all_states: bool
 
 
 def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested:
@@ -172,7 +181,9 @@ def load(
         request_memory=RequestMemory.of(config.num_speculative_tokens, own, drafter.caches),
     )
     require_memory(resolved)
-    return Loaded(target, own, drafter, backend, memory, swap, resolved, extraction)
+    return Loaded(
+        target, own, drafter, backend, memory, swap, resolved, extraction, requested.all_states
+    )
 
 
 def _attention_kernels(

@@ -7,16 +7,28 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.residual import kept_of
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
+    KeptRows,
     Kernels,
     LayerKV,
     QKNorm,
+    QueryRows,
     RotaryTable,
 )
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
+
+
+def wanted_queries(
+    kernels: Kernels, q: Tensor, rows: AttentionRows, kept: KeptRows | None
+) -> tuple[Tensor, QueryRows]:
+    """The queries whose result is wanted, [T, H, D] or [R, H, D], and their rows."""
+    if kept is None:
+        return q, rows
+    return kernels.take_rows(q.flatten(1), kept.index).unflatten(1, q.shape[1:]), kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +52,17 @@ class Attention:
     sinks: Tensor | None = None
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it.
 
-        With ``kept``, [R] int64, only those rows are returned: [R, hidden].
+        With ``kept`` only those rows are returned: [R, hidden].
         """
         q = self.kernels.rope_and_cache(
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
         )
-        attended = self.kernels.attention(q, self.shape, rows, kv, self.sinks)
-        return self.output(self.kernels.take_rows(attended, kept))
+        q, wanted = wanted_queries(self.kernels, q, rows, kept)
+        return self.output(self.kernels.attention(q, self.shape, wanted, kv, self.sinks))
 
     @property
     def nbytes(self) -> int:
@@ -69,12 +81,15 @@ class PositionScaledAttention:
     attention: Attention
     factors: Tensor
 
-    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV) -> Tensor:
-        """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it."""
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+    ) -> Tensor:
+        """[T, in_features] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         own = self.attention
         q = own.kernels.rope_and_cache(own.qkv(x), own.shape, own.rotary, rows, kv, own.qk_norm)
-        q = q * self.factors[rows.positions].to(q.dtype)[:, None, None]
-        return own.output(own.kernels.attention(q, own.shape, rows, kv))
+        q, wanted = wanted_queries(own.kernels, q, rows, kept)
+        q = q * self.factors[wanted.positions].to(q.dtype)[:, None, None]
+        return own.output(own.kernels.attention(q, own.shape, wanted, kv))
 
     @property
     def nbytes(self) -> int:
@@ -101,15 +116,16 @@ class GatedAttention:
     qk_norm: QKNorm
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         shape = self.shape
         sizes = (shape.q_size, shape.q_size + 2 * shape.kv_size)
         gate, qkv = self.projection(x).split(sizes, dim=-1)
         q = self.kernels.rope_and_cache(qkv, shape, self.rotary, rows, kv, self.qk_norm)
-        attended = self.kernels.attention(q, shape, rows, kv)
-        return self.output(self.kernels.take_rows(self.kernels.sigmoid_mul(attended, gate), kept))
+        q, wanted = wanted_queries(self.kernels, q, rows, kept)
+        attended = self.kernels.attention(q, shape, wanted, kv)
+        return self.output(self.kernels.sigmoid_mul(attended, kept_of(gate, kept)))
 
     @property
     def nbytes(self) -> int:
@@ -136,18 +152,22 @@ class GatedDeltaNet:
     eps: float
     output: Projection
 
-    def __call__(self, x: Tensor, step: RecurrentPass, memory: LayerMemory) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
+    ) -> Tensor:
         """[T, hidden] -> [T, hidden]; advances the rows' slots.
 
         Args:
             x: [T, hidden].
             step: the pass over the recurrent state.
             memory: the slots' state in this layer.
+            kept: the rows to return; None: all.
         """
         rule = self.params.rule
         sizes = (rule.conv_channels, rule.out_features, *rule.gate_sizes)
         mixed_qkv, z, b, a = self.projection(x).split(sizes, dim=-1)
         attended = step.run(self.params, RawRows(mixed_qkv, (a, b)), memory)
+        attended, z = kept_of(attended, kept), kept_of(z, kept)
         return self.output(self.kernels.gated_rms_norm(attended, z, self.norm_weight, self.eps))
 
     @property

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sametoken.layers.attention import wanted_queries
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.norm import RMSNorm
-from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.model.latent_attention.shape import (
     HeadWeights,
     LatentRotary,
@@ -87,7 +88,7 @@ class LatentAttention:
     output: Projection
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, memory: LayerLatent, kept: Tensor | None = None
+        self, x: Tensor, rows: AttentionRows, memory: LayerLatent, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         shape, kernels = self.shape, self.kernels
@@ -100,8 +101,8 @@ class LatentAttention:
         kernels.latent_rope_and_cache(
             q[..., not_rotated:], latent, self.rotary, rows, memory, absorbed[..., shape.rank :]
         )
-        attended = kernels.latent_attention(absorbed, shape.scale, rows, memory)
-        attended = kernels.take_rows(attended.flatten(1), kept).unflatten(-1, (-1, shape.rank))
+        absorbed, wanted = wanted_queries(kernels, absorbed, rows, kept)
+        attended = kernels.latent_attention(absorbed, shape.scale, wanted, memory)
         values = attended.new_empty(*attended.shape[:2], self.v_dim)
         self.expand.matmul(attended, values)
         return self.output(values.flatten(1))

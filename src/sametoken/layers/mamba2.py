@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
-from sametoken.ops.backend import Kernels
+from sametoken.layers.residual import kept_of
+from sametoken.ops.backend import KeptRows, Kernels
 from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
 
@@ -31,18 +32,22 @@ class Mamba2Mixer:
     eps: float
     output: Projection
 
-    def __call__(self, x: Tensor, step: RecurrentPass, memory: LayerMemory) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
+    ) -> Tensor:
         """[T, hidden] -> [T, hidden]; advances the rows' slots.
 
         Args:
             x: [T, hidden].
             step: the pass over the recurrent state.
             memory: the slots' state in this layer.
+            kept: the rows to return; None: all.
         """
         rule = self.params.rule
         sizes = (rule.out_features, rule.conv_channels, *rule.gate_sizes)
         z, mixed, dt = self.projection(x).split(sizes, dim=-1)
         read = step.run(self.params, RawRows(mixed, (dt,)), memory)
+        read, z = kept_of(read, kept), kept_of(z, kept)
         normed = self.kernels.gated_group_norm(read, z, self.norm_weight, rule.num_groups, self.eps)
         return self.output(normed)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sametoken.layers.norm import RMSNorm
+from sametoken.ops.backend import KeptRows
 
 
 class Block(Protocol):
@@ -51,7 +52,12 @@ class Layer(Protocol):
         ...
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+        self,
+        x: Tensor,
+        residual: Tensor,
+        following: RMSNorm | NoNorm,
+        *cache: Any,
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on the residual stream [T, hidden].
 
@@ -60,11 +66,17 @@ class Layer(Protocol):
             residual: [T, hidden]; likewise.
             following: the norm after the layer.
             cache: the pass's rows and the layer's memory, for its token mixer (``_memory``).
+            kept: the rows to return; the others run only for their memory. None: all.
 
         Returns:
             ``following`` of the residual stream after the layer, and that stream.
         """
         ...
+
+
+def kept_of(states: Tensor, kept: KeptRows | None) -> Tensor:
+    """[T, ...] of all rows to [R, ...] of those kept; None: ``states`` itself."""
+    return states if kept is None else states.index_select(0, kept.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.layers.attention import wanted_queries
 from sametoken.layers.linear import Linear, Projection
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
+    KeptRows,
     Kernels,
     LayerKV,
     QKNorm,
@@ -39,12 +41,20 @@ class NormedValueAttention:
     qk_norm: QKNorm
     ones: Tensor
 
-    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV, source: LayerKV) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes ``kv``, and then reads ``source``."""
+    def __call__(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: LayerKV,
+        source: LayerKV,
+        kept: KeptRows | None = None,
+    ) -> Tensor:
+        """As ``Attention``; writes ``kv``, and then reads ``source``."""
         kernels, written = self.kernels, self.written
         qkv = self._qkv(self.projection(x))
         q = kernels.rope_and_cache(qkv, written, self.rotary, rows, kv, self.qk_norm)
-        return self.output(kernels.attention(q, self.shape, rows, source))
+        q, wanted = wanted_queries(kernels, q, rows, kept)
+        return self.output(kernels.attention(q, self.shape, wanted, source))
 
     def _qkv(self, projected: Tensor) -> Tensor:
         size = self.written.kv_size

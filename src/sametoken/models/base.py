@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows
+from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
 
@@ -56,7 +56,7 @@ class HiddenStates:
     """Hidden states of a forward pass, for logits and drafters.
 
     Attributes:
-        last: [T, hidden], after the final norm.
+        last: [T, hidden], after the final norm; [R, hidden] if R rows were kept.
         auxiliary: [T, num_aux * hidden] in the dtype of ``last``: the concatenated residual
             stream at the auxiliary layers (EAGLE-3); [T, 0] without any.
     """
@@ -76,8 +76,17 @@ class CausalLM(Protocol):
     config: ModelConfig
     caches: tuple[LayerCache, ...]
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: KeptRows | None = None,
+    ) -> HiddenStates:
+        """[T] ids to hidden states; reads and writes the cache of the rows' slots.
+
+        The last layer runs other rows than ``kept`` only for its cache; None: it runs all.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

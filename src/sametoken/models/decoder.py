@@ -13,7 +13,7 @@ from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.residual import Block, Layer, NoNorm
+from sametoken.layers.residual import Block, Layer, NoNorm, kept_of
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import Biases, attention_cache, layer_parts, load_attention, load_mlp
@@ -22,7 +22,7 @@ from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayer
 from sametoken.ops.weight import UnquantizedWeight, Weight
@@ -53,13 +53,19 @@ class DecoderLayer:
     whole: WholeLayer | None = None
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+        self,
+        x: Tensor,
+        residual: Tensor,
+        following: RMSNorm | NoNorm,
+        *cache: Any,
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
-        if self.whole is not None and x.shape[0] <= WHOLE_LAYER_ROWS:
+        if self.whole is not None and kept is None and x.shape[0] <= WHOLE_LAYER_ROWS:
             assert isinstance(following, RMSNorm)
             return self.whole(x, residual, following, *cache)
-        x, residual = self.post_attention_norm.add(self.attention(x, *cache), residual)
+        attended = self.attention(x, *cache, kept=kept)
+        x, residual = self.post_attention_norm.add(attended, kept_of(residual, kept))
         return following.add(self.mlp(x), residual)
 
     @property
@@ -218,8 +224,15 @@ class Decoder:
         """The MLP at ``prefix``, of the layer of that index."""
         return load_mlp(config, weights, prefix)
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: KeptRows | None = None,
+    ) -> HiddenStates:
+        """See ``CausalLM.forward``; with ``kept``, no state behind the last layer is auxiliary."""
+        assert kept is None or len(self.layers) not in self._aux_layers
         step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
         residual = self._embed(token_ids)
         memory = self._memory(token_ids, residual, cache)
@@ -229,7 +242,11 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             self._keep(auxiliary, index, residual)
             of_layer = step if isinstance(self.caches[index], Recurrent) else rows
-            x, residual = layer(x, residual, self._norm_after(index), of_layer, *memory[index])
+            # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
+            wanted = kept if index + 1 == len(self.layers) else None
+            x, residual = layer(
+                x, residual, self._norm_after(index), of_layer, *memory[index], kept=wanted
+            )
         self._keep(auxiliary, len(self.layers), residual)
         if step is not None:
             step.finish()

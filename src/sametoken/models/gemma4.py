@@ -20,7 +20,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import ExpertsBeside, GeluMLP
 from sametoken.layers.layer_input import LayerEmbeddings, LayerInput
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, NoNorm, NormedAfter
+from sametoken.layers.residual import Block, NoNorm, NormedAfter, kept_of
 from sametoken.layers.rotary import PROPORTIONAL, rotary_table
 from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
@@ -30,7 +30,7 @@ from sametoken.models.gemma import GemmaDecoder, full_every
 from sametoken.models.layer_types import FULL, SLIDING
 from sametoken.models.load.settings import MAX_EXPERTS, Settings, require_head_counts
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import QKNorm, RotaryTable, Routing
+from sametoken.ops.backend import KeptRows, QKNorm, RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, PagedKV
 from sametoken.ops.weight import GeluExperts, UnquantizedWeight
 from sametoken.state.caches import ModelCache
@@ -80,17 +80,23 @@ class Gemma4Layer:
     factor: Tensor
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+        self,
+        x: Tensor,
+        residual: Tensor,
+        following: RMSNorm | NoNorm,
+        *cache: Any,
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``Layer``; ``cache`` is rows, own KV, KV to read, and the layer's embedding."""
         *attended, embedded = cache
-        x, residual = self.pre_feedforward_norm.add(self.attention(x, *attended), residual)
+        out = self.attention(x, *attended, kept=kept)
+        x, residual = self.pre_feedforward_norm.add(out, kept_of(residual, kept))
         out = self.mlp(x)
         if self.experts is not None:
             out = out + self.experts(residual)
         residual = residual + self.post_feedforward_norm(out)
         if self.layer_input is not None:
-            residual = residual + self.layer_input(residual, embedded)
+            residual = residual + self.layer_input(residual, kept_of(embedded, kept))
         residual = residual * self.factor
         return following(residual), residual
 

@@ -22,7 +22,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, Layer, NoNorm
+from sametoken.layers.residual import Block, Layer, NoNorm, kept_of
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.squared_relu import (
     Latent,
@@ -36,7 +36,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import RotaryTable
+from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.weight import Experts, Weight
@@ -172,9 +172,11 @@ class RowWise:
 
     block: SquaredReluMLP | SquaredReluMoE
 
-    def __call__(self, x: Tensor, rows: object, memory: None) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self.block(x)
+    def __call__(
+        self, x: Tensor, rows: object, memory: None, kept: KeptRows | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; with ``kept``, of those rows alone."""
+        return self.block(kept_of(x, kept))
 
     @property
     def nbytes(self) -> int:
@@ -190,10 +192,15 @@ class MixerLayer:
     mixer: Block
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+        self,
+        x: Tensor,
+        residual: Tensor,
+        following: RMSNorm | NoNorm,
+        *cache: Any,
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
-        return following.add(self.mixer(x, *cache), residual)
+        return following.add(self.mixer(x, *cache, kept=kept), kept_of(residual, kept))
 
     @property
     def nbytes(self) -> int:

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sametoken.layers.attention import Attention
+from sametoken.layers.attention import Attention, wanted_queries
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel, gather_columns
 from sametoken.layers.residual import Block, NoNorm, NormedAfter
 from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.load.weights import WeightReader
-from sametoken.ops.backend import AttentionRows, LayerKV, RotaryTable
+from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV, RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,17 @@ class WideNormAttention:
     q_norm: RMSNorm
     k_norm: RMSNorm
 
-    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes the rows' KV before any row reads it."""
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         own = self.attention
         shape, kernels = own.shape, own.kernels
         q, k, v = own.qkv(x).split((shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
         qkv = torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm), v), dim=-1)
         q = kernels.rope_and_cache(qkv, shape, own.rotary, rows, kv, None)
-        return own.output(kernels.attention(q, shape, rows, kv))
+        q, wanted = wanted_queries(kernels, q, rows, kept)
+        return own.output(kernels.attention(q, shape, wanted, kv))
 
     def _normed(self, part: Tensor, norm: RMSNorm) -> Tensor:
         """This rank's columns of the norm over all ranks' columns."""

@@ -95,6 +95,32 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptRows:
+    """R rows of a forward pass whose results are wanted; the others run only for their memory.
+
+    Attributes:
+        index: [R] int64, their places among the pass's rows.
+        positions, slots, block_table, runs: as in ``AttentionRows``, of these rows alone.
+    """
+
+    index: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    runs: RowRuns | None = None
+
+    @classmethod
+    def at(cls, rows: AttentionRows, index: Tensor) -> KeptRows:
+        """Rows of a pass, in any order, each a run of its own."""
+        runs = RowRuns.even(index.shape[0], 1)
+        return cls(index, rows.positions[index], rows.slots[index], rows.block_table, runs)
+
+
+#: Rows that read memory.
+QueryRows = AttentionRows | KeptRows
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """How a router's logits choose a row's experts, and their weights.
 
@@ -286,7 +312,7 @@ class Kernels(Packing, Protocol):
         self,
         q: Tensor,
         shape: AttentionShape,
-        rows: AttentionRows,
+        rows: QueryRows,
         kv: LayerKV,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -324,7 +350,7 @@ class Kernels(Packing, Protocol):
         ...
 
     def latent_attention(
-        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+        self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
     ) -> Tensor:
         """Causal attention of all heads over their slot's vectors, as ``attention``.
 

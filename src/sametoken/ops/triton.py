@@ -17,6 +17,7 @@ from sametoken.ops.backend import (
     LayerKV,
     Norm,
     QKNorm,
+    QueryRows,
     RotaryTable,
     Routing,
     SampledRows,
@@ -257,7 +258,7 @@ class TritonKernels:
         self,
         q: Tensor,
         shape: AttentionShape,
-        rows: AttentionRows,
+        rows: QueryRows,
         kv: LayerKV,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -292,7 +293,7 @@ class TritonKernels:
         latent_rope.rope_and_cache(q, latent, rotary, rows, memory, out)
 
     def latent_attention(
-        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+        self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
     ) -> Tensor:
         block_size, width = memory.vectors.shape[1:]
         if latent_hopper.serves(memory.rank, width, q.dtype, block_size, q.device):

@@ -25,7 +25,7 @@ from sametoken.sampling.logprobs import ScoredRows, TokenLogprobs, score_prompt,
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import Admission
+from sametoken.types.plan import Admission, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 
@@ -72,6 +72,11 @@ class LogitsProcessing:
         self.table.admit(admission)
         grammar = admission.grammar if self.parallel.rank == 0 else None
         self.grammars.admit(replace(admission, grammar=grammar))
+
+    def scores_prompts(self, plan: StepPlan) -> bool:
+        """Whether a step has prompt rows with log-probabilities requested."""
+        requested = self.table.num_prompt_logprobs
+        return any(one.slot in requested and one.num_query > one.samples for one in plan.requests)
 
     def warm_up(self) -> None:
         """Compile the rules kernel before any request needs it. All slots must be free."""

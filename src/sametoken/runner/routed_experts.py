@@ -18,7 +18,7 @@ from torch import Tensor
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import Decoder
-from sametoken.ops.backend import AttentionRows, Kernels, Routing
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, Routing
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_host
@@ -155,8 +155,15 @@ class ExpertRecorder:
         shape = len(target.layers), num_rows, top_k
         self._chosen = torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """See ``CausalLM.forward``."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: KeptRows | None = None,
+    ) -> HiddenStates:
+        """See ``CausalLM.forward``; every layer runs all rows."""
+        assert kept is None
         num_rows, room = token_ids.shape[0], self._chosen.shape[1]
         if num_rows > room:
             raise InvariantError(f"a pass of {num_rows} rows where {room} may be recorded")

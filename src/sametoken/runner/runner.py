@@ -67,7 +67,7 @@ class EagerLauncher:
     def warm_up(self, num_rows: int) -> None:
         """Compile the kernels for steps of this size by running one of padding only."""
         window = self.step.sequences.num_speculative_tokens + 1
-        shape = StepShape(2, num_rows, 1, 1, window, num_rows)
+        shape = StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states)
         self.step.verify_and_propose(self.step.forward(self._upload(NO_REQUESTS, shape, 0)))
 
     def _upload(self, layout: StepLayout, shape: StepShape, first_place: int) -> LayoutTable:
@@ -117,7 +117,11 @@ class StepRunner:
         if not plan.requests:
             return
         slots = [scheduled.slot for scheduled in plan.requests]
-        layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
+        layout = StepLayout.of(
+            plan,
+            self.step.ops.known_drafts(self.step.sequences, slots),
+            all_states=self.step.all_states or self.processing.scores_prompts(plan),
+        )
         self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
         buffer.experts = self.experts.keep(plan, layout) if self.experts else NO_EXPERTS
         self.kept_states.keep(plan, self.step.sequences.num_computed)

@@ -42,7 +42,7 @@ class ForwardOutput:
 
     Attributes:
         x: the step's inputs.
-        hidden: hidden states of all T rows.
+        hidden: hidden states of all T rows, or of ``x.kept`` after the last layer.
         logits: [L, V] fp32 of the sampled rows; may be changed in place.
     """
 
@@ -62,6 +62,7 @@ class Step:
         table: sampling parameters by slot.
         drafter: proposes drafts.
         results: [R, NUM_COUNTS + k + 1] int64, host memory for results.
+        all_states: whether a drafter reads the last layer's states of all rows, or a recorder.
         chances: synthetic acceptance; None: drafts are verified.
         parallel: the ranks that share the model.
     """
@@ -74,14 +75,17 @@ class Step:
     table: SamplingTable
     drafter: Drafter
     results: Tensor
+    all_states: bool = False
     chances: Chances | None = None
     parallel: TensorParallel = SINGLE_RANK
 
     def forward(self, layout: LayoutTable) -> ForwardOutput:
         """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
-        hidden = self.model.forward(x.token_ids, x.rows, self.kv)
-        sampled = self.kernels.take_rows(hidden.last, x.sampled.index)
+        hidden = self.model.forward(x.token_ids, x.rows, self.kv, x.kept)
+        sampled = hidden.last
+        if x.kept is None:
+            sampled = self.kernels.take_rows(sampled, x.sampled.index)
         return ForwardOutput(x, hidden, self.model.compute_logits(sampled))
 
     def verify_and_propose(self, output: ForwardOutput) -> VerifyResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from sametoken.types.plan import StepPlan
 
@@ -27,8 +27,10 @@ class StepShape:
         num_rows: T, rows of the forward pass.
         num_sampled: L, rows whose logits are computed.
         num_windows: leading requests that are windows; the others are prompt chunks.
-        max_window: rows of the longest window.
+        max_window: rows of the longest window, of a prompt's end too.
         max_rows: rows of the longest request.
+        all_states: whether the last layer's states of all rows are wanted, not only of the
+            sampled ones.
     """
 
     num_requests: int
@@ -37,6 +39,7 @@ class StepShape:
     num_windows: int
     max_window: int
     max_rows: int
+    all_states: bool = False
 
     @property
     def all_sampled(self) -> bool:
@@ -57,6 +60,8 @@ class StepShape:
             (other.num_sampled, self.num_sampled),
             (other.max_window, self.max_window),
             (other.max_rows, self.max_rows),
+            # Windows have no other rows.
+            (other.all_states, self.all_states or self.all_sampled),
         )
         return all(needed <= available for needed, available in pairs)
 
@@ -79,6 +84,7 @@ class StepLayout:
         step_id: the plan's.
         slots, num_query, draft_limit, samples: by request; windows come first.
         row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
+        all_states: as in ``StepShape``.
     """
 
     step_id: int
@@ -88,14 +94,18 @@ class StepLayout:
     samples: tuple[bool, ...]
     row_starts: tuple[int, ...]
     window_starts: tuple[int, ...]
+    all_states: bool = False
 
     @classmethod
-    def of(cls, plan: StepPlan, num_drafts: Sequence[int] | None = None) -> StepLayout:
+    def of(
+        cls, plan: StepPlan, num_drafts: Sequence[int] | None = None, *, all_states: bool = False
+    ) -> StepLayout:
         """The layout of a plan.
 
         Args:
             plan: the scheduled requests, windows before chunks.
             num_drafts: drafts of each request, if the host can read them; only these get rows.
+            all_states: as in ``StepShape``.
         """
         limits = [scheduled.draft_limit for scheduled in plan.requests]
         if num_drafts is not None:
@@ -111,6 +121,7 @@ class StepLayout:
             samples=tuple(scheduled.samples for scheduled in plan.requests),
             row_starts=tuple(accumulate(sizes, initial=0)),
             window_starts=tuple(accumulate(windows, initial=0)),
+            all_states=all_states,
         )
 
     @property
@@ -122,16 +133,14 @@ class StepLayout:
     @property
     def shape(self) -> StepShape:
         """The sizes without padding."""
-        pairs = zip(self.row_starts, self.row_starts[1:], strict=False)
-        sizes = [stop - start for start, stop in pairs]
-        num_windows = self.num_windows
         return StepShape(
             num_requests=len(self.slots),
             num_rows=self.row_starts[-1],
             num_sampled=self.window_starts[-1],
-            num_windows=num_windows,
-            max_window=max(sizes[:num_windows], default=0),
-            max_rows=max(sizes, default=0),
+            num_windows=self.num_windows,
+            max_window=_longest(self.window_starts),
+            max_rows=_longest(self.row_starts),
+            all_states=self.all_states,
         )
 
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:
@@ -168,6 +177,11 @@ class StepLayout:
         starts = zip(self.window_starts, self.window_starts[1:], strict=False)
         for slot, (start, stop) in zip(self.slots, starts, strict=True):
             yield slot, start, stop - start
+
+
+def _longest(starts: Sequence[int]) -> int:
+    """The greatest difference of running sums."""
+    return max((stop - start for start, stop in pairwise(starts)), default=0)
 
 
 def padded(shape: StepShape, multiple: int) -> StepShape:

@@ -25,9 +25,9 @@ VOCAB = 3
 class CountingModel(ToyModel):
     """Notes how many rows each forward pass had."""
 
-    def forward(self, token_ids, rows, kv):
+    def forward(self, token_ids, rows, kv, kept=None):
         self.num_rows = [*getattr(self, "num_rows", []), len(token_ids)]
-        return super().forward(token_ids, rows, kv)
+        return super().forward(token_ids, rows, kv, kept)
 
 
 def build(k: int, own: int, lookup: str, **options):

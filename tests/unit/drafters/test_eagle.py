@@ -18,6 +18,7 @@ from helpers.checkpoints import (
 from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors, twin_config, twin_tensors
 from sametoken.drafters.eagle import EagleDrafter
+from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
@@ -165,9 +166,9 @@ class MarkovTarget:
         self.embedding = KERNELS.pack(torch.eye(len(successor)))
         self.head = KERNELS.pack(torch.eye(len(successor)))
 
-    def forward(self, token_ids, rows, kv):
+    def forward(self, token_ids, rows, kv, kept=None):
         last = 4.0 * torch.eye(len(self.successor))[self.successor[token_ids]]
-        return HiddenStates(last, torch.randn(len(token_ids), 3 * HIDDEN))
+        return HiddenStates(kept_of(last, kept), torch.randn(len(token_ids), 3 * HIDDEN))
 
     def compute_logits(self, hidden):
         return hidden

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
 from helpers.harness import request, run, swapped_by
+from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.load import Requested
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.base import ModelConfig
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
@@ -44,6 +49,32 @@ def test_it_says_what_it_decided(target):
     assert resolved.kernels in ("native", "reference")
     assert resolved.reasons["dtype"] == "the checkpoint is fp32"
     assert resolved.reasons["num_kv_blocks"].endswith("of 1.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        (speculative("draft_model", 3, "another"), False),
+        (speculative("eagle3", 3), False),
+        (speculative("eagle", 3, "another"), True),
+        (speculative("mtp", 3), True),
+        ({"enable_return_routed_experts": True}, True),
+    ],
+)
+def test_who_reads_the_last_layer_s_states_of_all_rows(options, expected):
+    """On every rank the same, wherever the drafter is."""
+    config = EngineConfig.from_options(model="any", **options)
+    architecture = toy_config(8)
+    assert requested_of(config, architecture).all_states == expected
+    behind_it = replace(requested_of(config, architecture), aux_layers=(architecture.num_layers,))
+    assert behind_it.all_states
+
+
+def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:
+    dtype, aux_layers = (torch.float32, ""), ()
+    cpu = torch.device("cpu")
+    return Requested(config, config, cpu, Path(), architecture, dtype, aux_layers, {})
 
 
 def test_memory_is_accounted_for(target):

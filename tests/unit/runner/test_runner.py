@@ -19,9 +19,9 @@ class Watched(ToyModel):
         super().__init__()
         self.logits: list[torch.Tensor] = []
 
-    def forward(self, token_ids, rows, kv) -> HiddenStates:
+    def forward(self, token_ids, rows, kv, kept=None) -> HiddenStates:
         assert token_ids.is_inference()
-        return super().forward(token_ids, rows, kv)
+        return super().forward(token_ids, rows, kv, kept)
 
     def compute_logits(self, hidden) -> torch.Tensor:
         self.logits.append(super().compute_logits(hidden))

@@ -274,8 +274,8 @@ class Still:
         ones = torch.ones(batch, k + 1, dtype=torch.int64, device=DEVICE)
         self.drafts = Drafts(ones[:, 1:].contiguous(), ones[:, 0].contiguous())
 
-    def forward(self, token_ids, rows, kv):
-        return HiddenStates(self.hidden, self.hidden[:, :0])
+    def forward(self, token_ids, rows, kv, kept=None):
+        return HiddenStates(self.hidden[: len((kept or rows).slots)], self.hidden[:, :0])
 
     def compute_logits(self, hidden):
         return hidden

@@ -26,6 +26,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.ops.backend import KeptRows
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3
 from sametoken.train.loop import CHECKPOINT
@@ -100,7 +101,8 @@ def test_every_step_is_that_of_an_engine_s_chain(both):
     combined = head.combine(auxiliary[0])
     for row in range(11 - UNROLLED):
         kv = empty_kv(head)
-        rows, last = rows_of_one_slot(0, row + 1), torch.tensor([row])
+        rows = rows_of_one_slot(0, row + 1)
+        last = KeptRows.at(rows, torch.tensor([row]))
         known = head.forward(token_ids[0, 1 : row + 2], combined[: row + 1], rows, kv, last)
         for step in range(UNROLLED):
             wanted = head.compute_logits(known.last)[0]

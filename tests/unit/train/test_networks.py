@@ -17,6 +17,7 @@ from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.backend import KeptRows
 from sametoken.ops.model.gated_delta_rule.reference import advance
 from sametoken.ops.model.mamba2.reference import advance as advance_mamba2
 from sametoken.train.nemotron_h import selective_scan
@@ -82,7 +83,8 @@ def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path, write):
         unrolled = [last[0] for last in network.unroll(token_ids, states, STEPS)]
     for row in range(10 - STEPS):
         kv = empty_kv(head)
-        rows, last = rows_of_one_slot(0, row + 1), torch.tensor([row])
+        rows = rows_of_one_slot(0, row + 1)
+        last = KeptRows.at(rows, torch.tensor([row]))
         known = head.forward(token_ids[0, 1 : row + 2], states[0, : row + 1], rows, kv, last)
         for step in range(STEPS):
             torch.testing.assert_close(unrolled[step][row], known.last[0], rtol=1e-3, atol=1e-4)

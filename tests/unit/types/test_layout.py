@@ -65,7 +65,8 @@ def test_the_shape_counts_windows_and_the_longest(plan):
     assert shape.num_windows == len(first)
     assert shape.num_rows == sum(row.num_query + row.draft_limit for row in plan.requests)
     assert shape.num_sampled == sum(row.draft_limit + 1 for row in plan.requests if row.samples)
-    assert shape.max_window == max((row.draft_limit + 1 for row in first), default=0)
+    windows = (row.draft_limit + 1 for row in plan.requests if row.samples)
+    assert shape.max_window == max(windows, default=0)
     sizes = [row.num_query + row.draft_limit for row in plan.requests]
     assert shape.max_rows == max(sizes, default=0)
     assert shape.all_sampled == (len(first) == len(plan.requests))
@@ -158,6 +159,11 @@ MIXED = StepShape(6, 64, 10, 4, 4, 64)
         (MIXED, StepShape(3, 20, 2, 0, 0, 9), False),
         (MIXED, StepShape(2, 40, 11, 1, 4, 36), False),
         (MIXED, StepShape(1, 65, 0, 0, 0, 65), False),
+        # All states are wanted, and of windows all are there.
+        (MIXED, StepShape(2, 5, 3, 1, 3, 3, True), False),
+        (replace(MIXED, all_states=True), StepShape(2, 5, 3, 1, 3, 3, True), True),
+        (replace(MIXED, all_states=True), StepShape(2, 5, 3, 1, 3, 3), True),
+        (WINDOWS, StepShape(3, 8, 8, 3, 4, 4, True), True),
     ],
 )
 def test_what_a_captured_shape_holds(shape, step, fits):

@@ -26,7 +26,7 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import CutWeight, UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -47,6 +47,11 @@ class HeadStates:
 
     last: Tensor
     feedback: Tensor
+
+
+def index_of(kept: KeptRows | None) -> Tensor | None:
+    """[R] int64, for ``Kernels.take_rows``; None: all rows."""
+    return None if kept is None else kept.index
 
 
 class EagleHead(Protocol):
@@ -80,7 +85,7 @@ class EagleHead(Protocol):
         hidden: Tensor,
         rows: AttentionRows,
         cache: ModelCache,
-        kept: Tensor | None = None,
+        kept: KeptRows | None = None,
     ) -> HeadStates:
         """Run rows over paged KV and write their KV.
 
@@ -90,7 +95,7 @@ class EagleHead(Protocol):
                 ``feedback`` of p - 1. Its memory may be reused.
             rows: slots and positions of the rows.
             cache: the head's cache.
-            kept: [R] int64, the rows to return; the others are run only for their KV. None: all.
+            kept: the rows to return; the others are run only for their KV. None: all.
         """
         ...
 

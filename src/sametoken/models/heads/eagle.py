@@ -52,6 +52,7 @@ from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
+    index_of,
     load_norm,
     load_own_lm_head,
     own_or_shared,
@@ -62,7 +63,7 @@ from sametoken.models.heads.base import (
 )
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels, RotaryTable
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -166,7 +167,7 @@ class Eagle1Head:
         hidden: Tensor,
         rows: AttentionRows,
         cache: ModelCache,
-        kept: Tensor | None = None,
+        kept: KeptRows | None = None,
     ) -> HeadStates:
         """Run rows over paged KV; see ``EagleHead.forward``."""
         embedded = self.embedding.rows(token_ids)
@@ -177,7 +178,7 @@ class Eagle1Head:
             wanted = kept if index + 1 == len(self.layers) else None
             attended = layer.attention(x, rows, cache.kv(index), wanted)
             x, residual = layer.post_attention_norm.add(
-                attended, self.kernels.take_rows(residual, wanted)
+                attended, self.kernels.take_rows(residual, index_of(wanted))
             )
             residual = residual + layer.mlp(x)
         return HeadStates(residual, residual)

@@ -58,6 +58,7 @@ from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
+    index_of,
     load_norm,
     load_own_lm_head,
     own_or_shared,
@@ -72,7 +73,7 @@ from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, Kernels, QKNorm
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, QKNorm
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -210,7 +211,7 @@ class Eagle3Head:
         hidden: Tensor,
         rows: AttentionRows,
         cache: ModelCache,
-        kept: Tensor | None = None,
+        kept: KeptRows | None = None,
     ) -> HeadStates:
         """Run rows over paged KV; see ``EagleHead.forward``."""
         both = self.kernels.embed_beside(
@@ -220,7 +221,7 @@ class Eagle3Head:
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()
-        residual = self.kernels.take_rows(residual, kept)
+        residual = self.kernels.take_rows(residual, index_of(kept))
         x, residual = self.post_attention_layernorm.add(attended, residual)
         last, residual = self.norm.add(self.mlp(x), residual)
         return HeadStates(last, last if self.config.norm_output else residual)

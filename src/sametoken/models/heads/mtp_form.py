@@ -21,12 +21,18 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DecoderLayer
-from sametoken.models.heads.base import Head, HeadCheckpoint, HeadStates, require_sizes
+from sametoken.models.heads.base import (
+    Head,
+    HeadCheckpoint,
+    HeadStates,
+    index_of,
+    require_sizes,
+)
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import read_config
-from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -86,14 +92,14 @@ class ModuleHead(ABC):
         hidden: Tensor,
         rows: AttentionRows,
         cache: ModelCache,
-        kept: Tensor | None = None,
+        kept: KeptRows | None = None,
     ) -> HeadStates:
         """Run rows over the paged cache; see ``EagleHead.forward``."""
         module, layer = self.module, self.module.layer
         residual = module.fc(self._inputs(token_ids, hidden, rows))
         attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
         x, residual = layer.post_attention_norm.add(
-            attended, self.kernels.take_rows(residual, kept)
+            attended, self.kernels.take_rows(residual, index_of(kept))
         )
         return self._states(*module.norm.add(layer.mlp(x), residual))
 

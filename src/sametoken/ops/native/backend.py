@@ -11,6 +11,7 @@ from sametoken.ops.backend import (
     AttentionShape,
     LayerKV,
     QKNorm,
+    QueryRows,
     RotaryTable,
     SampledRows,
 )
@@ -211,7 +212,7 @@ class NativeKernels(ComposedKernels):
         self,
         q: Tensor,
         shape: AttentionShape,
-        rows: AttentionRows,
+        rows: QueryRows,
         kv: LayerKV,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -265,7 +266,7 @@ class NativeKernels(ComposedKernels):
         latent_attention.rope_and_cache(self._library, q, latent, rotary, rows, memory, out)
 
     def latent_attention(
-        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+        self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
     ) -> Tensor:
         return latent_attention.attention(self._library, q, scale, rows, memory)
 

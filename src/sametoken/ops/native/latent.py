@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.ops.backend import AttentionRows
+from sametoken.ops.backend import AttentionRows, QueryRows
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
 
@@ -115,7 +115,7 @@ def rope_and_cache(
 
 
 def attention(
-    library: NativeLibrary, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    library: NativeLibrary, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
 ) -> Tensor:
     """See ``Kernels.latent_attention``."""
     t, heads, width = q.shape

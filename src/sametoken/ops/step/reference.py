@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, RowRuns, SampledRows
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
 from sametoken.ops.sampling.sample import has_nan, has_no_valid_token, token_of
 from sametoken.ops.step.types import (
     HAS_NAN,
@@ -79,6 +79,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         token_ids=token_ids,
         rows=rows,
         sampled=sampled,
+        kept=layout.kept(sampled, sequences.block_table),
         num_speculative_tokens=sequences.num_speculative_tokens,
     )
 
@@ -236,7 +237,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
         sequences.token_ids[row_slots, positions + ahead],
         rows_at(sequences, row_slots, positions, runs, committed),
         None,
-        _chains(sequences, x, end, last),
+        _chains(sequences, x, end, stop - 1, last),
     )
 
 
@@ -246,11 +247,15 @@ def widened(runs: RowRuns, starts: Tensor) -> RowRuns:
     return RowRuns(starts.shape[0] - 1, runs.max_rows + 1, starts, runs.num_short, max_short)
 
 
-def _chains(sequences: Sequences, x: StepInputs, end: Tensor, last: Tensor) -> Chains:
-    positions = torch.where(x.samples, end, 0)
+def _chains(
+    sequences: Sequences, x: StepInputs, end: Tensor, caught_up: Tensor, index: Tensor
+) -> Chains:
+    """Chains from ``end`` on, whose last caught-up rows are at positions and places."""
+    positions, before = (torch.where(x.samples, one, 0) for one in (end, caught_up))
     slots = torch.where(x.samples, x.slots, sequences.reserved_slot)
     runs = RowRuns.even(slots.shape[0], 1)
     rows = rows_at(sequences, slots, positions, runs, torch.zeros_like(x.samples))
+    last = KeptRows(index, before, slots, sequences.block_table, runs)
     return Chains(None, last, rows, positions + 1)
 
 
@@ -266,17 +271,15 @@ def live_rows(found: CatchUp, samples: Tensor, reserved_slot: int) -> CatchUp:
     owner = samples.nonzero().squeeze(1)
     # A row's index among the live rows.
     place = torch.cumsum(found.rows.slots != reserved_slot, 0) - 1
-    chains = found.chains
+    chains, last = found.chains, found.chains.last
+    left = KeptRows(
+        place[last.index[owner]], last.positions[owner], last.slots[owner], last.block_table
+    )
     return CatchUp(
         found.token_ids[alive],
         _rows_of(found.rows, alive),
         alive,
-        Chains(
-            owner,
-            place[chains.last[owner]],
-            _rows_of(chains.rows, owner),
-            chains.following[owner],
-        ),
+        Chains(owner, left, _rows_of(chains.rows, owner), chains.following[owner]),
     )
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_wait, pdl_options
 from sametoken.ops.step.reference import widened
 from sametoken.ops.step.triton_inputs import kv_slot_of, store_rows
@@ -35,6 +35,7 @@ def _catch_up_kernel(
     row_kv_slots,  # [T]
     row_committed,  # [T] bool
     chain_last,  # [B]
+    last_positions,  # [B]
     chain_positions,  # [B]
     chain_slots,  # [B]
     chain_kv_slots,  # [B]
@@ -60,18 +61,17 @@ def _catch_up_kernel(
     after = tl.load(end + owner, is_real, other=0)
     slot = tl.load(slots + owner, is_real, other=reserved_slot)
     sampled = tl.load(samples + owner, is_real, other=0) != 0
-    stop = after
-    if NEWEST:
-        stop = after + sampled.to(tl.int64)
+    stop = after + sampled.to(tl.int64) * NEWEST
     table = (block_table, table_stride, block_size)
     if tl.program_id(1) == 0:
         if NEWEST:
             tl.store(run_starts + owner, first_row)
-        position = tl.where(sampled, after, 0)
+        position, before = tl.where(sampled, after, 0), tl.where(sampled, stop - 1, 0)
         chain_slot = tl.where(sampled, slot, reserved_slot)
         # A request without rows may start past the last row.
         last = tl.minimum(first_row + tl.maximum(stop - first - 1, 0), num_rows - 1)
         tl.store(chain_last + owner, last, is_real)
+        tl.store(last_positions + owner, before, is_real)
         tl.store(chain_positions + owner, position, is_real)
         tl.store(chain_slots + owner, chain_slot, is_real)
         tl.store(chain_kv_slots + owner, kv_slot_of(table, chain_slot, position, is_real), is_real)
@@ -144,8 +144,8 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
     batch, count = slots.shape[0], x.token_ids.shape[0] + with_newest * slots.shape[0]
     # Separate allocations: views of a larger tensor may be unaligned, and cost another compilation.
     token_ids, positions, row_slots, kv_slots = (slots.new_empty(count) for _ in range(4))
-    last, chain_positions, chain_slots, chain_kv_slots, following = (
-        slots.new_empty(batch) for _ in range(5)
+    last, last_positions, chain_positions, chain_slots, chain_kv_slots, following = (
+        slots.new_empty(batch) for _ in range(6)
     )
     committed = slots.new_empty(count, dtype=torch.bool)
     chain_committed = slots.new_empty(batch, dtype=torch.bool)
@@ -167,6 +167,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
         kv_slots,
         committed,
         last,
+        last_positions,
         chain_positions,
         chain_slots,
         chain_kv_slots,
@@ -188,7 +189,8 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
         chain_positions, chain_slots, chain_kv_slots, table, chain_runs, chain_committed
     )
     rows = AttentionRows(positions, row_slots, kv_slots, table, runs, committed)
-    return CatchUp(token_ids, rows, None, Chains(None, last, chain_rows, following))
+    kept = KeptRows(last, last_positions, chain_slots, table, chain_runs)
+    return CatchUp(token_ids, rows, None, Chains(None, kept, chain_rows, following))
 
 
 def advanced(sequences: Sequences, chains: Chains) -> Chains:

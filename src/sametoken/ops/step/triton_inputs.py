@@ -256,6 +256,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
             positions, row_slots, kv_slots, sequences.block_table, layout.runs, committed
         ),
         sampled=sampled,
+        kept=layout.kept(sampled, sequences.block_table),
         num_speculative_tokens=sequences.num_speculative_tokens,
     )
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, RowRuns, SampledRows
-from sametoken.types.layout import ROW_START, StepShape
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
+from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
 #: accepted drafts, fault.
@@ -88,6 +88,15 @@ class LayoutTable:
             shape.max_window,
         )
 
+    def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
+        """The sampled rows, if only their states are wanted; None: all rows are."""
+        shape = self.shape
+        if sampled.index is None or shape.all_states:
+            return None
+        count, longest = shape.num_requests, shape.max_window
+        runs = RowRuns(count, longest, self.starts(WINDOW_START), count, longest)
+        return KeptRows(sampled.index, sampled.positions, sampled.slots, block_table, runs)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -111,6 +120,7 @@ class StepInputs:
         token_ids: [T] int64; arbitrary for dead rows.
         rows: slots, positions and KV addresses of the rows.
         sampled: the sampled rows.
+        kept: the same, if the last layer's states of no other row are wanted; None: of all rows.
         num_speculative_tokens: k, the most drafts of a window.
     """
 
@@ -128,6 +138,7 @@ class StepInputs:
     token_ids: Tensor
     rows: AttentionRows
     sampled: SampledRows
+    kept: KeptRows | None
     num_speculative_tokens: int
 
 
@@ -182,14 +193,14 @@ class Chains:
     Attributes:
         owner: [R] int64, requests; None: every request has a chain, on the reserved slot if it
             does not sample.
-        last: [R] int64, the caught-up row that is each chain's last.
+        last: the caught-up row that is each chain's last.
         rows: each chain's current row in the drafter's own KV: first ``end``, the position of
             the newest committed token. None counts as committed.
         following: [R] int64, the position after it, of the next draft.
     """
 
     owner: Tensor | None
-    last: Tensor
+    last: KeptRows
     rows: AttentionRows
     following: Tensor
 

@@ -188,7 +188,7 @@ def test_many_rows_run_their_operations_one_by_one():
         return x, residual
 
     class Nothing:
-        def __call__(self, x, *cache):
+        def __call__(self, x, *cache, kept=None):
             return x
 
     layer = DecoderLayer(norm(FP32, 5), Nothing(), norm(FP32, 6), Nothing(), whole=recording)

@@ -74,9 +74,11 @@ def check_against_lists(found, scene: Scene, accepted, sequences, with_newest: b
             assert [one[i] for one in at] == [row.slot, position, position < end, token]
             live.add(i)
         chains = found.chains
-        assert chains.last[b] == first + stop - start - 1
+        assert chains.last.index[b] == first + stop - start - 1
+        assert chains.last.positions[b] == (stop - 1 if row.samples else 0)
         slot, position = (row.slot, end) if row.samples else (sequences.reserved_slot, 0)
         assert (chains.rows.slots[b], chains.rows.positions[b]) == (slot, position)
+        assert chains.last.slots[b] == slot
         assert chains.following[b] == position + 1
     for i in set(range(len(at[0]))) - live:
         assert [one[i] for one in at[:3]] == [sequences.reserved_slot, 0, False]
@@ -84,7 +86,7 @@ def check_against_lists(found, scene: Scene, accepted, sequences, with_newest: b
     assert not found.chains.rows.committed.any()
     assert torch.equal(found.chains.rows.kv_slots, kv_slots_of(sequences, found.chains.rows))
     # Whatever a chain of padding takes must be there.
-    assert bool((found.chains.last < len(at[0])).all())
+    assert bool((found.chains.last.index < len(at[0])).all())
 
 
 def check_compact(found, static, x, sequences) -> None:
@@ -94,7 +96,10 @@ def check_compact(found, static, x, sequences) -> None:
     assert torch.equal(found.token_ids, static.token_ids[alive])
     owner = x.samples.nonzero().squeeze(1)
     assert torch.equal(found.chains.owner, owner)
-    assert torch.equal(alive[found.chains.last], static.chains.last[owner])
+    last, expected = found.chains.last, static.chains.last
+    assert torch.equal(alive[last.index], expected.index[owner])
+    assert torch.equal(last.positions, expected.positions[owner])
+    assert torch.equal(last.slots, expected.slots[owner])
     assert torch.equal(found.chains.following, static.chains.following[owner])
     for name in ("positions", "slots", "kv_slots", "committed"):
         assert torch.equal(getattr(found.rows, name), getattr(static.rows, name)[alive])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from helpers.step_scenes import (
     row_of,
     scenes,
 )
+from sametoken.ops.backend import RunGroup
 from sametoken.ops.step import reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.types.layout import NO_PLACE, NUM_QUERY, SAMPLES, SLOT, StepShape
@@ -46,6 +48,7 @@ def without_dead_tokens(x, reserved_slot: int):
     return replace(
         x,
         token_ids=token_ids,
+        kept=None if index is None else replace(x.kept, index=index),
         sampled=replace(
             sampled, index=index, token_ids=sampled.token_ids.masked_fill(dead, 0)
         ),
@@ -100,6 +103,8 @@ def check_against_lists(x, scene: Scene, sequences) -> None:
             if offset <= len(offered):
                 assert sampled.token_ids[place] == tokens[at]
             place += 1
+    if not scene.shape.all_sampled:
+        check_kept(x)
     for b in set(range(scene.shape.num_requests)) - {*scene.order}:
         facts = (x.num_query, x.num_proposed, x.num_drafts, x.samples, x.num_tokens)
         assert (x.slots[b], x.places[b]) == (sequences.reserved_slot, NO_PLACE)
@@ -113,6 +118,17 @@ def check_against_lists(x, scene: Scene, sequences) -> None:
     assert set(sampled.positions[place:].tolist()) <= {0}
 
 
+def check_kept(x) -> None:
+    """The sampled rows, each request's a run."""
+    kept, sampled = x.kept, x.sampled
+    for name in ("index", "positions", "slots"):
+        assert torch.equal(getattr(kept, name), getattr(sampled, name))
+    assert torch.equal(kept.runs.starts, x.window_starts)
+    (group,) = kept.runs.groups or (RunGroup(0, len(x.slots), 0),)
+    assert (group.first, group.num_runs) == (0, len(x.slots))
+    assert group.max_rows >= int(x.window_starts.diff().max())
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 @settings(max_examples=16)
 @given(st.data())
@@ -122,6 +138,16 @@ def test_ragged_steps(k, data):
 
 #: One window, of whose drafts a part is offered, and one chunk.
 FEW = (Slot(9, 8, (5, 6, 7)), Slot(20, 4))
+
+
+@pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
+def test_no_row_is_dropped_where_all_states_are_wanted(ops):
+    scene = Scene(FEW, (row_of(0, FEW[0], 1, 2), row_of(1, FEW[1], 16, 0)), 3)
+    sequences = scene.sequences()
+    layout = scene.table(sequences)
+    assert ops.prepare_inputs(sequences, layout).kept is not None
+    whole = replace(layout, shape=replace(layout.shape, all_states=True))
+    assert ops.prepare_inputs(sequences, whole).kept is None
 
 
 @pytest.mark.parametrize(

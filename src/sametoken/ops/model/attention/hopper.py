@@ -16,7 +16,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.backend import (
+    AttentionShape,
+    LayerKV,
+    QueryRows,
+    RunGroup,
+)
 from sametoken.ops.hopper import is_hopper
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
@@ -154,7 +159,7 @@ def counters(device: torch.device) -> Tensor:
 def attention(
     q: Tensor,
     shape: AttentionShape,
-    rows: AttentionRows,
+    rows: QueryRows,
     kv: LayerKV,
     arrived: Tensor,
     *,
@@ -193,7 +198,7 @@ def _block_dim(shape: AttentionShape) -> int:
 def _launch(
     q: Tensor,
     shape: AttentionShape,
-    rows: AttentionRows,
+    rows: QueryRows,
     kv: LayerKV,
     out: Tensor,
     arrived: Tensor,

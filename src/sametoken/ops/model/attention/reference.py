@@ -9,14 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
+from sametoken.ops.backend import (
+    AttentionShape,
+    LayerKV,
+    QueryRows,
+)
 from sametoken.ops.model.attention.kv import as_read
 
 
 def attention(
     q: Tensor,
     shape: AttentionShape,
-    rows: AttentionRows,
+    rows: QueryRows,
     kv: LayerKV,
     sinks: Tensor | None = None,
 ) -> Tensor:

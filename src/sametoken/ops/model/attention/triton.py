@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.backend import AttentionShape, LayerKV, QueryRows, RunGroup
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.arithmetic import (
     isolate,
@@ -53,7 +53,7 @@ _jit = triton.jit(
 def attention(
     q: Tensor,
     shape: AttentionShape,
-    rows: AttentionRows,
+    rows: QueryRows,
     kv: LayerKV,
     sinks: Tensor | None = None,
     *,
@@ -81,7 +81,7 @@ def attention(
     """
     num_rows, runs = q.shape[0], rows.runs
     if runs is None:
-        raise InvariantError("attention was given rows without runs", "set AttentionRows.runs")
+        raise InvariantError("attention was given rows without runs", "set QueryRows.runs")
     if runs.starts is None and runs.count * runs.max_rows > num_rows:
         raise InvariantError(f"{runs.count} runs of {runs.max_rows} are more than {num_rows} rows")
     capacity = rows.block_table.shape[1] * kv.keys.shape[2]
@@ -101,7 +101,7 @@ def attention(
 def _launch(
     q: Tensor,
     shape: AttentionShape,
-    rows: AttentionRows,
+    rows: QueryRows,
     kv: LayerKV,
     sinks: Tensor | None,
     out: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sametoken.ops.backend import AttentionRows, RunGroup
+from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
@@ -119,7 +119,7 @@ def most_tiles(num_runs: int, width: int, num_rows: int, num_heads: int, queries
 def attention(
     q: Tensor,
     scale: float,
-    rows: AttentionRows,
+    rows: QueryRows,
     memory: LayerLatent,
     *,
     config: LatentHopperConfig | None = None,
@@ -151,7 +151,7 @@ def attention(
 def _launch(
     q: Tensor,
     scale: float,
-    rows: AttentionRows,
+    rows: QueryRows,
     memory: LayerLatent,
     out: Tensor,
     group: RunGroup,

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows
+from sametoken.ops.backend import (
+    AttentionRows,
+    QueryRows,
+)
 from sametoken.ops.model.gemm.reference import product
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.model.norm_rope import rms_norm
@@ -55,7 +58,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def attention(q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent) -> Tensor:
+def attention(q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent) -> Tensor:
     """See ``Kernels.latent_attention``."""
     out = q.new_empty(*q.shape[:2], memory.rank)
     block_size = memory.vectors.shape[1]

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import AttentionRows, RunGroup
+from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.attention.arithmetic import (
     accumulated,
@@ -97,7 +97,7 @@ def choose(
 def attention(
     q: Tensor,
     scale: float,
-    rows: AttentionRows,
+    rows: QueryRows,
     memory: LayerLatent,
     *,
     max_seq_len: int | None = None,
@@ -141,7 +141,7 @@ def attention(
 def _launch(
     q: Tensor,
     scale: float,
-    rows: AttentionRows,
+    rows: QueryRows,
     memory: LayerLatent,
     out: Tensor,
     runs: RunGroup,

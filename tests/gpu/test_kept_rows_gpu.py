@@ -1,0 +1,74 @@
+"""A last layer that runs sampled rows alone, on a GPU: the bits of one that runs all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_files import (
+    HYBRID_SIZES,
+    OPTIONS,
+    requests,
+    write_files,
+    write_hybrid_target,
+    write_nextn_target,
+)
+from recorded_gpu import Recording, record
+
+from helpers.families import write_family
+from helpers.hybrids import FULL, LINEAR, hybrid_config
+from sametoken.engine.load import Requested
+
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def dense(folder):
+    files = write_files(folder, "Qwen3ForCausalLM")
+    return files["target"], EAGLE3 | {"model": str(files["head"])}
+
+
+def hybrid(last: str):
+    def write(folder):
+        types = [LINEAR, FULL, LINEAR, last]
+        sizes = HYBRID_SIZES | {"num_hidden_layers": 4, "layer_types": types}
+        return write_hybrid_target(folder, hybrid_config("qwen3_5", **sizes)), None
+
+    return write
+
+
+def latent(folder):
+    return write_nextn_target(folder, 16), None
+
+
+def gemma4(folder):
+    sizes = {"vocab_size": 1500, "hidden_size": 256, "intermediate_size": 512}
+    more = {"head_dim": 64, "global_head_dim": 512, "vocab_size_per_layer_input": 1500}
+    return write_family(folder, "gemma4", max_position_embeddings=1024, **sizes, **more), None
+
+
+TARGETS = {
+    "dense": dense,
+    "hybrid-full": hybrid(FULL),
+    "hybrid-linear": hybrid(LINEAR),
+    "latent": latent,
+    "gemma4": gemma4,
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_are_those_of_a_layer_that_runs_all_rows(name, tmp_path, monkeypatch):
+    path, spec = TARGETS[name](tmp_path / "target")
+    items = list(requests(16, 12))
+
+    def logits(**options) -> Recording:
+        return record(items, model=str(path), **OPTIONS | {"max_num_seqs": 7} | options)
+
+    found = [logits(), logits(enforce_eager=True), logits(speculative_config=spec)]
+    monkeypatch.setattr(Requested, "all_states", True)
+    whole = logits(enforce_eager=True)
+    for kept in found:
+        assert kept.tokens == whole.tokens
+        for item in items:
+            prompt = item.prompt_token_ids
+            for position in range(len(prompt), item.max_total_tokens):
+                key = prompt, position
+                assert torch.equal(kept.rows[key], whole.rows[key]), (item.request_id, position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
+from helpers.families import write_family
 from helpers.harness import request
 from helpers.hybrids import FULL, LINEAR, hybrid_tensors
 from helpers.nextn_files import nextn_tensors
@@ -68,6 +69,17 @@ def write_target(folder, architecture: str, seed: int = 0):
     config = Qwen3Config(**SIZES, initializer_range=0.08, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def write_small_family(folder, name: str):
+    """A random model of one of ``helpers.families``, of sizes that kernels of a GPU take."""
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    sizes = {key: SIZES[key] for key in shared}
+    if name not in ("phi3", "olmo2", "granite", "qwen2"):
+        sizes["head_dim"] = 64
+    if name == "gemma4":
+        sizes |= {"global_head_dim": 512, "vocab_size_per_layer_input": SIZES["vocab_size"]}
+    return write_family(folder, name, **sizes)
 
 
 def write_hybrid_target(folder, config: dict, seed: int = 0):

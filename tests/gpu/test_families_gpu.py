@@ -6,20 +6,14 @@ Graphs run; alone there are none. Random models in bf16, of sizes that kernels o
 from __future__ import annotations
 
 import pytest
-from gpu_files import OPTIONS, requests
+from gpu_files import OPTIONS, requests, write_small_family
 from recorded_gpu import drive
 
-from helpers.families import FAMILIES, write_family
+from helpers.families import FAMILIES
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
 MAX_TOKENS = 48
-SIZES = {
-    "vocab_size": 1500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "max_position_embeddings": 1024,
-}
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
@@ -30,10 +24,7 @@ def generate(path, count: int, **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_tokens(tmp_path, name):
-    widths = {} if name in ("phi3", "olmo2", "granite", "qwen2") else {"head_dim": 64}
-    if name == "gemma4":
-        widths |= {"global_head_dim": 512, "vocab_size_per_layer_input": SIZES["vocab_size"]}
-    path = write_family(tmp_path, name, **SIZES | widths)
+    path = write_small_family(tmp_path, name)
     truth = generate(path, 12, max_num_seqs=1, enforce_eager=True).tokens
     assert generate(path, 12, max_num_seqs=12).tokens == truth
     itself = DRAFTS | {"model": str(path)}

@@ -11,10 +11,10 @@ from gpu_files import (
     write_files,
     write_hybrid_target,
     write_nextn_target,
+    write_small_family,
 )
 from recorded_gpu import Recording, record
 
-from helpers.families import write_family
 from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken.engine.load import Requested
 
@@ -40,9 +40,7 @@ def latent(folder):
 
 
 def gemma4(folder):
-    sizes = {"vocab_size": 1500, "hidden_size": 256, "intermediate_size": 512}
-    more = {"head_dim": 64, "global_head_dim": 512, "vocab_size_per_layer_input": 1500}
-    return write_family(folder, "gemma4", max_position_embeddings=1024, **sizes, **more), None
+    return write_small_family(folder, "gemma4"), None
 
 
 TARGETS = {

@@ -26,6 +26,13 @@ def load(path, kernels: Kernels | None = None, **options: Any) -> Decoder:
     return load_model(path, kernels=kernels or ReferenceKernels(), **defaults | options)
 
 
+def kept_at(rows: AttentionRows, index: list[int]) -> KeptRows:
+    """Rows of a pass, in any order, each a run of its own."""
+    places = torch.tensor(index, dtype=torch.int64)
+    where = rows.positions[places], rows.slots[places], rows.block_table
+    return KeptRows(places, *where, RowRuns.even(len(index), 1))
+
+
 class Bench:
     """KV full of NaN and one sequence per slot, its blocks scattered in memory."""
 
@@ -59,7 +66,7 @@ class Bench:
         """The tokens at positions ``start`` and on of a slot; ``kept`` are rows of them."""
         positions = torch.arange(start, start + len(token_ids))
         rows = self.rows_at(torch.full_like(positions, slot), positions)
-        wanted = None if kept is None else KeptRows.at(rows, torch.tensor(kept, dtype=torch.int64))
+        wanted = None if kept is None else kept_at(rows, kept)
         return self.model.forward(torch.tensor(token_ids), rows, self.kv, wanted)
 
     def rows_at(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionRows:

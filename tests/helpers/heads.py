@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB
+from helpers.forward import kept_at
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
 from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import HiddenStates
 from sametoken.models.loader import read_config
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
+from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
@@ -146,10 +147,9 @@ def require_kept_rows_alone(head, vocab_size: int, hidden_size: int) -> None:
     whole_kv = empty_kv(head)
     whole = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 7), whole_kv)
     for places in ([6], [4, 0, 5], []):
-        kept, kv = torch.tensor(places, dtype=torch.int64), empty_kv(head)
-        rows = rows_of_one_slot(0, 7)
-        states = head.forward(token_ids, hidden.clone(), rows, kv, KeptRows.at(rows, kept))
-        assert torch.equal(states.last, whole.last[kept])
-        assert torch.equal(states.feedback, whole.feedback[kept])
+        rows, kv = rows_of_one_slot(0, 7), empty_kv(head)
+        states = head.forward(token_ids, hidden.clone(), rows, kv, kept_at(rows, places))
+        assert torch.equal(states.last, whole.last[places])
+        assert torch.equal(states.feedback, whole.feedback[places])
         for memory, whole_memory in zip(kv.blocks, whole_kv.blocks, strict=True):
             assert torch.equal(memory.nan_to_num(7.0), whole_memory.nan_to_num(7.0))

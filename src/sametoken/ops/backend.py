@@ -109,12 +109,6 @@ class KeptRows:
     block_table: Tensor
     runs: RowRuns | None = None
 
-    @classmethod
-    def at(cls, rows: AttentionRows, index: Tensor) -> KeptRows:
-        """Rows of a pass, in any order, each a run of its own."""
-        runs = RowRuns.even(index.shape[0], 1)
-        return cls(index, rows.positions[index], rows.slots[index], rows.block_table, runs)
-
 
 #: Rows that read memory.
 QueryRows = AttentionRows | KeptRows

@@ -75,8 +75,8 @@ class LogitsProcessing:
 
     def scores_prompts(self, plan: StepPlan) -> bool:
         """Whether a step has prompt rows with log-probabilities requested."""
-        requested = self.table.num_prompt_logprobs
-        return any(one.slot in requested and one.num_query > one.samples for one in plan.requests)
+        counts = ((one.slot, one.num_query - one.samples) for one in plan.requests)
+        return _any_scored(self.table.num_prompt_logprobs, counts)
 
     def warm_up(self) -> None:
         """Compile the rules kernel before any request needs it. All slots must be free."""
@@ -198,6 +198,11 @@ def _scored_rows(
     if not requested:
         return None
     rows = tuple(rows)
-    if not any(slot in requested and count for slot, _, count in rows):
+    if not _any_scored(requested, ((slot, count) for slot, _, count in rows)):
         return None
     return ScoredRows.of(requested, rows, device)
+
+
+def _any_scored(requested: Mapping[int, int], counts: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of these slots, with their numbers of rows, has log-probabilities requested."""
+    return any(slot in requested and count for slot, count in counts)

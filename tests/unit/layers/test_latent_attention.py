@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, kept_at
 from helpers.heads import empty_kv, rows_of_one_slot
 from helpers.latents import write_nextn
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.loader import load_model
-from sametoken.ops.backend import KeptRows, RowRuns
+from sametoken.ops.backend import RowRuns
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
@@ -45,7 +45,7 @@ def test_triton_s_logits_and_drafts_are_near_the_reference_s(tmp_path):
             memory.zero_()
         rows = replace(rows_of_one_slot(0, 3), runs=RowRuns.even(1, 3))
         hidden = torch.linspace(-1, 1, 96).view(3, 32)
-        kept = KeptRows.at(rows, torch.tensor([2]))
+        kept = kept_at(rows, [2])
         states = head.forward(torch.tensor(TOKEN_IDS[:3]), hidden, rows, kv, kept)
         drafts.append(head.compute_logits(states.last))
     for expected, found in (logits, drafts):

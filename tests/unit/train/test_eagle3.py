@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from helpers import training
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
+from helpers.forward import kept_at
 from helpers.heads import OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
 from helpers.training import (
     ANSWER_LEN,
@@ -26,7 +27,6 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
-from sametoken.ops.backend import KeptRows
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3
 from sametoken.train.loop import CHECKPOINT
@@ -102,7 +102,7 @@ def test_every_step_is_that_of_an_engine_s_chain(both):
     for row in range(11 - UNROLLED):
         kv = empty_kv(head)
         rows = rows_of_one_slot(0, row + 1)
-        last = KeptRows.at(rows, torch.tensor([row]))
+        last = kept_at(rows, [row])
         known = head.forward(token_ids[0, 1 : row + 2], combined[: row + 1], rows, kv, last)
         for step in range(UNROLLED):
             wanted = head.compute_logits(known.last)[0]

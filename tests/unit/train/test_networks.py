@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint, write_llama
-from helpers.forward import Bench
+from helpers.forward import Bench, kept_at
 from helpers.heads import OPTIONS, empty_kv, rows_of_one_slot
 from helpers.hybrids import FULL, LINEAR, hybrid_config, write_hybrid
 from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
-from sametoken.ops.backend import KeptRows
 from sametoken.ops.model.gated_delta_rule.reference import advance
 from sametoken.ops.model.mamba2.reference import advance as advance_mamba2
 from sametoken.train.nemotron_h import selective_scan
@@ -84,7 +83,7 @@ def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path, write):
     for row in range(10 - STEPS):
         kv = empty_kv(head)
         rows = rows_of_one_slot(0, row + 1)
-        last = KeptRows.at(rows, torch.tensor([row]))
+        last = kept_at(rows, [row])
         known = head.forward(token_ids[0, 1 : row + 2], states[0, : row + 1], rows, kv, last)
         for step in range(STEPS):
             torch.testing.assert_close(unrolled[step][row], known.last[0], rtol=1e-3, atol=1e-4)

@@ -81,7 +81,7 @@ def attention(
     """
     num_rows, runs = q.shape[0], rows.runs
     if runs is None:
-        raise InvariantError("attention was given rows without runs", "set the runs of its rows")
+        raise InvariantError("attention was given rows without runs", "set AttentionRows.runs")
     if runs.starts is None and runs.count * runs.max_rows > num_rows:
         raise InvariantError(f"{runs.count} runs of {runs.max_rows} are more than {num_rows} rows")
     capacity = rows.block_table.shape[1] * kv.keys.shape[2]

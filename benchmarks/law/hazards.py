@@ -1,15 +1,17 @@
 """Which hazards of a racecheck log are ours: ``python benchmarks/law/hazards.py LOG``.
 
-Triton hands work to warp groups (``gl.warp_specialize``) through a byte of shared memory: written,
+Triton hands work to warp groups (``gl.warp_specialize``) through bytes of shared memory: written,
 then a barrier of all warps, then read. racecheck does not see that barrier, since each side has its
-own instruction for it, and reports the byte. It names the lines of the kernel's ``def`` and of
-``gl.warp_specialize``; hazards between those two alone are counted and left aside.
+own instruction for it, and reports the bytes. It names the kernel's ``def`` for the groups' read,
+and for the writes ``def`` and ``gl.warp_specialize``, an ``if`` around it, or a ``return``, which
+tells the groups to end. Hazards between such lines of one kernel are counted and left aside.
 
 Exit status: 0 if no other hazard was found, 1 otherwise.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections import Counter
@@ -20,15 +22,28 @@ ACCESS = re.compile(r"(Read|Write) access at (\S+)\+0x[0-9a-f]+ in (\S+):(\d+)")
 COUNT = re.compile(r"\[(\d+) hazards?\]")
 
 
-def is_hand_over(file: str, line: int) -> bool:
-    """Whether some source of this name has a kernel's ``def`` or its hand-over at this line."""
+def hand_overs(file: str) -> list[set[int]]:
+    """By kernel that hands work to groups, in all sources of a name: the lines that do it."""
+    found = []
     for path in SOURCES.rglob(Path(file).name):
-        lines = path.read_text().splitlines()
-        if line <= len(lines) and re.match(
-            r"def \w+_kernel\(|\s*gl\.warp_specialize\(", lines[line - 1]
-        ):
-            return True
-    return False
+        for kernel in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(kernel, ast.FunctionDef) or not kernel.name.endswith("_kernel"):
+                continue
+            calls = [node.lineno for node in ast.walk(kernel) if is_split(node)]
+            around = [
+                node.lineno
+                for node in ast.walk(kernel)
+                if isinstance(node, ast.If) and any(is_split(part) for part in ast.walk(node))
+            ]
+            ends = [node.lineno for node in ast.walk(kernel) if isinstance(node, ast.Return)]
+            if calls:
+                found.append({kernel.lineno, *calls, *around, *ends})
+    return found
+
+
+def is_split(node: ast.AST) -> bool:
+    """Whether a node calls ``gl.warp_specialize``."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "gl.warp_specialize"
 
 
 def main() -> None:
@@ -42,7 +57,8 @@ def main() -> None:
             continue
         assert first, text
         hazards = int(count[1]) if (count := COUNT.search(text)) else 1
-        if is_hand_over(*first[1:]) and is_hand_over(*here[1:]):
+        both = {first[2], here[2]}
+        if first[1] == here[1] and any(both <= lines for lines in hand_overs(here[1])):
             known += hazards
         else:
             found[f"{first[0]} and {here[0]}"] += hazards

@@ -40,7 +40,7 @@ run() {
     if [ "$how" != none ]; then
         # torch checks every call, and probes for calls that a driver may lack.
         local options=(--tool "$how" --error-exitcode 1 --target-processes application-only
-            --report-api-errors no --print-limit 1000)
+            --report-api-errors no --print-limit 100000)
         [ "$how" = memcheck ] && options+=(--padding 32)
         # Only our kernels are checked; torch's are left out for speed.
         [ "$how" = racecheck ] && options+=(--kernel-name-exclude kns=at6native)

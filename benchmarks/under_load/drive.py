@@ -10,11 +10,12 @@ and drafts of heads and modules are accepted at 0.80, 0.64, 0.51, 0.41, 0.33, so
 something. MODELS, or --models, is the folder of the models of ``configs.py``, each with its
 config.json: qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, and what ``shapes.py`` writes.
 
-W: `burst:N`, N requests at once; `mixed:N`, of different lengths; `long:NxTOKENS`; `asked`, a
-batch in which none, a quarter or all of the requests use sampling, penalties, masks,
-log-probabilities or a grammar; `ngram-never[:TEMPERATURE]` and `ngram-repeat`, prompts without
-repeats and prompts of repeats only. A short uncounted load of the same kind runs before each
-load, then the garbage is collected and frozen. FILE is a JSON object, rewritten after every load.
+W: `burst:N`, N requests at once; `mixed:N`, of different lengths; `mixed:NxTOKENS`, where every
+fourth prompt has TOKENS; `long:NxTOKENS`; `asked`, a batch in which none, a quarter or all of the
+requests use sampling, penalties, masks, log-probabilities or a grammar;
+`ngram-never[:TEMPERATURE]` and `ngram-repeat`, prompts without repeats and prompts of repeats only.
+A short uncounted load of the same kind runs before each load, then the garbage is collected and
+frozen. FILE is a JSON object, rewritten after every load.
 --machine measures the rates of the floors. `run.sh` runs the whole comparison; `report.py` prints
 it.
 """

@@ -82,7 +82,7 @@ class Load:
         workload: name of the workload.
         kind: one of ``KINDS``.
         count: number of requests.
-        input_len: prompt tokens of ``long``.
+        input_len: prompt tokens of ``long``, and of every fourth request of ``mixed`` if not 0.
         temperature: temperature of all requests.
         option: the option that ``num_with_option`` of them set; "" for none.
     """
@@ -109,18 +109,16 @@ class Load:
 
 
 def loads_of(workload: str, sizes: Sizes) -> list[Load]:
-    """Parse a workload's name: ``burst:N``, ``mixed:N``, ``long:NxTOKENS``, ``asked``,
+    """Parse a workload's name: ``burst:N``, ``mixed:N[xTOKENS]``, ``long:NxTOKENS``, ``asked``,
     ``ngram-never`` or ``ngram-repeat``, the last two optionally with ``:TEMPERATURE``.
 
     Raises:
         ValueError: the name is unknown.
     """
     kind, _, rest = workload.partition(":")
-    if kind in ("burst", "mixed"):
-        return [Load(workload, kind, int(rest))]
-    if kind == "long":
-        count, tokens = map(int, rest.split("x"))
-        return [Load(workload, kind, count, input_len=tokens)]
+    if kind in ("burst", "mixed", "long"):
+        count, _, tokens = rest.partition("x")
+        return [Load(workload, kind, int(count), input_len=int(tokens or 0))]
     if kind in ("ngram-never", "ngram-repeat"):
         return [Load(workload, kind, sizes.crowd, temperature=float(rest or 0))]
     if workload == "asked":
@@ -164,7 +162,7 @@ def requests_of(load: Load, sizes: Sizes, vocab_size: int, repeat: int) -> list[
     every = load.count // load.num_with_option if load.num_with_option else 0
     requests = []
     for index in range(load.count):
-        input_len, output_len = _lengths(load, sizes, rng)
+        input_len, output_len = _lengths(load, index, sizes, rng)
         sampling = {"temperature": load.temperature} if load.temperature else {}
         if every and index % every == 0:
             sampling |= values
@@ -174,9 +172,10 @@ def requests_of(load: Load, sizes: Sizes, vocab_size: int, repeat: int) -> list[
     return requests
 
 
-def _lengths(load: Load, sizes: Sizes, rng: random.Random) -> tuple[int, int]:
+def _lengths(load: Load, index: int, sizes: Sizes, rng: random.Random) -> tuple[int, int]:
     if load.kind == "mixed":
-        return rng.randint(*sizes.mixed_input), rng.randint(*sizes.mixed_output)
+        input_len, output_len = rng.randint(*sizes.mixed_input), rng.randint(*sizes.mixed_output)
+        return load.input_len if load.input_len and index % 4 == 0 else input_len, output_len
     if load.kind == "long":
         return load.input_len, sizes.long_output
     return sizes.input_len, sizes.output_len

@@ -26,7 +26,7 @@ from sametoken.ops.model.attention.hopper_tiles import (
     store_rows,
     swizzled,
 )
-from sametoken.ops.model.attention.schedule import begin_of, splits_before
+from sametoken.ops.model.attention.schedule import begin_of, own_part
 
 
 @gluon.jit
@@ -48,11 +48,11 @@ def _load_by_splits(
         begin, first, stop = run_of(tile, starts, first_run, width, tiles_per_run, ROWS)
         if first < stop:
             position = gl.load(positions + first).to(gl.int32)
-            split, end, before = extent(position, stop - first, TILE, WINDOW)
+            first_split, end, before = extent(position, stop - first, TILE, WINDOW)
             table = block_table + gl.load(slots + begin) * table_stride
             final = gl.load(positions + begin).to(gl.int32)
-            split = max(split, splits_before((low - start + before) * TILE))
-            last = min(splits_before((high - start + before) * TILE), splits_before(end * TILE))
+            shift = before - start
+            split, last, _ = own_part(low + shift, high + shift, first_split, end, TILE)
             if split < last:
                 count = load_tiles(
                     keys, values, table, table_stride - 1, final, head,
@@ -84,9 +84,8 @@ def _attend_by_splits(
             num_rows = stop - first
             position = gl.load(positions + first).to(gl.int32)
             first_split, end, before = extent(position, num_rows, TILE, WINDOW)
-            end_split = splits_before(end * TILE)
-            split = max(first_split, splits_before((low - start + before) * TILE))
-            last = min(splits_before((high - start + before) * TILE), end_split)
+            shift = before - start
+            split, last, end_split = own_part(low + shift, high + shift, first_split, end, TILE)
             if split < last:
                 kv, stop_kv = begin_of(split) // TILE, min(begin_of(last) // TILE, end)
                 slot = gl.load(slots + begin)
@@ -175,7 +174,7 @@ def splits_kernel(
     """Splits spread evenly over programs, whatever the lengths of rows.
 
     The KV tiles of all query tiles and KV heads form a line. Program i of G computes the splits
-    that begin in the i-th of G equal parts of it. Of a query tile that several programs share,
+    whose middle is in the i-th of G equal parts of it. Of a query tile that several programs share,
     each split's result is stored, and the program that comes last joins them.
     """
     if PDL:

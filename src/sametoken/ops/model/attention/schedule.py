@@ -5,6 +5,7 @@ every split costs a merge.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -68,3 +69,31 @@ def splits_before(position):
         + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 - 1) // _SIZE_2
         + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 - 1) // _SIZE_3
     )
+
+
+@gluon.jit
+def middles_before(position):
+    """How many splits have their middle before a position."""
+    return (
+        (gl.minimum(position, _BEGIN_1) + _SIZE_0 // 2 - 1) // _SIZE_0
+        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 // 2 - 1)
+        // _SIZE_1
+        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 // 2 - 1)
+        // _SIZE_2
+        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 // 2 - 1) // _SIZE_3
+    )
+
+
+@gluon.jit
+def own_part(low, high, first, end, TILE: gl.constexpr):
+    """Of a query tile's splits, from ``first`` to KV tile ``end``, those in ``low .. high - 1``.
+
+    A split belongs where its middle does, so a part is cut at the border nearest to each of its
+    ends: one that begins just before a border would otherwise have a split more than its share.
+
+    Returns:
+        The first of them, the split after their last, and the split after the query tile's last.
+    """
+    after = splits_before(end * TILE)
+    last = gl.where(high < end, middles_before(high * TILE), after)
+    return gl.maximum(first, middles_before(low * TILE)), last, after

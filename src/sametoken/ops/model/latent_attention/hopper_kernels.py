@@ -136,8 +136,8 @@ def splits_kernel(
 ):  # fmt: skip
     """Splits of tiles of few queries spread evenly over programs, whatever the lengths of rows.
 
-    The KV tiles of all query tiles form a line. Program i of G computes the splits that begin in
-    the i-th of G equal parts of it, and stores each one's result.
+    The KV tiles of all query tiles form a line. Program i of G computes the splits whose middle is
+    in the i-th of G equal parts of it, and stores each one's result.
     """
     if PDL:
         cuda.gdc_launch_dependents()

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from sametoken.ops.model.attention.hopper_kernels import added
 from sametoken.ops.model.attention.hopper_tiles import rows_of_run
-from sametoken.ops.model.attention.schedule import splits_before
+from sametoken.ops.model.attention.schedule import own_part
 from sametoken.ops.model.latent_attention.hopper_tiles import TILE
 
 
@@ -44,13 +44,12 @@ def own_splits(
     HEADS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Of a query tile whose KV tiles begin at ``start`` of the line: its run's first position,
-    their number, and the first of its splits that begin in ``low .. high - 1`` and the one after
-    their last.
+    their number, and the first of its splits in ``low .. high - 1`` and the one after their last
+    (``own_part``).
     """
     position = gl.load(positions + begin).to(gl.int32)
     end = end_tile(position, first, num_queries, HEADS, QUERIES)
-    split = splits_before(max(low - start, 0) * TILE)
-    last = splits_before(min(high - start, end) * TILE)
+    split, last, _ = own_part(low - start, high - start, 0, end, TILE)
     return position, end, split, last
 
 
@@ -80,10 +79,10 @@ def own_share(
     exists = exists & (slot >= 0)
     length = gl.where(exists, end_tile(position, first, num_queries, HEADS, QUERIES), 0)
     ends = gl.associative_scan(length, 0, added)
+    # Parts are proportional, so that runs of one length are parted at their borders.
     total, program, programs = gl.sum(length, 0), gl.program_id(0), gl.num_programs(0)
-    share, rest = total // programs, total % programs
-    low = program * share + gl.minimum(program, rest)
-    high = low + share + (program < rest).to(gl.int32)
+    low = (program * total + programs - 1) // programs
+    high = ((program + 1) * total + programs - 1) // programs
     start = ends - length
     own = (start <= low) & (low < ends)
     behind, start, slot = gl.reduce(

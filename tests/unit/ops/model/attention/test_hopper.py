@@ -7,7 +7,8 @@ interpreter.
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,40 @@ def test_splits_follow_one_another_and_depend_on_position_alone(monkeypatch):
             assert value(schedule.splits_before, position + 1) == split + 1
             assert schedule.max_splits(position + 1) == split + 1
     assert value(schedule.splits_before, 0) == schedule.max_splits(0) == 0
+
+
+@pytest.fixture
+def own_part(monkeypatch):
+    """``schedule.own_part`` for numbers."""
+    language = SimpleNamespace(
+        minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b
+    )
+    for name in ("splits_before", "middles_before"):
+        function = getattr(schedule, name)
+        monkeypatch.setattr(schedule, name, partial(value, function))
+    monkeypatch.setattr(schedule, "gl", language)
+    return schedule.own_part.fn
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 129), (0, 7), (7, 70), (3, 700), (0, 1)])
+@pytest.mark.parametrize("programs", [1, 2, 5, 128])
+def test_parts_of_a_line_hold_every_split_once_and_their_share_to_half_a_split(
+    first, end, programs, own_part
+):
+    before = schedule.begin_of.fn(first).value // 128
+    tiles = end - before
+    borders = [schedule.begin_of.fn(split).value // 128 for split in range(1000)]
+    cuts = [before - (-place * tiles // programs) for place in range(programs + 1)]
+    found = []
+    # A program whose part is empty at the line's end begins after the query tile.
+    for low, high in takewhile(lambda part: part[0] < end, pairwise(cuts)):
+        split, last, after = own_part(low, high, first, end, 128)
+        assert after == schedule.max_splits(end * 128)
+        found += range(split, last)
+        if split < last:
+            excess = min(borders[last], end) - borders[split] - (high - low)
+            assert 2 * excess <= sum(borders[s + 1] - borders[s] for s in (split, last - 1))
+    assert found == [*range(first, after)]
 
 
 @pytest.mark.parametrize(

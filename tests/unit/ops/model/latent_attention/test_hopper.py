@@ -251,9 +251,26 @@ def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run,
     assert sorted(found) == [*range(starts[first_run] * heads, starts[-1] * heads)]
 
 
+@pytest.fixture
+def own_shares(monkeypatch):
+    """``hopper_shares.own_share`` of each of some programs, by its arguments, as integers."""
+    monkeypatch.setattr(hopper_shares, "TILE", 64)
+    own_share = hopper_shares.own_share.fn
+    for name in ("tile_of", "end_tile", "rows_of_run"):
+        monkeypatch.setattr(hopper_shares, name, getattr(hopper_shares, name).fn)
+
+    def run(programs, *arguments):
+        for program in range(programs):
+            for module in (hopper_shares, attention_tiles):
+                monkeypatch.setattr(module, "gl", OneProgram(program, programs=programs))
+            yield tuple(map(int, own_share(*arguments)))
+
+    return run
+
+
 @pytest.mark.parametrize("programs", [1, 7, 128])
 @pytest.mark.parametrize("first_run", [0, 2])
-def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, monkeypatch):
+def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, own_shares):
     sizes, heads, queries, width = [1, 3, 0, 2, 4, 1, *[0] * 5], 20, 32, 4
     starts = [0, *accumulate(sizes)]
     positions = torch.randint(2000, (starts[-1],), generator=torch.Generator().manual_seed(0))
@@ -268,16 +285,10 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, mo
             row = (min(first + queries, stop) - 1) // heads
             tiles = (int(positions[begin]) + row - begin) // 64 + 1
             line += [(tile, int(slots[begin]))] * tiles
-    monkeypatch.setattr(hopper_shares, "TILE", 64)
-    for name in ("tile_of", "end_tile", "rows_of_run"):
-        monkeypatch.setattr(hopper_shares, name, getattr(hopper_shares, name).fn)
+    memory = (Memory(positions), Memory(slots), Memory(starts))
+    sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
     shares = []
-    for program in range(programs):
-        for module in (hopper_shares, attention_tiles):
-            monkeypatch.setattr(module, "gl", OneProgram(program, programs=programs))
-        memory = (Memory(positions), Memory(slots), Memory(starts))
-        sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
-        tile, slot, start, low, high = map(int, hopper_shares.own_share.fn(*memory, *sizes_of))
+    for tile, slot, start, low, high in own_shares(programs, *memory, *sizes_of):
         shares.append((low, high))
         if low < len(line):
             assert (tile, slot) == line[low]
@@ -288,6 +299,13 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, mo
     assert [low for low, _ in shares] == [0, *ends[:-1]]
     assert ends[-1] == len(line)
     assert {high - low - len(line) // programs for low, high in shares} <= {0, 1}
+
+
+def test_runs_of_one_length_are_cut_at_their_borders(own_shares):
+    memory = (Memory([16_400] * 8), Memory([*range(8)]), Memory([*range(9)]))
+    shares = [*own_shares(128, *memory, 0, 1, 1, 8, 20, 32, 256, 4)]
+    assert [share[:3] for share in shares[::16]] == [(run, run, 257 * run) for run in range(8)]
+    assert [low for *_, low, _ in shares[::16]] == [257 * run for run in range(8)]
 
 
 def test_it_serves_hopper_alone(monkeypatch):

@@ -107,7 +107,7 @@ def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path):
     require_same(hybrid(tmp_path), spec, "float32")
 
 
-def quantized_in_place(folder, chosen) -> None:
+def quantized_in_place(folder, chosen, **changes) -> None:
     """A checkpoint's chosen matrices in blocks, as DeepSeek publishes them."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -116,13 +116,14 @@ def quantized_in_place(folder, chosen) -> None:
         tensors, chosen=lambda name: name in names and bool(chosen.search(name))
     )
     plain = [name.removesuffix(".weight") for name in names if not chosen.search(name)]
-    config |= {"quantization_config": block_config(modules_to_not_convert=plain)}
+    config |= {"quantization_config": block_config(modules_to_not_convert=plain, **changes)}
     write_checkpoint(folder, config, stored)
 
 
-def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path):
+@pytest.mark.parametrize("form", ["float", "ue8m0"])
+def test_nor_of_latent_attention_and_its_nextn_module_in_blocks(tmp_path, form):
     write_nextn(tmp_path, "deepseek_v3")
-    quantized_in_place(tmp_path, re.compile(r"proj|mqa|head"))
+    quantized_in_place(tmp_path, re.compile(r"proj|mqa|head"), scale_fmt=form)
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(tmp_path, spec, "float32")
 

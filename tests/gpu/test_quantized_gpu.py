@@ -44,6 +44,7 @@ ROWS = (1, 2, 5, 16, 17, 33, 64, 65, 130, 300)
 ROUNDINGS = {
     "row": Rounding,
     "groups": lambda: Rounding(grouped=True),
+    "powers": lambda: Rounding(grouped=True, powers=True),
     "fixed": lambda: Rounding(scale=torch.tensor(0.02, device=CUDA)),
     "none": lambda: None,
 }

@@ -393,4 +393,4 @@ def _alike(one: Fp8DeviceWeight, other: Fp8DeviceWeight) -> bool:
     if one.scale.shape != other.scale.shape or one.rounding is None or other.rounding is None:
         return one.scale.shape == other.scale.shape and one.rounding is other.rounding
     fixed = [None if r.scale is None else float(r.scale) for r in (one.rounding, other.rounding)]
-    return one.rounding.grouped == other.rounding.grouped and fixed[0] == fixed[1]
+    return one.rounding.form == other.rounding.form and fixed[0] == fixed[1]

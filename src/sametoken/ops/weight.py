@@ -21,10 +21,21 @@ class Rounding:
         grouped: whether a row has a scale per 128 features, rather than one.
         scale: [] fp32, one fixed scale for all rows; None: a row's or group's largest element
             becomes the largest number.
+        powers: whether scales of groups are powers of two (UE8M0), the least that leave no element
+            beyond the largest number.
     """
 
     grouped: bool = False
     scale: Tensor | None = None
+    powers: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.grouped or not self.powers
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """What is known of it before a checkpoint's scales are read."""
+        return self.grouped, self.powers
 
 
 BY_ROW = Rounding()

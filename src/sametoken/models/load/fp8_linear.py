@@ -32,8 +32,8 @@ class Fp8Linear:
 
     Attributes:
         scales: of weights, by "tensor", "channel" or "block".
-        activations: whether they are not rounded ("none"), or by "token", "group" (dynamic) or
-            "tensor" (static).
+        activations: whether they are not rounded ("none"), or by "token", "group", "group_ue8m0"
+            (dynamic) or "tensor" (static).
         scale_names: names of the tensor with a weight's scales; the first that exists is read.
     """
 
@@ -88,8 +88,12 @@ class Fp8Linear:
         rounding = None
         if self.activations != "none":
             scale = None if fixed is None else torch.tensor(fixed, device=reader.device)
-            rounding = Rounding(self.activations == "group", scale)
+            rounding = Rounding(self._by_group, scale, self.activations == "group_ue8m0")
         return reader.kernels.pack_fp8(Fp8Matrix(values, scales, rounding), reader.dtype)
+
+    @property
+    def _by_group(self) -> bool:
+        return self.activations in ("group", "group_ue8m0")
 
     def _scales(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """This rank's scales of a part: [rows], or [rows, groups of features]."""
@@ -118,7 +122,7 @@ class Fp8Linear:
     ) -> None:
         """Refuse ranks whose columns begin within a group of features."""
         size = reader.parallel.size
-        grouped = "block" in self.scales or self.activations == "group"
+        grouped = "block" in self.scales or self._by_group
         divided = size > 1 and any(part.split is Split.COLUMNS for part in parts)
         if grouped and divided and in_features % (size * BLOCK):
             raise ConfigError(

@@ -112,8 +112,14 @@ def _read_fp8(settings: Settings) -> Quantization:
     """``quant_method: fp8``."""
     require_known(
         settings,
-        used=("weight_block_size", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
-        only={"fmt": ("e4m3",), "scale_fmt": ("float",), "expert_dtype": ("fp8",)},
+        used=(
+            "weight_block_size",
+            "activation_scheme",
+            "scale_fmt",
+            "modules_to_not_convert",
+            "ignored_layers",
+        ),
+        only={"fmt": ("e4m3",), "expert_dtype": ("fp8",)},
         unused=("quant_method", "dequantize"),
     )
     block = settings.get("weight_block_size")
@@ -122,7 +128,14 @@ def _read_fp8(settings: Settings) -> Quantization:
     scheme = settings.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise unsupported(settings, "activation_scheme", "use dynamic or static")
-    dynamic = "token" if block is None else "group"
+    form = settings.get("scale_fmt", "float")
+    if form not in ("float", "ue8m0"):
+        raise unsupported(settings, "scale_fmt", "use float or ue8m0")
+    if form == "ue8m0" and (block is None or scheme == "static"):
+        raise unsupported(settings, "scale_fmt", "use ue8m0 with dynamic activations and blocks")
+    # UE8M0 is a format of activations' scales too: DeepSeek-V3.1 was trained so.
+    by_group = "group_ue8m0" if form == "ue8m0" else "group"
+    dynamic = "token" if block is None else by_group
     linear = Fp8Linear(
         scales="tensor" if block is None else "block",
         activations="tensor" if scheme == "static" else dynamic,

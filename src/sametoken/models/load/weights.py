@@ -185,10 +185,16 @@ class WeightReader:
         self._read.update(name for name in self.source.names() if name.startswith(f"{module}."))
 
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
-        """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``."""
-        found = self.source.shape(name) if name in self else None
+        """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``.
+
+        It may hold powers of two in a byte each (UE8M0), as scales do.
+        """
+        source = self.source
+        found = source.shape(name) if name in self else None
         self._require_shape(name, found if found in shapes else shapes[0])
-        tensor = torch.cat([chunk.float().cpu() for chunk in self.source.chunks(name)])
+        in_bytes = source.stored_dtype(name) is torch.float8_e8m0fnu
+        chunks = source.stored_chunks(name) if in_bytes else source.chunks(name)
+        tensor = torch.cat([chunk.float().cpu() for chunk in chunks])
         self.require_finite(tensor, name)
         self._read.add(name)
         return tensor

@@ -14,7 +14,8 @@ enum { INT4, FP8, E2M1 };
 /* Offsets are -zero * scale, with one zero, or a byte by group; FACTORS stand in their place: one
  * zero, and an fp32 number by column that its scales are multiplied by. */
 enum { ONE_ZERO, ZEROS, FACTORS };
-enum { AS_IS, BY_ROW, BY_GROUP, FIXED }; /* how activations are rounded to e4m3 */
+/* How activations are rounded to e4m3: POWERS are groups whose scales are powers of two. */
+enum { AS_IS, BY_ROW, BY_GROUP, FIXED, POWERS };
 
 /* Features that are widened at once, where rows are many. */
 #define DEPTH 32
@@ -115,9 +116,16 @@ INLINE void widen_columns(const char *columns, const format *f, int64_t first, i
     }
 }
 
+/* The least power of two that is not below a positive number: the mantissa carries. */
+INLINE float next_power(float x) {
+    union { float number; uint32_t bits; } of = {.number = x};
+    of.bits = (of.bits + 0x7fffff) & 0x7f800000;
+    return of.number;
+}
+
 /* Activations that share a scale, rounded: their e4m3 numbers times the scale. */
 INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, float fixed,
-                      float *out) {
+                      int powers, float *out) {
     f32v largest = splat(0x1p-100f);
     for (int64_t i = 0; i < count; i += LANES) {
         f32v v = load_some(x, first + i, count - i, bf16);
@@ -126,6 +134,7 @@ INLINE void round_run(const void *x, int64_t first, int64_t count, int bf16, flo
     float scale = largest[0];
     for (int lane = 1; lane < LANES; lane++) scale = largest[lane] > scale ? largest[lane] : scale;
     scale = fixed ? fixed : scale * (1.0f / 448.0f);
+    if (powers) scale = next_power(scale);
     float inverse = 1.0f / scale;
     for (int64_t i = 0; i < count; i += LANES) {
         f32v v = load_some(x, first + i, count - i, bf16) * inverse;
@@ -140,9 +149,10 @@ INLINE void widen_row(const void *x, int64_t first, int64_t k, int bf16, int64_t
             store_some(out, i, k - i, 0, load_some(x, first + i, k - i, bf16));
         return;
     }
-    int64_t width = rounding == BY_GROUP ? ROUNDED_GROUP : k;
+    int powers = rounding == POWERS;
+    int64_t width = rounding == BY_GROUP || powers ? ROUNDED_GROUP : k;
     for (int64_t i = 0; i < k; i += width)
-        round_run(x, first + i, smaller(width, k - i), bf16, fixed, out + i);
+        round_run(x, first + i, smaller(width, k - i), bf16, fixed, powers, out + i);
 }
 
 /* Sums of up to BLOCK_ROWS rows and one group of columns, [rows][GROUP]. */

@@ -17,7 +17,7 @@ from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Rounding,
 #: As in quantized.c.
 _INT4, _FP8, _E2M1 = range(3)
 _ONE_ZERO, _ZEROS, _FACTORS = range(3)
-_AS_IS, _BY_ROW, _BY_GROUP, _FIXED = range(4)
+_AS_IS, _BY_ROW, _BY_GROUP, _FIXED, _POWERS = range(5)
 
 #: As in integers.c, by bits (4 or 8) and features of a group.
 _INTEGERS = {(4, 32): 0, (8, 32): 1, (8, 16): 2}
@@ -277,6 +277,8 @@ def _rounding(rounding: Rounding | None) -> tuple[int, float]:
         return _AS_IS, 0.0
     if rounding.scale is not None:
         return _FIXED, float(rounding.scale)
+    if rounding.powers:
+        return _POWERS, 0.0
     return (_BY_GROUP if rounding.grouped else _BY_ROW), 0.0
 
 

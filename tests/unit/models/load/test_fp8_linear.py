@@ -160,6 +160,31 @@ def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_scales_are_powers_of_two_of_activations_too_where_the_format_says_so(tmp_path):
+    def in_powers(dtype):
+        def edit(stored):
+            for name in [name for name in stored if name.endswith("_scale_inv")]:
+                stored[name] = stored[name].log2().ceil().exp2().to(dtype)
+
+        return edit
+
+    def loaded(name, dtype, form):
+        return load(write_block(tmp_path / name, in_powers(dtype), scale_fmt=form))
+
+    models = {
+        "numbers": loaded("numbers", torch.float32, "ue8m0"),
+        "bytes": loaded("bytes", torch.float8_e8m0fnu, "ue8m0"),
+        "others": loaded("others", torch.float32, "float"),
+    }
+    roundings = [model.layers[0].attention.output.weight.rounding for model in models.values()]
+    assert [one.form for one in roundings] == [(True, True), (True, True), (True, False)]
+    logits = {name: logits_of(model) for name, model in models.items()}
+    assert torch.equal(logits["numbers"], logits["bytes"])
+    # Two roundings of activations to three bits each.
+    difference = (logits["numbers"] - logits["others"]).norm() / logits["others"].norm()
+    assert 0 < difference < 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
 def test_chunks_of_a_prompt_change_no_bit(tmp_path, kernels, dtype):

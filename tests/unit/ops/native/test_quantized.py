@@ -19,6 +19,7 @@ ROUNDINGS = [
     None,
     Rounding(),
     Rounding(grouped=True),
+    Rounding(grouped=True, powers=True),
     Rounding(scale=torch.tensor(0.01)),
 ]
 

@@ -27,20 +27,26 @@ STEP = 1 / LARGEST
 #: Lower bound of a row's largest element, so that no scale is 0.
 TINY = 2.0**-100
 
+#: Bits of the mantissa and of the exponent of an fp32 number.
+MANTISSA, EXPONENT = 0x007FFFFF, 0x7F800000
+
 #: Features that share a scale, where scales are not those of whole rows.
 GROUP = 128
 
 _SLICE_ELEMENTS = 1 << 24
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize [T, K] of any floating dtype to float8 e4m3 [T, K] and a scale per row, [T] fp32.
 
-    Rounds to nearest even; a row's largest element becomes the largest number of e4m3. Rows with
-    NaN or an infinity have NaN.
+    Rounds to nearest even; a row's largest element becomes the largest number of e4m3, or less if
+    scales are ``powers`` of two. Rows with NaN or an infinity have NaN.
     """
     values = x.float()
     scale = values.abs().amax(dim=1).clamp(min=TINY) * STEP
+    if powers:
+        # Up to the next power of two: a carry out of the mantissa, which is then cleared.
+        scale = ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
     # A reciprocal is correctly rounded on every device; a division by a scalar need not be.
     return (values * scale.reciprocal()[:, None]).to(torch.float8_e4m3fn), scale
 
@@ -55,8 +61,8 @@ def rounded_by(rounding: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
         values = scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return values, rounding.scale.expand(x.shape[0])
     if not rounding.grouped:
-        return rounded(x)
-    groups = [rounded(group) for group in x.split(GROUP, dim=1)]
+        return rounded(x, rounding.powers)
+    groups = [rounded(group, rounding.powers) for group in x.split(GROUP, dim=1)]
     return torch.cat([one for one, _ in groups], 1), torch.stack([scale for _, scale in groups], 1)
 
 

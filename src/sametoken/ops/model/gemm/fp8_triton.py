@@ -20,7 +20,15 @@ from triton.runtime import driver
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from sametoken.ops.model.gemm import triton as gemm
-from sametoken.ops.model.gemm.fp8 import GROUP, LARGEST, STEP, TINY, Fp8Weight
+from sametoken.ops.model.gemm.fp8 import (
+    EXPONENT,
+    GROUP,
+    LARGEST,
+    MANTISSA,
+    STEP,
+    TINY,
+    Fp8Weight,
+)
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
 from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
@@ -248,6 +256,8 @@ def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
             STEP=STEP,
             TINY=TINY,
             LARGEST=LARGEST,
+            MANTISSA=MANTISSA if rounding.powers else 0,
+            EXPONENT=EXPONENT,
             BLOCK=block,
             num_warps=1 if rounding.grouped else min(32, max(4, block // 512)),
             **pdl_options(x),
@@ -265,6 +275,8 @@ def _round_kernel(
     STEP: tl.constexpr,
     TINY: tl.constexpr,
     LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr,  # 0: scales are no powers of two
+    EXPONENT: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -279,6 +291,9 @@ def _round_kernel(
         value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     else:
         step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
+        if MANTISSA:
+            step = (step.to(tl.int32, bitcast=True) + MANTISSA) & EXPONENT
+            step = step.to(tl.float32, bitcast=True)
         # tl.max skips NaN, which stays NaN in the row.
         value *= tl.div_rn(1.0, step)
     tl.store(matrix + at, value.to(matrix.dtype.element_ty), mask=element < width)

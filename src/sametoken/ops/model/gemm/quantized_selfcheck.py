@@ -115,7 +115,7 @@ def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
         return _form(one.panels)
     if isinstance(one, Int4Panels):
         return one.words.shape, one.in_features, one.form, one.offsets is None
-    rounding = one.rounding and (one.rounding.grouped, one.rounding.scale is None)
+    rounding = one.rounding and (*one.rounding.form, one.rounding.scale is None)
     if isinstance(one, ExpertStack):
         return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding
     return one.matrix.shape, _dim(one.scale), rounding

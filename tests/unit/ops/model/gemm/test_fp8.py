@@ -7,9 +7,10 @@ import torch
 
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.activation import silu_mul
-from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded, rounded_by
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.weight import Rounding
 
 KERNELS = ReferenceKernels()
 FP32 = torch.float32
@@ -46,6 +47,22 @@ def test_all_but_fp32_sums_are_rounded_once_to_the_dtype_of_the_activations(dtyp
     assert torch.equal(product, sums.to(dtype))
     assert torch.equal(weight.matmul(x, bias), (sums + bias).to(dtype))
     assert torch.equal(weight.gated_matmul(x), silu_mul(product))
+
+
+def test_scales_of_powers_are_the_least_that_hold_every_element():
+    x = normal(6, 256) * 10.0 ** torch.arange(-3, 3)[:, None]
+    x[4, 7], x[5, 200] = 448 * 2.0**20, -(2.0**-90) * 448
+    x[5, :200], x[5, 201:] = 0, 0
+    rounding = Rounding(grouped=True, powers=True)
+    matrix, scale = rounded_by(rounding, x)
+    largest = x.double().unflatten(1, (2, 128)).abs().amax(2).clamp(min=2.0**-100)
+    assert torch.equal(scale.double(), 2 ** (largest / 448).log2().ceil())
+    exact = (x.double() / scale.double().repeat_interleave(128, 1)).float()
+    assert torch.equal(matrix.float(), exact.to(torch.float8_e4m3fn).float())
+    weight = Fp8Weight(normal(16, 256).to(torch.float8_e4m3fn), torch.ones(16, 2), rounding)
+    activations = matrix.double() * scale.double().repeat_interleave(128, 1)
+    expected = activations @ weight.matrix.double().t()
+    assert torch.allclose(weight.matmul(x).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_activations_are_rounded_to_the_nearest_number_of_e4m3():

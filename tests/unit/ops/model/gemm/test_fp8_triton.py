@@ -381,6 +381,7 @@ def test_narrow_weights_alone_are_asked_for_early():
 ROUNDINGS = {
     "row": Rounding(),
     "groups": Rounding(grouped=True),
+    "powers": Rounding(grouped=True, powers=True),
     "fixed": Rounding(scale=torch.tensor(2.0**-4)),
     "none": None,
 }
@@ -417,7 +418,7 @@ def test_scales_of_groups_give_the_result_of_the_reference(by_group, at, roundin
     assert same(product(x, weight, epilogue, operand), expected, epilogue)
 
 
-@pytest.mark.parametrize("rounding", ["row", "groups", "fixed"])
+@pytest.mark.parametrize("rounding", ["row", "groups", "powers", "fixed"])
 def test_activations_round_as_the_reference_does(rounding):
     x = poisoned_view(grouped_activations(7, 300, torch.float16))
     x[3, 5] = 500.0

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import inspect
 import os
+from contextlib import suppress
 from pathlib import Path
 
 # The suite runs several processes on few cores; spinning threads would fight over them.
@@ -23,7 +24,9 @@ if not torch.cuda.is_available():
 
 from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
+from sametoken.errors import UnsupportedError
 from sametoken.ops.model.recurrent import convolution_triton
+from sametoken.ops.native.library import load_library
 
 TESTS = Path(__file__).parent
 
@@ -92,8 +95,12 @@ def pytest_pyfunc_call(pyfuncitem):
         pyfuncitem.obj = lambda **given: asyncio.run(test(**given))
 
 
-def pytest_sessionstart():
+def pytest_sessionstart(session):
     gc.disable()
+    if session.config.getoption("numprocesses", None):
+        # Before there are workers, each of which would compile the kernels on a new machine.
+        with suppress(UnsupportedError):
+            load_library()
 
 
 def pytest_collection_finish():

@@ -19,9 +19,12 @@ from mutants.catalogue import COMPACT, MUTANTS, Mutant
 from sametoken.errors import InvariantError
 
 ROOT = Path(__file__).parents[2]
-#: Without what collects all garbage several times at the end of a session.
-PLUGINS = ("no:cacheprovider", "no:faulthandler", "no:unraisableexception")
-OPTIONS = ("-q", "--capture=no", *(word for plugin in PLUGINS for word in ("-p", plugin)))
+#: Without what collects all garbage several times at the end of a session, and what no test uses.
+WITHOUT = (
+    *("unraisableexception", "threadexception", "faulthandler", "logging", "debugging", "doctest"),
+    *("cacheprovider", "stepwise", "junitxml", "pastebin", "setuponly", "setupplan", "legacypath"),
+)
+OPTIONS = ("-q", "--capture=no", "--tb=line", *(f"-pno:{plugin}" for plugin in WITHOUT))
 
 
 class Record:

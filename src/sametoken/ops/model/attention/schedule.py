@@ -61,26 +61,17 @@ def begin_of(split):
 
 
 @gluon.jit
-def splits_before(position):
-    """How many splits begin before a position."""
+def splits_before(position, PARTS: gl.constexpr = 1):
+    """How many splits begin before a position; with two PARTS, have their middle before it."""
+    FROM_0: gl.constexpr = _SIZE_0 // PARTS - 1
+    FROM_1: gl.constexpr = _SIZE_1 // PARTS - 1
+    FROM_2: gl.constexpr = _SIZE_2 // PARTS - 1
+    FROM_3: gl.constexpr = _SIZE_3 // PARTS - 1
     return (
-        (gl.minimum(position, _BEGIN_1) + _SIZE_0 - 1) // _SIZE_0
-        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 - 1) // _SIZE_1
-        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 - 1) // _SIZE_2
-        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 - 1) // _SIZE_3
-    )
-
-
-@gluon.jit
-def middles_before(position):
-    """How many splits have their middle before a position."""
-    return (
-        (gl.minimum(position, _BEGIN_1) + _SIZE_0 // 2 - 1) // _SIZE_0
-        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 // 2 - 1)
-        // _SIZE_1
-        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 // 2 - 1)
-        // _SIZE_2
-        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 // 2 - 1) // _SIZE_3
+        (gl.minimum(position, _BEGIN_1) + FROM_0) // _SIZE_0
+        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + FROM_1) // _SIZE_1
+        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + FROM_2) // _SIZE_2
+        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + FROM_3) // _SIZE_3
     )
 
 
@@ -95,5 +86,5 @@ def own_part(low, high, first, end, TILE: gl.constexpr):
         The first of them, the split after their last, and the split after the query tile's last.
     """
     after = splits_before(end * TILE)
-    last = gl.where(high < end, middles_before(high * TILE), after)
-    return gl.maximum(first, middles_before(low * TILE)), last, after
+    last = gl.where(high < end, splits_before(high * TILE, 2), after)
+    return gl.maximum(first, splits_before(low * TILE, 2)), last, after

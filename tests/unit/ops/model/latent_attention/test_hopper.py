@@ -301,6 +301,42 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, ow
     assert {high - low - len(line) // programs for low, high in shares} <= {0, 1}
 
 
+@pytest.mark.parametrize("programs", [7, 128])
+@pytest.mark.parametrize(("heads", "width"), [(4, 1), (20, 1), (20, 4)])
+def test_programs_compute_every_split_of_every_query_tile_once(
+    heads, width, programs, own_shares, monkeypatch
+):
+    numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
+    monkeypatch.setattr(schedule, "gl", numbers)
+    splits_before = schedule.splits_before.fn
+    monkeypatch.setattr(schedule, "splits_before", lambda *given: splits_before(*given).value)
+    monkeypatch.setattr(hopper_shares, "own_part", schedule.own_part.fn)
+    queries, tiles_per_run = 32, -(-width * heads // 32)
+    # Long, equal and padded runs: the last two stand at position 0.
+    begins = [20_000, 16_384, 16_400, 16_400, 1_023, 300, 0, 0]
+    positions = Memory([begin + row for begin in begins for row in range(width)])
+    memory = (positions, Memory(range(width * len(begins))), None)
+    found = []
+    sizes = (0, width, tiles_per_run, tiles_per_run * len(begins), heads, queries, 256, 4)
+    for tile, _, start, low, high in own_shares(programs, *memory, *sizes):
+        at = start
+        for one in range(tile, tiles_per_run * len(begins)):
+            first = one % tiles_per_run * queries
+            rows = (width * (one // tiles_per_run), first, width * heads)
+            _, end, split, last = hopper_shares.own_splits.fn(
+                positions, *rows, at, low, high, heads, queries
+            )
+            if at < high:
+                found += [(one, own) for own in range(int(split), int(last))]
+            at += int(end)
+    expected = []
+    for tile in range(tiles_per_run * len(begins)):
+        last_query = min(tile % tiles_per_run * queries + queries, width * heads) - 1
+        position = begins[tile // tiles_per_run] + last_query // heads
+        expected += [(tile, split) for split in range(max_splits(position // 64 * 64 + 64))]
+    assert found == expected
+
+
 def test_runs_of_one_length_are_cut_at_their_borders(own_shares):
     memory = (Memory([16_400] * 8), Memory([*range(8)]), Memory([*range(9)]))
     shares = [*own_shares(128, *memory, 0, 1, 1, 8, 20, 32, 256, 4)]

@@ -1,11 +1,13 @@
 """Time latent attention (MLA) on the GPU at hand, beside what the chip can do.
 
     python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128] [--kernels triton,gluon]
-        [--cases 8x1x16384,64x1x2048,8x4x16384,1x512x4096,1x2048x16384]
+        [--cases 8x1x16384,8x1x16400,64x1x2060,32x1x8200,8x4x16384,1x512x4096,1x2048x16384]
 
-A case is batch x window x context. Times are of one layer, inside a CUDA graph over several layers'
-vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s of the products of
-visible positions; both stand beside what a copy and a square bf16 product of torch reach here.
+A case is batch x window x context. Powers of two divide evenly among programs and flatter: some
+contexts are as long as a request's after some tokens. Times are of one layer, inside a CUDA graph
+over several layers' vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s
+of the products of visible positions; both stand beside what a copy and a square bf16 product of
+torch reach here.
 Every configuration is listed by form, queries, warps, stages and "l" where vectors are the left
 operand, or of the Gluon kernels by form, programs and queries, the fastest first.
 ``*`` is the choice of its kernels, ``!`` marks other bits than the first of its kernels has.
@@ -179,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="16,20,128")
     parser.add_argument("--kernels", default="triton,gluon")
-    cases = "8x1x16384,64x1x2048,8x4x16384,1x512x4096,1x2048x16384"
+    cases = "8x1x16384,8x1x16400,64x1x2060,32x1x8200,8x4x16384,1x512x4096,1x2048x16384"
     parser.add_argument("--cases", default=cases)
     options = parser.parse_args()
     kernels = set(options.kernels.split(","))

@@ -182,14 +182,17 @@ def connect() -> bool:
     """Join the cluster of this process, of this machine or of RAY_ADDRESS, else start one.
 
     Returns:
-        Whether a cluster was started.
+        Whether a cluster was started, as RAY_ADDRESS=local asks for.
 
     Raises:
-        ConfigError: there is an address, and no cluster answers there.
+        ConfigError: there is an address, and no cluster answers there; or none can be started.
     """
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
+    if address == "local":
+        start_cluster()
+        return True
     try:
         with _few_attempts():
             ray.init(address="auto", log_to_driver=False)
@@ -228,10 +231,21 @@ def _unreachable(address: str | None, error: Exception) -> ConfigError:
 
 
 def start_cluster(**options: Any) -> None:
-    """Start Ray in this process; ``options`` are those of ``ray.init``."""
+    """Start Ray in this process; ``options`` are those of ``ray.init``.
+
+    Raises:
+        ConfigError: it does not start.
+    """
     # On a busy machine a proxy takes longer than the 5 s after which Serve kills it.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    ray.init(include_dashboard=False, **options)
+    try:
+        ray.init(include_dashboard=False, **options)
+    except Exception as error:
+        # Ray has no type of its own for this: a node that does not come up is an ``Exception``.
+        raise ConfigError(
+            f"a Ray cluster cannot be started on this machine ({error})",
+            "see Ray's logs, or name a running cluster in RAY_ADDRESS",
+        ) from error
 
 
 def device_on_ray(device: str) -> str:

@@ -106,6 +106,27 @@ def test_a_cluster_is_joined_before_one_is_started(monkeypatch):
     assert not cluster.connect()
 
 
+def test_a_local_address_asks_for_a_cluster_of_our_own(monkeypatch):
+    asked = []
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options.get("address")))
+    assert cluster.connect()
+    assert asked == [None]
+
+
+@pytest.mark.parametrize("address", ["local", ""])
+def test_a_cluster_that_does_not_start_says_why(monkeypatch, address):
+    def init(**options):
+        raise ConnectionError if options.get("address") else Exception("the store is too large")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match="the store is too large"):
+        cluster.connect()
+
+
 ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
 TIMEOUTS = ("RAY_gcs_rpc_server_connect_timeout_s", "RAY_py_gcs_connect_timeout_s")
 RUN = """

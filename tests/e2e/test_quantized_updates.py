@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -47,16 +48,21 @@ def write_nvfp4(source, output):
     compressed(output, groups, ["model.embed_tokens"])
 
 
-def write_blocks(source, output):
+def write_blocks(source, output, scale_fmt="float"):
     """As DeepSeek and Qwen publish it."""
     shutil.copytree(source, output)
     config = json.loads((source / "config.json").read_text())
     floats = {name: tensor.float() for name, tensor in tensors_of(source).items()}
-    stored, _ = quantize_tensors(floats)
-    write_checkpoint(output, config | {"quantization_config": block_config()}, stored)
+    stored, _ = quantize_tensors(floats, scale_fmt=scale_fmt)
+    quantization = block_config(scale_fmt=scale_fmt)
+    write_checkpoint(output, config | {"quantization_config": quantization}, stored)
 
 
-WRITERS = {"nvfp4": write_nvfp4, "block": write_blocks}
+WRITERS = {
+    "nvfp4": write_nvfp4,
+    "block": write_blocks,
+    "ue8m0": partial(write_blocks, scale_fmt="ue8m0"),
+}
 
 
 @pytest.fixture(scope="module", params=[*SCHEMES, *WRITERS])

@@ -85,12 +85,15 @@ def quantize_tensors(
     scale_name: str = "weight_scale_inv",
     chosen: Callable[[str], bool] = is_projection,
     input_scales: Iterable[float] = (),
+    scale_fmt: str = "float",
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The tensors as stored, and those that they stand for."""
     stored, meant, fixed = dict(tensors), dict(tensors), iter(input_scales)
     for name in filter(chosen, tensors):
         module, weight = name.removesuffix(".weight"), tensors[name]
         scale = scales_of(weight, strategy)
+        if scale_fmt == "ue8m0":
+            scale = scale.log2().ceil().exp2()
         factor = expanded(scale, tuple(weight.shape), strategy)
         stored[name] = (weight / factor).to(torch.float8_e4m3fn)
         stored[f"{module}.{scale_name}"] = scale

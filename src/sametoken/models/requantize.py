@@ -70,6 +70,8 @@ def _head_of(name: str, config: ModelConfig) -> str | None:
 
 def _scheme_of_linear(form: LinearFormat | None) -> Scheme | None:
     match form:
+        case Fp8Linear(scales, "group_ue8m0", names):
+            return float8(f"{scales}_ue8m0", names[0])
         case Fp8Linear(scales, activations, names) if activations != "tensor":
             return float8(scales, names[0])
         case Int4Linear(layout, size, True) if layout == PACKED and size > 0:

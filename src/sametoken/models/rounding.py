@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from sametoken.models.load import mxfp4, nvfp4_linear
 from sametoken.models.load.fp8_linear import BLOCK
 from sametoken.models.load.sources import FLOATING
-from sametoken.ops.model.gemm.fp8 import LARGEST, rounded
+from sametoken.ops.model.gemm.fp8 import LARGEST, powers_from, rounded
 from sametoken.ops.model.gemm.int4 import E2M1
 
 #: Scales in place of 0, as compressed-tensors writes them.
@@ -53,9 +53,16 @@ class Scheme:
 
 
 def float8(scales: str, scale_name: str = "weight_scale") -> Scheme:
-    """float8 e4m3, scales by "channel" (in the weight's dtype), "block" or "tensor" (fp32)."""
-    by = {"channel": _fp8_by_row, "block": _fp8_by_block, "tensor": _fp8_by_tensor}[scales]
-    return Scheme((".weight", f".{scale_name}"), 1, by)
+    """float8 e4m3, scales by "channel" (in the weight's dtype), "block" or "tensor" (fp32), or
+    "block_ue8m0", powers of two.
+    """
+    by: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+        "channel": _fp8_by_row,
+        "block": _fp8_by_block,
+        "block_ue8m0": partial(_fp8_by_block, powers=True),
+        "tensor": _fp8_by_tensor,
+    }
+    return Scheme((".weight", f".{scale_name}"), 1, by[scales])
 
 
 def int4(group: int) -> Scheme:
@@ -70,11 +77,13 @@ def _fp8_by_row(weight: Tensor) -> tuple[Tensor, ...]:
     return _e4m3(weight.float() / scale.float()), scale
 
 
-def _fp8_by_block(weight: Tensor) -> tuple[Tensor, ...]:
+def _fp8_by_block(weight: Tensor, powers: bool = False) -> tuple[Tensor, ...]:
     rows, columns = weight.shape
     whole = pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = _largest(blocks, (1, 3), LARGEST)
+    if powers:
+        scale = powers_from(scale)
     values = _e4m3(blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
     return values[:rows, :columns].contiguous(), scale
 

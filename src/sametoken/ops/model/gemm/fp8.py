@@ -45,10 +45,15 @@ def rounded(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     values = x.float()
     scale = values.abs().amax(dim=1).clamp(min=TINY) * STEP
     if powers:
-        # Up to the next power of two: a carry out of the mantissa, which is then cleared.
-        scale = ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
+        scale = powers_from(scale)
     # A reciprocal is correctly rounded on every device; a division by a scalar need not be.
     return (values * scale.reciprocal()[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def powers_from(scale: Tensor) -> Tensor:
+    """The least power of two that is not below each positive fp32 number, as UE8M0 holds it."""
+    # Any bit of the mantissa carries into the exponent; then the mantissa is cleared.
+    return ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
 
 
 def rounded_by(rounding: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:

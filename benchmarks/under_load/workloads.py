@@ -116,9 +116,11 @@ def loads_of(workload: str, sizes: Sizes) -> list[Load]:
         ValueError: the name is unknown.
     """
     kind, _, rest = workload.partition(":")
-    if kind in ("burst", "mixed", "long"):
-        count, _, tokens = rest.partition("x")
-        return [Load(workload, kind, int(count), input_len=int(tokens or 0))]
+    if kind == "burst" or (kind == "mixed" and "x" not in rest):
+        return [Load(workload, kind, int(rest))]
+    if kind in ("mixed", "long"):
+        count, tokens = map(int, rest.split("x"))
+        return [Load(workload, kind, count, input_len=tokens)]
     if kind in ("ngram-never", "ngram-repeat"):
         return [Load(workload, kind, sizes.crowd, temperature=float(rest or 0))]
     if workload == "asked":

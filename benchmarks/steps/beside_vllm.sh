@@ -6,11 +6,10 @@
 # CONFIG: plain, eagle3, ngram3, ngram5: Qwen3-8B; q35, q35mtp3: Qwen3.5-9B without and with its
 # MTP module; eagle3fp8, q35mtp3fp8: with the head in fp8; q35mtp3fp8map: which also has a
 # token map, of 65,536 tokens; smol, smolng: SmolLM2 without and with n-gram drafts, at one request.
-# MODELS holds qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, each with the config.json of the model:
-# weights are random, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only times
-# are meaningful. Acceptance of n-gram drafts on random weights is chance: compare steps per
-# second, not tokens. SMOLLM2 is its GGUF file; by default it is downloaded.
-# Options are the defaults. LIMIT: seconds of each (100). PYTHON names the
+# MODELS holds what under_load/shapes.py writes, each model's config.json: weights are random, and
+# drafts of eagle3 and q35mtp3 are accepted at given rates, so only times are meaningful. Acceptance
+# of n-gram drafts on random weights is chance: compare steps per second, not tokens. SMOLLM2 is its
+# GGUF file; by default it is downloaded. Options are the defaults. LIMIT: seconds of each (100). PYTHON names the
 # interpreter. OUTDIR gets one JSON object and one log for each. Exit status: 0 if all ran.
 set -u
 if [ $# -lt 2 ]; then

@@ -49,6 +49,13 @@ CONFIGS = {
         {"sametoken": 31.0, "vllm": 31.0},
         {"method": "eagle3", "model": "eagle3-qwen3-8b", **SYNTHETIC},
     ),
+    "llama": Config("llama-3.1-8b", DENSE_LEN, _KV),
+    "llamaeagle3": Config(
+        "llama-3.1-8b",
+        DENSE_LEN,
+        _KV,
+        {"method": "eagle3", "model": "eagle3-llama-3.1-8b", **SYNTHETIC},
+    ),
     "q35": Config("qwen35-9b", HYBRID_LEN, _KV),
     "q35mtp3": Config(
         "qwen35-9b", HYBRID_LEN, {"sametoken": 30.0, "vllm": 72.0}, {"method": "mtp", **SYNTHETIC}

@@ -55,6 +55,81 @@ QWEN3_8B = _BF16 | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
 }
+# meta-llama/Llama-3.1-8B
+LLAMA_8B = QWEN3_8B | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+# Qwen/Qwen3.5-9B; vLLM reads sizes of the image encoder too, which neither engine runs.
+QWEN35_9B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_5",
+        "depth": 2,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "in_channels": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
 # HuggingFaceTB/SmolLM2-135M
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -159,9 +234,21 @@ GLM_FLASH = _BF16 | {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000,
 }
+# Heads over the 32,000 most frequent tokens, as published for these targets.
+_HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "draft_vocab_size": 32000,
+}
 SHAPES = {
     "smollm2-135m": SMOLLM2,
+    "llama-3.1-8b": LLAMA_8B,
+    "eagle3-llama-3.1-8b": LLAMA_8B | _HEAD,
+    "qwen35-9b": QWEN35_9B,
     "qwen3-8b": QWEN3_8B,
+    "eagle3-qwen3-8b": QWEN3_8B | _HEAD,
     "qwen3-8b-fp8": QWEN3_8B | FP8,
     "qwen3-8b-w4a16": QWEN3_8B | W4A16,
     "qwen3-30b-a3b": QWEN3_MOE,

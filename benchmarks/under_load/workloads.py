@@ -32,6 +32,7 @@ NGRAM = ["ngram-never", "ngram-never:1", "ngram-repeat"]
 WORKLOADS = {
     "plain": [*DENSE, "mixed:384", *LONG, *NGRAM, "asked"],
     "eagle3": [*FEW, "mixed:384", "long:8x16384"],
+    **{name: [*STEPS, *LONG] for name in ("llama", "llamaeagle3")},
     "q35": [*FEW, "mixed:384", "long:8x16384", "long:1x32000"],
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,

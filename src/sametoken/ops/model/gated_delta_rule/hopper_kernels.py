@@ -2,8 +2,8 @@
 
 A long run is a chain from row to row, so what counts is how soon a row ends. Groups of prepared
 rows are copied into shared memory while earlier ones are walked, and four warps, each with eight
-columns of a head's state, walk a group without a barrier: keys of the next row are loaded while a
-row is summed.
+columns of a head's state, walk a group without a barrier. A row begins with sums over its keys, so
+they are loaded while the row before it is walked.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -33,11 +33,11 @@ KEYS = gl.constexpr(128)
 #: Columns of a head's state that a program holds, and its warps.
 COLUMNS = gl.constexpr(32)
 WARPS = gl.constexpr(4)
-#: Rows of a group, groups in shared memory, and rows that the compiler may interleave: more than
-#: four do not stay in the instruction cache.
+#: Rows of a group, groups in shared memory, and rows that the compiler may interleave: sixteen do
+#: not stay in the instruction cache.
 GROUP = gl.constexpr(32)
 SLOTS = gl.constexpr(3)
-UNROLLED = gl.constexpr(4)
+UNROLLED = gl.constexpr(8)
 #: Threads that share a column: each sums a part, or two.
 LANES = gl.constexpr(8)
 
@@ -146,20 +146,22 @@ def _number(memory):
 
 
 @gluon.jit
-def _walk_row(state, rows, at, out, new, WIDTH: gl.constexpr):
-    """One row, in the order of operations of ``triton``'s walk; returns the next state.
+def _walk_row(state, k, rows, at, last, out, shift, WIDTH: gl.constexpr):
+    """One row, in the order of operations of ``triton``'s walk.
 
-    Folded rows, of which ``new`` is negative, have no output.
+    It is at ``at`` in shared memory, and row ``at + shift`` of the output if that is not negative:
+    folded rows have none. Returns the next state, and k of the next row up to ``last``.
     """
     ks, qs, vs, decays, betas, q_ks = rows
-    k, q, v = _row_keys(ks.index(at)), _row_keys(qs.index(at)), vs.index(at).load(VALUES)
+    q, v = _row_keys(qs.index(at)), vs.index(at).load(VALUES)
     decay, beta = _number(decays.index(at)), _number(betas.index(at))
-    q_k = _number(q_ks.index(at))
+    q_k, next_k = _number(q_ks.index(at)), _row_keys(ks.index(gl.minimum(at + 1, last)))
     along_k, along_q = _along(state, k, q)
     delta = beta * gl.fma(-decay, along_k, v)
     read = gl.fma(delta, q_k, decay * along_q)
+    new = at + shift
     gl.store(out + new * WIDTH, read.to(out.dtype.element_ty), mask=new >= 0)
-    return gl.fma(k, delta[None, None, :], decay * state)
+    return gl.fma(k, delta[None, None, :], decay * state), next_k
 
 
 @gluon.jit
@@ -178,13 +180,14 @@ def _walk_run(
         for first in range(begin, end, GROUP):
             async_copy.wait_group(SLOTS - 2)
             gl.thread_barrier()
-            new, at, rest = first - num_folded, slot * GROUP, min(GROUP, end - first)
-            whole = rest // UNROLLED * UNROLLED
-            for row in range(0, whole, UNROLLED):
+            at, rest = slot * GROUP, min(GROUP, end - first)
+            k, last, shift = _row_keys(rows[0].index(at)), at + rest - 1, first - num_folded - at
+            uneven = at + rest // UNROLLED * UNROLLED
+            for row in range(at, uneven, UNROLLED):
                 for i in gl.static_range(UNROLLED):
-                    state = _walk_row(state, rows, at + row + i, out, new + row + i, HV * DV)
-            for row in range(whole, rest):
-                state = _walk_row(state, rows, at + row, out, new + row, HV * DV)
+                    state, k = _walk_row(state, k, rows, row + i, last, out, shift, HV * DV)
+            for row in range(uneven, last + 1):
+                state, k = _walk_row(state, k, rows, row, last, out, shift, HV * DV)
             # All warps have left the slot before: they met above.
             later, free = first + (SLOTS - 1) * GROUP, (slot + SLOTS - 1) % SLOTS
             _copy_group(ring, free, prepared, later, end, head, first_value, HK, HV, DV)

@@ -107,6 +107,14 @@ def test_wrong_use_is_one_error(server, arguments, cause):
     assert cause in result.stderr
 
 
+def test_a_server_that_wants_a_key(tmp_path):
+    with running_server(write_chat_model(tmp_path / "model"), api_key=("key",)) as guarded:
+        result = bench(guarded, "--api-key", "wrong")
+    assert result.exit_code == 2
+    assert "lists no models (status 401)" in result.stderr
+    assert "--api-key" in result.stderr
+
+
 def test_a_server_that_is_not_there():
     result = bench("http://127.0.0.1:9")
     assert result.exit_code == 2

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -174,11 +175,24 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(servers):
 
 
 def test_sigint_ends_the_server_at_once(servers):
-    server = servers[0]
-    body = REQUEST | {"stream": True, "max_tokens": 100_000}
-    with httpx.stream(
-        "POST", f"{server.url()}/v1/completions", json=body, timeout=PATIENCE_S
-    ) as stream:
-        next(stream.iter_lines())
-        assert server.end(signal.SIGINT) == 130
-    assert "Traceback" not in server.log.read_text()
+    """Clients are told, streamed and not, and no response is cut off."""
+    server, body = servers[0], REQUEST | {"max_tokens": 100_000}
+    url = f"{server.url()}/v1/completions"
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(httpx.post, url, json=body, timeout=PATIENCE_S)
+        streamed = body | {"stream": True}
+        with httpx.stream("POST", url, json=streamed, timeout=PATIENCE_S) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            metrics = f"{server.url()}/metrics"
+            while not re.search(r"requests_running\S* 2", httpx.get(metrics).text):
+                time.sleep(0.05)
+            server.process.send_signal(signal.SIGINT)
+            *_, last, done = [line for line in lines if line]
+        answers = (whole.result().json(), json.loads(last.removeprefix("data: ")))
+    assert [answer["error"]["code"] for answer in answers] == ["aborted"] * 2
+    assert (whole.result().status_code, done) == (503, "data: [DONE]")
+    assert server.process.wait(PATIENCE_S) == 130
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert "timeout graceful shutdown" not in log

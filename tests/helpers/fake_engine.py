@@ -12,6 +12,7 @@ from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.user_inputs import PromptTokens
+from sametoken.errors import DrainingError
 from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
@@ -118,6 +119,9 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return STATS
+
+    def end_requests(self) -> None:
+        self.refuse = DrainingError("it stops", "go elsewhere")
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
         if self.refuse is not None:

@@ -343,6 +343,18 @@ def test_what_is_no_http_leaves_no_traceback(nonsense, caplog):
     assert [record for record in caplog.records if record.exc_info] == []
 
 
+async def test_headers_have_one_limit_in_one_piece_or_in_several():
+    request = post("/v1/completions", 2, "X: " + "x" * 17_000) + b"{}"
+    async with serving() as door:
+        for pieces in ((request,), (request[:9_000], request[9_000:])):
+            reader, writer = await door.open()
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.02)
+            status, _, body = await answer(reader)
+            assert (status, b"headers of 16 KiB" in body) == (400, True)
+
+
 def test_wrong_keys_are_slowed_down_and_the_right_one_is_not(monkeypatch):
     # No key is forgiven while the test goes on.
     monkeypatch.setattr(middleware, "Buckets", lambda rate: Buckets(rate, now=lambda: 0.0))

@@ -161,6 +161,12 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
         cards = response.json()["data"]
         names = [card["id"] for card in cards]
         model = server.model or names[0]
+    except httpx.HTTPStatusError as error:
+        remedy = "give the address of an OpenAI-compatible server"
+        if error.response.status_code in (401, 403):
+            remedy = "give the server's key with --api-key"
+        status = f"status {error.response.status_code}"
+        raise ConfigError(f"{server.url} lists no models ({status})", remedy) from error
     except (httpx.HTTPError, *_JSON_ERRORS) as error:
         raise ConfigError(
             f"{server.url} lists no models ({type(error).__name__}: {error})",

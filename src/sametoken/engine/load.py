@@ -155,6 +155,8 @@ def load(
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
     )
+    if memory.max_model_len < resolve_max_model_len(config, architecture):
+        announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")
     config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
     off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():

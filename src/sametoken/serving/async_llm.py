@@ -420,6 +420,11 @@ class AsyncLLM:
             await asyncio.wait_for(self._client.idle.wait(), timeout_s)
         return self._client.idle.is_set()
 
+    def end_requests(self) -> None:
+        """Refuse new requests, and end the unfinished ones with finish reason "abort"."""
+        self._client.draining = True
+        self._client.abort_all()
+
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
         await self._client.supervisor.stop()

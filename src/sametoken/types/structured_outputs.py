@@ -149,7 +149,8 @@ class StructuredOutputs:
             found = " and ".join(names) or "nothing"
             raise RequestError(
                 f"structured_outputs sets {found}",
-                "set exactly one of json_schema, json_object, regex, grammar and choice",
+                "set exactly one of json_schema (json over HTTP), json_object, regex, grammar "
+                "and choice",
                 param=PARAM,
             )
         self._check(names[0], getattr(self, names[0]))
@@ -181,7 +182,7 @@ _FORMS = {
     "json_object": "use True or leave it out",
     "regex": "use a non-empty string",
     "grammar": "use a non-empty string",
-    "choice": "use a non-empty tuple of non-empty strings",
+    "choice": "list at least one text, none empty",
 }
 
 

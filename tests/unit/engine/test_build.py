@@ -213,3 +213,12 @@ def test_dummy_weights_and_synthetic_acceptance_reach_the_engine(tmp_path, steps
     while len(windows) < 5:
         windows += [(u.num_accepted, len(u.token_ids)) for u in core.step() if u.num_drafts]
     assert windows == [(2, 3)] * 5
+
+
+def test_a_context_that_the_memory_shortens_is_announced(target):
+    told = []
+    options = {name: value for name, value in SIZES.items() if name != "max_model_len"}
+    options |= {"num_kv_blocks": 2, "block_size": 8}
+    core = build_engine(EngineConfig.from_options(model=str(target), **options), told.append)
+    assert core.resolved.max_model_len == 16
+    assert "max_model_len is 16: what the KV memory holds for one request" in told

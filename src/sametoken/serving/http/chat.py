@@ -118,14 +118,15 @@ class _Answer:
         begun = False
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
-                every = told.every([one.output])
                 if not begun:
                     first = [writer.begin() for writer in writers]
-                    yield self._make(ChatChunk, first, **every, **self._of_prompt(one.output))
+                    more = told.every(one.output) | self._of_prompt(one.output)
+                    yield self._make(ChatChunk, first, **more)
                     begun = True
                 for completion in one.output.outputs:
                     choices = writers[completion.index].write(completion)
                     self._note_versions(choices, one.output)
+                    every = told.every(one.output, completion)
                     for choice in choices:
                         yield self._make(ChatChunk, [choice], **every)
         (output,) = generation.outputs

@@ -101,11 +101,11 @@ class _Answer:
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
                 output = self._shown(one.output)
-                every = told.every(map(self._shown, generation.outputs))
                 for completion in output.outputs:
                     writer = writers[one.prompt_index][completion.index]
                     if writer.has_new_output(completion):
-                        yield self._response([writer.write(output, completion)], **every)
+                        choice = writer.write(output, completion)
+                        yield self._response([choice], **told.every(output, completion))
         last = self._stats(generation.outputs)
         last |= told.last(map(self._shown, generation.outputs))
         if last:
@@ -224,4 +224,5 @@ class _ChoiceWriter:
     def _echo(self) -> str:
         if self._prompt.text is not None:
             return self._prompt.text
-        return self._served.engine.get_tokenizer().decode(self._prompt.token_ids)
+        tokenizer = self._served.engine.get_tokenizer()
+        return tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)

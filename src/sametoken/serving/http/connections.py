@@ -32,8 +32,8 @@ _PAUSE_S = 0.05
 _LINGER_S = 2.0
 #: Pieces that any body may arrive in, and mean bytes of each further piece.
 _FREE_PIECES, _MEAN_PIECE = 1024, 16
-#: The longest target of a request, which is logged.
-_MAX_TARGET = 4096
+#: The longest target of a request, which is logged, and the largest headers with the target.
+_MAX_TARGET, _MAX_HEADERS = 4096, 16 * 1024
 _CLOSE = (b"connection", b"close")
 
 
@@ -269,9 +269,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def send_400_response(self, msg: str) -> None:
         """See ``H11Protocol``: the input is not HTTP, or beyond a limit."""
         response = invalid(
-            "the request is not HTTP/1.1, or exceeds a limit: headers of 16 KiB, a target of "
-            f"{_MAX_TARGET} bytes that is a path, one length, bodies in pieces of {_MEAN_PIECE} "
-            "bytes. Send a simpler one"
+            "the request is not HTTP/1.1, or exceeds a limit: headers of "
+            f"{_MAX_HEADERS >> 10} KiB, a target of {_MAX_TARGET} bytes that is a path, one "
+            f"length, bodies in pieces of {_MEAN_PIECE} bytes. Send a simpler one"
         ).response()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [*response.raw_headers, _CLOSE]
@@ -346,6 +346,10 @@ class _Parser(h11.Connection):
             self._num_pieces = self._num_bytes = 0
             if len(event.target) > _MAX_TARGET or event.target[:1] not in (b"/", b"*"):
                 raise h11.RemoteProtocolError("the target is too long, or no path")
+            # h11 counts those alone that come in several pieces.
+            size = sum(len(name) + len(value) for name, value in event.headers)
+            if size + len(event.target) > _MAX_HEADERS:
+                raise h11.RemoteProtocolError("the headers are too large")
             # Request smuggling: a proxy may use the other length than this server.
             if {b"transfer-encoding", b"content-length"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("the body has two lengths")

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
@@ -191,11 +191,17 @@ class UsageInStream:
         self._at_end = options is not None and options.include_usage
         self._throughout = options is not None and options.continuous_usage_stats
 
-    def every(self, outputs: Iterable[RequestOutput]) -> dict[str, Usage | None]:
-        """The field of an event with choices, if it has one; null, or the counts so far."""
+    def every(
+        self, output: RequestOutput, *completions: CompletionOutput
+    ) -> dict[str, Usage | None]:
+        """The field of an event with choices, if it has one.
+
+        It is null, or the counts of the prompt and of the completions that the event is of.
+        """
         if not self._at_end:
             return {}
-        return {"usage": usage(list(outputs)) if self._throughout else None}
+        told = replace(output, outputs=completions)
+        return {"usage": usage([told]) if self._throughout else None}
 
     def last(self, outputs: Iterable[RequestOutput]) -> dict[str, Usage]:
         """The field of the last event, if it has one."""

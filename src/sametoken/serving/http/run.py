@@ -108,6 +108,8 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         self._connections.stop()
+        # Otherwise clients would be cut off in mid-response, after ``_LAST_SECONDS``.
+        self._engine.end_requests()
         await super().shutdown(sockets)
 
     def _connection(self) -> Connection:

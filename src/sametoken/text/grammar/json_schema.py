@@ -58,6 +58,12 @@ _FORMS: dict[str, type | tuple[type, ...]] = {
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
+#: What counts count, what lists it, and what allows more than that. Beside a count the compiler
+#: forbids what is not allowed in words, where JSON Schema allows it.
+_COUNTED = (
+    ("Items", "prefixItems", ("items", "unevaluatedItems")),
+    ("Properties", "properties", ("additionalProperties", "unevaluatedProperties")),
+)
 _IN_RANGE = "use a number of 64 bits"
 _SINGLE = (
     *("items", "additionalProperties", "propertyNames"),
@@ -141,6 +147,7 @@ def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
             raise _refused(key, "is not supported", "leave it out")
     _check_exclusive(schema)
     _check_types(schema)
+    _check_counts(schema)
     unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
     if unknown:
         raise _refused(
@@ -192,6 +199,16 @@ def _check_types(schema: Mapping[str, Any]) -> None:
         raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
+
+
+def _check_counts(schema: Mapping[str, Any]) -> None:
+    for noun, listed, opened in _COUNTED:
+        least, num_listed = schema.get(f"min{noun}", 0), len(schema.get(listed, ()))
+        too_many = isinstance(least, int) and least > num_listed
+        key = f"min{noun}" if too_many else f"max{noun}"
+        closed = not any(one in schema for one in (*opened, "patternProperties"))
+        if closed and (too_many or (key in schema and not num_listed)):
+            raise _refused(key, f"needs {opened[0]}", f"state them; {opened[0]}: {{}} allows any")
 
 
 def _children(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -198,10 +198,14 @@ def test_usage_throughout_a_stream(serve):
     chunks = events(
         client.post("/v1/chat/completions", json=body | {"stream_options": both_options})
     )
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert 0 < counts[0] < counts[-1] == 2 * 6
-    assert chunks[-1]["choices"] == []
+    begin, *middle, last = chunks
+    assert [one["usage"]["completion_tokens"] for one in (begin, last)] == [0, 2 * 6]
+    assert last["choices"] == []
+    for index in range(2):
+        own = [one for one in middle if one["choices"][0]["index"] == index]
+        counts = [one["usage"]["completion_tokens"] for one in own]
+        assert counts == sorted(counts)
+        assert 0 < counts[0] < counts[-1] == 6
     alone = {"include_usage": None, "continuous_usage_stats": True}
     chunks = events(client.post("/v1/chat/completions", json=body | {"stream_options": alone}))
     assert not any("usage" in chunk for chunk in chunks)

@@ -96,10 +96,14 @@ def test_usage_throughout_a_stream(serve):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": ["ab", "c"], "stream": True, "stream_options": options}
     chunks = events(serve(FakeEngine("hello")).post("/v1/completions", json=body))
-    totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
-    assert totals == sorted(totals)
-    assert totals[0] < totals[-1] == 3 + 2 * 6
-    assert len(chunks) > 3
+    *events_of_choices, last = chunks
+    assert last["usage"]["total_tokens"] == 3 + 2 * 6
+    for index, num_prompt_tokens in enumerate((2, 1)):
+        own = [one["usage"] for one in events_of_choices if one["choices"][0]["index"] == index]
+        assert {usage["prompt_tokens"] for usage in own} == {num_prompt_tokens}
+        counts = [usage["completion_tokens"] for usage in own]
+        assert counts == sorted(set(counts))
+        assert counts[-1] == 6
 
 
 def test_a_prompt_beyond_the_context_has_openai_s_code(serve):

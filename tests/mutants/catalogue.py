@@ -38,9 +38,10 @@ from sametoken.ops.native.layer import NativeLayer
 from sametoken.ops.native.recurrent import NativePass, part_table
 from sametoken.ops.reference import ComposedKernels, ReferenceKernels
 from sametoken.ops.sampling.logits_rules_reference import apply_rules
+from sametoken.ops.sampling.sample import has_nan
 from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import LayoutTable, StepInputs
+from sametoken.ops.step.types import HAS_NAN, LayoutTable, StepInputs
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import CacheStates, KeptStates
@@ -664,6 +665,30 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
         return verify(self, replace(computed, x=x))
 
     patch.setattr(Step, "_verify", mutant)
+
+
+@mutant(
+    "nan-behind-an-accepted-draft-voids-its-window",
+    "the law: faults",
+    "tests/e2e/test_nan.py::test_nan_behind_an_accepted_draft_takes_no_token[stop_token_ids1]",
+    "tokens",
+)
+def a_fault_behind_a_draft_is_the_window_s(patch: pytest.MonkeyPatch) -> None:
+    def make(verify):
+        def mutant(keys, x, chances=None):
+            found = verify(keys, x, chances)
+            at = (x.window_starts[:-1] + found.num_accepted).clamp(max=len(keys) - 2)
+            led_there = found.tokens[at] == x.sampled.token_ids[at + 1]
+            behind = (found.num_accepted < x.num_drafts) & led_there & has_nan(keys.amax(1))[at + 1]
+            return replace(
+                found,
+                num_accepted=found.num_accepted.masked_fill(behind, 0),
+                faults=found.faults.masked_fill(behind, HAS_NAN),
+            )
+
+        return mutant
+
+    in_every_program(patch, "verify", make)
 
 
 @mutant(

@@ -145,9 +145,9 @@ class _Request:
         self._metrics = replace(self._metrics, finished_time=now)
 
     def output(self) -> RequestOutput:
-        # All or none: the output of a failed request must not depend on chunk borders.
-        scored = len(self._prompt_logprobs) == len(self._processed.prompt.token_ids)
-        wanted = self._processed.params.prompt_logprobs is not None and scored
+        # With a token, or none: what a failed request has scored depends on chunk borders.
+        begun = bool(self.completions[0].token_ids)
+        wanted = self._processed.params.prompt_logprobs is not None and begun
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._processed.prompt.text,

@@ -267,9 +267,11 @@ def test_candidates_get_their_texts_and_the_first_prompt_token_has_none(run, tok
     assert third[42].rank == 4
 
 
-def test_prompt_candidates_are_told_all_or_none(run):
+@pytest.mark.parametrize("num_scored", [1, 2])
+def test_a_request_that_fails_before_its_first_token_tells_no_prompt_candidates(run, num_scored):
+    """Of a prompt of three tokens; how many are scored by then depends on chunk borders."""
     request = run(logprobs=None, prompt_logprobs=0)
-    request.emit(samples=False, prompt_logprobs=({41: Logprob(-2.0, 3)},))
+    request.emit(samples=False, prompt_logprobs=({41: Logprob(-2.0, 3)},) * num_scored)
     output, _ = request.emit(failed=True)
     assert completion(output).finish_reason == "error"
     assert output.prompt_logprobs is None

@@ -68,14 +68,17 @@ def row_from(spec) -> Row:
 
 
 def plainly(row: Row, processed, raw) -> tuple[tuple[int, ...], bool]:
-    """Emitted tokens of one window and whether it is poisoned, one row after the other."""
+    """Emitted tokens of one window and whether it is poisoned, one row after the other.
+
+    A poisoned row after the first ends the window, and is the first of the next.
+    """
     emitted: list[int] = []
     for r, values in enumerate(processed):
+        if raw[r].isnan().any():
+            return tuple(emitted), r == 0
         position = len(row.prompt) + len(row.output) + r
         arguments = ([row.params.temperature], [row.params.seed], [position])
         emitted.append(reference.sample(values[None], *map(torch.tensor, arguments)).item())
-        if raw[r].isnan().any():
-            return (), True
         if r == len(row.drafts) or emitted[-1] != row.drafts[r]:
             return tuple(emitted), False
     return (), False

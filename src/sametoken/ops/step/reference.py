@@ -130,13 +130,14 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     num_drafts = x.num_drafts[owner]
     inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
     drafts, no_valid_token = x.sampled.token_ids.roll(-1), has_no_valid_token(best)
-    # A window's last row has no draft after it, so every window has a mismatch.
-    differs = (tokens != drafts) | (offset >= num_drafts) | no_valid_token.roll(-1)
+    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(has_nan(best), HAS_NAN, SOUND))
+    # A row with a fault waits until it is a window's first, so a request fails after the same
+    # tokens with drafts or without. The last row has no draft after it: every window has an end.
+    differs = (tokens != drafts) | (offset >= num_drafts) | (fault != SOUND).roll(-1)
     misses = torch.where(inside & differs, offset, num_drafts)
     matches = x.num_drafts.scatter_reduce(0, owner, misses, "amin")
-    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(has_nan(best), HAS_NAN, SOUND))
-    decides = inside & (offset <= matches[owner])
-    faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
+    first = inside & (offset == 0)
+    faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * first, "amax")
     if chances is not None:
         matches = _accepted_by_chance(chances, x)
     verified = x.samples & (faults == SOUND)

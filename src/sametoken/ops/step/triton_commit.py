@@ -59,12 +59,12 @@ def verify_row(
     draft = tl.load(token_ids + 1 + row, is_draft, other=0)
     matches = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
     live = (row <= drafts) & (row < num_rows)
-    no_valid_token = live & has_no_valid_token(best)
-    matches = tl.minimum(
-        matches, tl.min(tl.where(no_valid_token & (row > 0), row - 1, W_BLOCK), axis=0)
-    )
-    fault = tl.where(no_valid_token, NO_TOKEN, tl.where(has_nan(best), HAS_NAN, SOUND))
-    fault = tl.max(tl.where(live & (row <= matches), fault, SOUND), axis=0)
+    fault = tl.where(has_no_valid_token(best), NO_TOKEN, tl.where(has_nan(best), HAS_NAN, SOUND))
+    fault = tl.where(live, fault, SOUND)
+    # A row with a fault waits until it is a window's first.
+    stop = tl.where((fault != SOUND) & (row > 0), row - 1, W_BLOCK)
+    matches = tl.minimum(matches, tl.min(stop, axis=0))
+    fault = tl.max(tl.where(row == 0, fault, SOUND), axis=0)
     if chances is not None:
         rates, seed, num_tokens = chances
         hit = uniform(seed, num_tokens + row) < tl.load(rates + row, is_draft, other=0.0)

@@ -18,7 +18,7 @@ from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 #: accepted drafts, fault.
 NUM_COUNTS = 5
 
-#: Fault of a window: none, NaN in its logits, or no valid token. Values from NO_TOKEN on are the
+#: Fault of a row: none, NaN in its logits, or no valid token. Values from NO_TOKEN on are the
 #: reasons of ``types.structured_outputs.MaskFault``.
 SOUND, HAS_NAN, NO_TOKEN = 0, 1, 2
 
@@ -168,8 +168,8 @@ class VerifyResult:
         num_accepted: [B] int64, 0..num_drafts; 0 for padding, windows with a fault and requests
             that do not sample.
         next_token: [B] int64, the corrected or bonus token; a valid id for every request.
-        faults: [B] int64 of ``SOUND, HAS_NAN, NO_TOKEN``, over rows 0..num_accepted only:
-            rejected rows cannot affect a request.
+        faults: [B] int64 of ``SOUND, HAS_NAN, NO_TOKEN``, of the first row. A later one with a
+            fault ends the window before it: the draft there is ``next_token``, not accepted.
     """
 
     tokens: Tensor

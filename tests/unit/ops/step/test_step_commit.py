@@ -49,15 +49,11 @@ def judged(drafts, targets: list[int], nan: set[int], stuck: set[int]) -> tuple[
     accepted = 0
     while (
         accepted < len(drafts)
-        and accepted not in nan | stuck
-        and accepted + 1 not in stuck
+        and not {accepted, accepted + 1} & (nan | stuck)
         and drafts[accepted] == targets[accepted]
     ):
         accepted += 1
-    decided = range(accepted + 1)
-    if stuck & {*decided}:
-        return accepted, NO_TOKEN
-    return accepted, HAS_NAN if nan & {*decided} else SOUND
+    return accepted, NO_TOKEN if 0 in stuck else HAS_NAN if 0 in nan else SOUND
 
 
 def splitmix(seed: int, position: int) -> float:
@@ -219,13 +215,15 @@ def test_nan_in_a_rejected_row_harms_nobody():
     check(scene, ([1, 2, 0, 0], set(), {2, 3}, 1))
 
 
-def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token():
+@pytest.mark.parametrize("fault", [HAS_NAN, NO_TOKEN])
+def test_a_draft_before_a_row_with_a_fault_is_emitted_as_the_next_token(fault):
     """So a request fails after the same tokens, with drafts or without."""
-    scene = window_of(3, (1, 2, 0), room=(0, 0, 0, 0))
-    assert judged((1, 2, 0), [1, 2, 0, 0], set(), {2}) == (1, SOUND)
-    assert judged((1, 2, 0), [1, 2, 0, 0], set(), {0}) == (0, NO_TOKEN)
-    for stuck in ({0}, {1}, {2}, {3}, {0, 1}, {1, 3}):
-        check(scene, ([1, 2, 0, 0], set(), stuck, 2))
+    scene, targets = window_of(3, (1, 2, 0), room=(0, 0, 0, 0)), [1, 2, 0, 0]
+    for rows in ({0}, {1}, {2}, {3}, {0, 1}, {1, 3}):
+        bad = (rows, set()) if fault == HAS_NAN else (set(), rows)
+        accepted = max(min(rows) - 1, 0)
+        assert judged((1, 2, 0), targets, *bad) == (accepted, fault if 0 in rows else SOUND)
+        check(scene, (targets, *bad, 2))
 
 
 def test_rows_behind_the_last_window_judge_nobody():

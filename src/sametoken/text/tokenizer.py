@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +44,19 @@ _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _EXTRA = ("special_tokens_map.json", "added_tokens.json")
 _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's letters: printable bytes of Latin-1 are their own, the others count from 256."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
 
 
 class Tokenizer:
@@ -99,6 +113,18 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of a single token, special tokens included."""
         return self.decode((token_id,), skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is a part of a character; None where no name tells them.
+
+        Vocabularies name such a token ``<0xF0>`` (SentencePiece) or in letters that stand for
+        bytes (GPT-2).
+        """
+        name = str(self.hf.convert_ids_to_tokens(token_id))
+        if _BYTE.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        values = [_byte_of_letter().get(letter) for letter in name]
+        return None if None in values else bytes(value for value in values if value is not None)
 
     def apply_chat_template(self, messages: Messages, **options: Any) -> str:
         """The prompt text of a conversation.

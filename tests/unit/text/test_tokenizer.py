@@ -10,13 +10,16 @@ import gguf
 import jinja2
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
+from helpers.chat_model import byte_tokenizer
 from sametoken.config import EngineConfig
 from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.text.tokenizer import bounded_steps, load_tokenizer, load_tokenizer_of
+from sametoken.text.tokenizer import Tokenizer, bounded_steps, load_tokenizer, load_tokenizer_of
 
 TEXTS = [
     "the cat sat on the mat",
@@ -280,3 +283,17 @@ def test_whoever_traced_before_traces_again():
         assert sys.gettrace() is outer
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(text):
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(())))
+    found = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text)]
+    assert b"".join(found) == text.encode()
+
+
+def test_the_bytes_of_tokens_that_are_named_by_them():
+    vocab = {"<0xF0>": 0, "日": 1, "<0xf0>": 2}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [tokenizer.token_bytes(one) for one in range(3)] == [b"\xf0", None, b"<0xf0>"]

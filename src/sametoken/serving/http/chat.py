@@ -79,7 +79,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         parser = with_one_call(parser)
     use = replace(use, parser=parser)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    answer = _Answer(request, use, request_id, model, served.shows_versions)
+    answer = _Answer(request, use, request_id, model, served)
     generation = await served.begin([prompt], params, request_id)
     return await respond(http, generation, answer, stream=bool(request.stream))
 
@@ -100,7 +100,7 @@ class _Answer:
     use: ToolUse
     request_id: str
     model: str
-    shows_versions: bool
+    served: Served
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
@@ -154,7 +154,9 @@ class _Answer:
             return None
         found = positions(completion.token_ids[start:], completion.logprobs[start:])
         form = LogprobsForm(
-            self.request.top_logprobs or 0, bool(self.request.return_tokens_as_token_ids)
+            self.request.top_logprobs or 0,
+            bool(self.request.return_tokens_as_token_ids),
+            self.served.engine.get_tokenizer().token_bytes,
         )
         return chat_logprobs(found, form)
 
@@ -190,7 +192,7 @@ class _Answer:
         self, choices: Sequence[ChatChoice | ChatChunkChoice], output: RequestOutput
     ) -> None:
         for choice in choices:
-            if self.shows_versions:
+            if self.served.shows_versions:
                 note_versions(choice, output)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,12 @@ class LogprobsForm:
     Attributes:
         num_top: likeliest candidates of each position.
         as_ids: whether tokens are written as ``token_id:7``, not as their text.
+        part_of_character: the bytes of a token that is not valid text alone, or None.
     """
 
     num_top: int
     as_ids: bool = False
+    part_of_character: Callable[[int], bytes | None] = lambda token_id: None
 
     def name(self, token_id: int, text: str) -> str:
         """A token as it is written."""
@@ -127,8 +129,13 @@ def _by_name(position: Position, form: LogprobsForm) -> dict[str, float] | None:
 
 def _top_logprob(token_id: int, candidate: Logprob, form: LogprobsForm) -> TopLogprob:
     text = _text(candidate)
-    as_bytes = None if _REPLACEMENT in text else list(text.encode("utf-8"))
-    return TopLogprob(token=form.name(token_id, text), logprob=_finite(candidate), bytes=as_bytes)
+    found = text.encode("utf-8")
+    as_bytes = form.part_of_character(token_id) if _REPLACEMENT in text else found
+    return TopLogprob(
+        token=form.name(token_id, text),
+        logprob=_finite(candidate),
+        bytes=None if as_bytes is None else list(as_bytes),
+    )
 
 
 def _text(candidate: Logprob) -> str:

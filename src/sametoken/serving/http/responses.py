@@ -56,7 +56,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One candidate; ``bytes`` is null for a token that is not valid text alone."""
+    """One candidate; the bytes of a character's tokens together are the character."""
 
     token: str
     logprob: float

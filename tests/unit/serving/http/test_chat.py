@@ -319,7 +319,7 @@ def test_long_reasoning_is_streamed_as_it_comes():
     prompt = RenderedPrompt("")
     parser = form.parser(prompt, parse_nothing, shows_marks=False, is_constrained=False)
     use = ToolUse(None, parser, None, reasoning="deepseek_r1")
-    writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", shows_versions=False), 0)
+    writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", served=None), 0)
     for length in (6400, 6401):
         (piece,) = writer.write(CompletionOutput(0, "x" * length, ()))
     assert piece.delta.reasoning == "x"

@@ -31,6 +31,8 @@ def test_the_form_of_chat():
         ("é", MIN_LOGPROB, [0xC3, 0xA9]),
     ]
     assert [one.token for one in content[1].top_logprobs] == ["ab", "c"]
+    form = LogprobsForm(0, part_of_character=lambda token_id: bytes([0xF0 + token_id]))
+    assert chat_logprobs(positions((9,), (FIRST,)), form).content[0].bytes == [0xF9]
     assert chat_logprobs(positions((5,), (FIRST,)), LogprobsForm(0)).content[0].top_logprobs == []
 
 

@@ -123,7 +123,7 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
 )
 def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
     request = ChatRequest(messages=[{"role": "user", "content": "x"}])
-    answer = _Answer(request, ToolUse(None, parser, None), "chatcmpl-1", "m", shows_versions=False)
+    answer = _Answer(request, ToolUse(None, parser, None), "chatcmpl-1", "m", served=None)
     writer = _ChoiceWriter(answer, 0)
     longest, began = 0.0, time.thread_time()
     sent = ""

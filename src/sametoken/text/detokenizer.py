@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import re
 from typing import Protocol
 
-from sametoken.text.tokenizer import Tokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+from sametoken.text.tokenizer import BYTE_OF, BYTE_TOKEN, Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -66,7 +63,7 @@ class WindowDetokenizer:
             return ""
         self._window.append(token_id)
         token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or _BYTE_TOKEN.fullmatch(token):
+        if token is None or BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._decode()
         if text.endswith("\ufffd"):
@@ -86,20 +83,9 @@ class WindowDetokenizer:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte-to-character map: printable bytes unchanged, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    unchanged = {chr(byte): byte for byte in printable}
-    return unchanged | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
 def _token_bytes(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[character] for character in token)
+        return bytes(BYTE_OF[character] for character in token)
     except KeyError:
         # An added token holds plain text.
         return token.encode("utf-8")

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,17 +46,20 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+#: A token that SentencePiece names by its byte.
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's letters: printable bytes of Latin-1 are their own, the others count from 256."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte-to-character map: printable bytes unchanged, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    unchanged = {chr(byte): byte for byte in printable}
+    return unchanged | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+#: The byte of each character in which byte-level vocabularies are written.
+BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -117,14 +120,13 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes of a token that is a part of a character; None where no name tells them.
 
-        Vocabularies name such a token ``<0xF0>`` (SentencePiece) or in letters that stand for
-        bytes (GPT-2).
+        Vocabularies name such a token as in ``BYTE_TOKEN``, or in characters of ``BYTE_OF``.
         """
-        name = str(self.hf.convert_ids_to_tokens(token_id))
-        if _BYTE.fullmatch(name):
-            return bytes.fromhex(name[3:5])
-        values = [_byte_of_letter().get(letter) for letter in name]
-        return None if None in values else bytes(value for value in values if value is not None)
+        token = self.backend.id_to_token(token_id) or ""
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        is_known = token != "" and all(character in BYTE_OF for character in token)
+        return bytes(BYTE_OF[character] for character in token) if is_known else None
 
     def apply_chat_template(self, messages: Messages, **options: Any) -> str:
         """The prompt text of a conversation.

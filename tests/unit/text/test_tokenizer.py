@@ -10,7 +10,7 @@ import gguf
 import jinja2
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import byte_tokenizer
@@ -295,5 +295,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(text):
 def test_the_bytes_of_tokens_that_are_named_by_them():
     vocab = {"<0xF0>": 0, "日": 1, "<0xf0>": 2}
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.ByteFallback()
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert [tokenizer.token_bytes(one) for one in range(3)] == [b"\xf0", None, b"<0xf0>"]
+    assert tokenizer.decode_token(2) == "\ufffd"
+    assert [tokenizer.token_bytes(one) for one in range(3)] == [b"\xf0", None, b"\xf0"]

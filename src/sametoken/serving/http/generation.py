@@ -200,8 +200,9 @@ class UsageInStream:
         """
         if not self._at_end:
             return {}
-        told = replace(output, outputs=completions)
-        return {"usage": usage([told]) if self._throughout else None}
+        if not self._throughout:
+            return {"usage": None}
+        return {"usage": usage([replace(output, outputs=completions)])}
 
     def last(self, outputs: Iterable[RequestOutput]) -> dict[str, Usage]:
         """The field of the last event, if it has one."""

@@ -62,7 +62,10 @@ _NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
 #: forbids what is not allowed in words, where JSON Schema allows it.
 _COUNTED = (
     ("Items", "prefixItems", ("items", "unevaluatedItems")),
-    ("Properties", "properties", ("additionalProperties", "unevaluatedProperties")),
+    (
+        *("Properties", "properties"),
+        ("additionalProperties", "unevaluatedProperties", "patternProperties"),
+    ),
 )
 _IN_RANGE = "use a number of 64 bits"
 _SINGLE = (
@@ -206,7 +209,7 @@ def _check_counts(schema: Mapping[str, Any]) -> None:
         least, num_listed = schema.get(f"min{noun}", 0), len(schema.get(listed, ()))
         too_many = isinstance(least, int) and least > num_listed
         key = f"min{noun}" if too_many else f"max{noun}"
-        closed = not any(one in schema for one in (*opened, "patternProperties"))
+        closed = not any(one in schema for one in opened)
         if closed and (too_many or (key in schema and not num_listed)):
             raise _refused(key, f"needs {opened[0]}", f"state them; {opened[0]}: {{}} allows any")
 

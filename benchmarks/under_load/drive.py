@@ -96,6 +96,12 @@ def measure(engine: Engine, requests: list[Request]) -> dict[str, Any]:
     }
 
 
+def _without_folder(options: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Engine options with models by name: the folder is one machine's."""
+    loaded: dict[str, Any] = json.loads(json.dumps(options).replace(f"{models}/", ""))
+    return loaded
+
+
 class Recorder:
     """One engine, its loads, and the file of their results."""
 
@@ -108,7 +114,9 @@ class Recorder:
             "engine": arguments.engine,
             "config": arguments.config,
             "model": engine_args.model.name,
-            "options": engine_args.options(arguments.engine) | engine_args.more,
+            "options": _without_folder(
+                engine_args.options(arguments.engine) | engine_args.more, arguments.models
+            ),
             "results": [],
             "skipped": [],
             "failed": [],

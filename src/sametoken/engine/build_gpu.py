@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.layers.slices import SLICE_ROWS
+from sametoken.ops.compile_ahead import compiled_ahead
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
@@ -55,6 +57,16 @@ def gpu_launcher(
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
+    begun = time.monotonic()
+    with compiled_ahead(step.sequences.device):
+        eager.warm_up(ROW_MULTIPLE)
+        kernels.run_candidates(counts, resolved.dtype)
+        kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
+        for shape in shapes:
+            eager.run_padding(shape)
+        eager.warm_up(config.max_num_batched_tokens)
+        processing.warm_up()
+    announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
     eager.warm_up(ROW_MULTIPLE)
     reports = kernels.prove(counts, resolved.dtype)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from weakref import WeakValueDictionary
 
 import torch
@@ -139,12 +138,17 @@ class TritonKernels:
             row_counts: the row counts of captured steps.
             dtype: of activations, which 4-bit weights are expanded to before many rows.
         """
-        expanded = (
-            panels.expanded(dtype)
-            for panels in self._quantized.four_bit_matrices()
-            if (panels.out_features, panels.in_features) not in self._matrices
-        )
-        return self.table.prove(chain(self._matrices.values(), expanded), tuple(row_counts))
+        return self.table.prove(self._one_of_each_shape(dtype), tuple(row_counts))
+
+    def run_candidates(self, row_counts: Iterable[int], dtype: torch.dtype) -> None:
+        """Run each kernel that ``prove`` would compare once, so that it is compiled."""
+        self.table.run_candidates(self._one_of_each_shape(dtype), tuple(row_counts))
+
+    def _one_of_each_shape(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        yield from self._matrices.values()
+        for panels in self._quantized.four_bit_matrices():
+            if (panels.out_features, panels.in_features) not in self._matrices:
+                yield panels.expanded(dtype)
 
     def require(self, shape: AttentionShape) -> None:
         if shape.head_dim > MAX_HEAD_DIM:

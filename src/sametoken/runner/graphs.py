@@ -19,8 +19,6 @@ from sametoken.runner.runner import Launcher
 from sametoken.runner.step import ForwardOutput, Step
 from sametoken.types.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
 
-WARM_UP_RUNS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
@@ -121,9 +119,8 @@ class StepGraphs:
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            for _ in range(WARM_UP_RUNS):
-                self._write(shape, NO_REQUESTS)
-                self.step.verify_and_propose(self._forward(layout))
+            self._write(shape, NO_REQUESTS)
+            self.step.verify_and_propose(self._forward(layout))
         torch.cuda.current_stream().wait_stream(side_stream)
         forward, verify_and_propose = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may allocate for new weights, or be NCCL's watchdog, which queries events.

@@ -67,7 +67,10 @@ class EagerLauncher:
     def warm_up(self, num_rows: int) -> None:
         """Compile the kernels for steps of this size by running one of padding only."""
         window = self.step.sequences.num_speculative_tokens + 1
-        shape = StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states)
+        self.run_padding(StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states))
+
+    def run_padding(self, shape: StepShape) -> None:
+        """Run a step of padding only."""
         self.step.verify_and_propose(self.step.forward(self._upload(NO_REQUESTS, shape, 0)))
 
     def _upload(self, layout: StepLayout, shape: StepShape, first_place: int) -> LayoutTable:

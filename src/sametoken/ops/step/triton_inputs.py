@@ -337,8 +337,9 @@ def fetch(entries: Tensor, num_fetched: Tensor, table: Tensor) -> None:
         entries.shape[0],
         entries.shape[1],
         table.numel(),
-        BLOCK=triton.next_power_of_2(table.numel()),
-        num_warps=4 if table.numel() > _PER_WARP else 1,
+        # Of the largest table, so that one compiled form reads all.
+        BLOCK=triton.next_power_of_2(entries.shape[1]),
+        num_warps=4 if entries.shape[1] > _PER_WARP else 1,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,16 +54,27 @@ class ProvenTable:
             row_counts: row counts to check, each at least 1.
         """
         reports = []
+        for matrix, shape in self._compared(matrices):
+            self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
+            agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
+            self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
+            reports.append(report)
+        return tuple(reports)
+
+    def run_candidates(self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]) -> None:
+        """Run each kernel that ``prove`` would compare once; arguments are as there."""
+        for matrix, shape in self._compared(matrices):
+            x, bias = _random_inputs(matrix, shape.epilogue, 1)
+            for config in {CANONICAL, *(self.table.choose(shape, rows) for rows in row_counts)}:
+                product(config, x, matrix, shape.epilogue, bias)
+
+    def _compared(self, matrices: Iterable[Tensor]) -> Iterator[tuple[Tensor, GemmShape]]:
         for matrix in matrices:
             if matrix.dtype == torch.float32:
                 continue
             for shape in dict.fromkeys([*self.table.entries, *sorted(self._asked, key=str)]):
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
-                    self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
-                    agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
-                    self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
-                    reports.append(report)
-        return tuple(reports)
+                    yield matrix, shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,23 @@ def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
     assert table.choose(SHAPE, 90) == in_order
 
 
+def test_every_kernel_that_is_compared_has_run_before(monkeypatch):
+    """So that start-up compiles them side by side."""
+    table = ProvenTable(TuningTable({SHAPE: {4: SMALL, 8: CublasConfig()}}))
+    ran = []
+
+    def product(config, *given):
+        ran.append(config)
+        return gemm.product(CANONICAL, *given)
+
+    monkeypatch.setattr(selfcheck, "product", product)
+    table.run_candidates([integers(24, 32)], (3, 6, 70))
+    first = set(ran)
+    ran.clear()
+    table.prove([integers(24, 32)], (3, 6, 70))
+    assert first == set(ran) >= {SMALL, CANONICAL}
+
+
 def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):
     def only_canonical(config, x, matrix, epilogue, bias):
         out = gemm.product(CANONICAL, x, matrix, epilogue, bias)

@@ -1,0 +1,158 @@
+"""Kernels compiled ahead: launches are dropped by one thread, for a while, and never by another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
+
+from sametoken.ops.compile_ahead import compiled_ahead
+
+
+class Kernel:
+    """As Triton launches it."""
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, *args):
+        self.launches.append(args)
+
+
+class Launches:
+    """A Triton function: launches find, or compile, the kernel of a key."""
+
+    def __init__(self, *, compiling=lambda: None):
+        self.kernels, self.num_compiled, self.compiling = {}, 0, compiling
+
+    def launch(self, key, source="source"):
+        return JITFunction.run(self, key, source, warmup=False)
+
+    def compile(self):
+        self.compiling()
+        self.num_compiled += 1
+        return Kernel()
+
+
+@pytest.fixture(autouse=True)
+def replaced_run(monkeypatch):
+    """Does what Triton's launch does, without a GPU."""
+
+    def run(launches, key, source, *, warmup):
+        kernel = launches.kernels.get(key)
+        if kernel is None:
+            keep = partial(launches.kernels.__setitem__, key)
+            mode = _async_compile.active_mode.get()
+            kernel = mode.submit(source, launches.compile, keep)
+        if not warmup:
+            kernel = kernel.result() if hasattr(kernel, "result") else kernel
+            kernel.run("x")
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    yield
+    assert JITFunction.run is run
+
+
+def test_launches_within_compile_once_and_run_nothing():
+    launches = Launches()
+    with compiled_ahead():
+        for _ in range(3):
+            launches.launch("a")
+            launches.launch("b", "another source")
+    assert launches.num_compiled == 2
+    assert [kernel.launches for kernel in launches.kernels.values()] == [[], []]
+    assert launches.launch("a").launches == [("x",)]
+
+
+def test_a_launch_within_of_a_kernel_compiled_before_runs_nothing():
+    """It would read what others have not written."""
+    launches = Launches()
+    with compiled_ahead():
+        launches.launch("a")
+    with compiled_ahead():
+        launches.launch("a")
+    assert launches.launch("a").launches == [("x",)]
+
+
+def test_another_thread_waits_for_the_kernel_and_runs_it():
+    """Another engine of the process serves meanwhile."""
+    launches = Launches()
+    with ThreadPoolExecutor(1) as other:
+        with compiled_ahead():
+            launches.launch("a")
+            ran = other.submit(launches.launch, "a")
+        assert ran.result(30).launches == [("x",)]
+
+
+def test_nothing_compiles_before_all_is_recorded():
+    launches = Launches()
+    with compiled_ahead():
+        for name in "abc":
+            launches.launch(name, name)
+        assert launches.num_compiled == 0
+    assert launches.num_compiled == 3
+
+
+def test_an_error_within_leaves_nothing_behind():
+    launches = Launches()
+
+    def fail():
+        with compiled_ahead():
+            launches.launch("a")
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fail()
+    assert launches.launch("a").launches == [("x",)]
+
+
+def test_a_kernel_known_by_two_keys_runs_afterwards_by_both():
+    launches = Launches()
+    with compiled_ahead():
+        launches.launch("a")
+        launches.launch("b")
+    assert launches.num_compiled == 1
+    assert launches.launch("a") is launches.launch("b")
+    assert len(launches.launch("a").launches) == 3
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_when_it_is_launched():
+    def broken():
+        raise ValueError("no such instruction")
+
+    launches = Launches(compiling=broken)
+    with compiled_ahead():
+        launches.launch("a")
+    with pytest.raises(ValueError, match="no such instruction"):
+        launches.launch("a")
+    with compiled_ahead():
+        pass
+
+
+@pytest.fixture
+def filled_memory():
+    """Memory is made full of the largest numbers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_memory_made_within_holds_valid_indices(inference, filled_memory):
+    like = torch.ones(8, dtype=torch.int64)
+
+    def made():
+        return [
+            torch.empty(8, dtype=torch.int64),
+            torch.empty_like(like),
+            like.new_empty(8),
+        ]
+
+    with torch.inference_mode(inference), compiled_ahead():
+        assert not any(one.any() for one in made())
+    assert all(one.all() for one in made())

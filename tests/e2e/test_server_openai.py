@@ -195,6 +195,70 @@ def test_chat_through_the_client_s_own_accumulator(client):
         assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_response_is_the_answer_of_a_chat(client, temperature):
+    sampling = {"temperature": temperature, "extra_body": {"seed": 11}}
+    chat = client.chat.completions.create(
+        model="tiny", messages=USER, max_completion_tokens=30, **sampling
+    )
+    params = {"model": "tiny", "input": USER, "max_output_tokens": 30, **sampling}
+    found = client.responses.create(**params)
+    assert found.output_text == chat.choices[0].message.content
+    assert found.usage.output_tokens == chat.usage.completion_tokens
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+    events = list(client.responses.create(stream=True, **params))
+    told = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    whole = events[-1].response
+    assert told == whole.output_text == found.output_text
+    assert whole.status == found.status
+    assert whole.usage == found.usage
+
+
+def test_a_response_through_the_client_s_own_accumulator(client):
+    params = {"model": "tiny", "input": USER, "temperature": 0.0}
+    params["extra_body"] = {"structured_outputs": {"regex": "[a-f]{6,12}"}}
+    with client.responses.stream(**params) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == (
+            client.responses.create(**params).output_text
+        )
+
+
+def test_an_agent_goes_on_from_the_items_of_a_response(client):
+    tools = [{"type": "function", "name": "pick", "parameters": SCHEMA, "strict": False}]
+    forced = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    first = client.responses.create(model="tiny", input=USER, temperature=0.0, **forced)
+    (call,) = (item for item in first.output if item.type == "function_call")
+    assert call.name == "pick"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "the inner"}
+    items = [*USER, *(item.to_dict() for item in first.output), result]
+    calls = [{"id": call.call_id, "type": "function",
+              "function": {"name": "pick", "arguments": call.arguments}}]  # fmt: skip
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "the inner", "tool_call_id": call.call_id},
+    ]
+    params = {"model": "tiny", "temperature": 0.0}
+    second = client.responses.create(input=items, max_output_tokens=20, **params)
+    chat = client.chat.completions.create(messages=messages, max_completion_tokens=20, **params)
+    assert second.output_text == chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="send the earlier items as input"):
+        client.responses.create(input="x", previous_response_id=first.id, **params)
+
+
+def test_a_response_in_a_schema(client):
+    form = {"type": "json_schema", "name": "form", "schema": SCHEMA, "strict": True}
+    params = {"model": "tiny", "input": USER, "text": {"format": form}, "temperature": 0.0}
+    found = client.responses.create(**params)
+    assert isinstance(json.loads(found.output_text), dict)
+    extra = {"speculative": {"num_speculative_tokens": 0}, "include_speculation_stats": True}
+    plain = client.responses.create(**params, extra_body=extra)
+    assert plain.output_text == found.output_text
+    assert plain.speculation["num_draft_tokens"] == 0
+
+
 @pytest.mark.parametrize("k", [0, 6])
 def test_structured_answers(client, k):
     extra = {"speculative": {"num_speculative_tokens": k}}

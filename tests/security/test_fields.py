@@ -313,6 +313,11 @@ def test_no_answer_repeats_what_the_client_sent(client, body):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 8193}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 8193}]}),
         ("/v1/completions", {"prompt": "x", "metadata": [[]] * 2**16}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 8193}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{}] * 8193}]}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f"}] * 129}),
+        ("/v1/responses", {"input": "x", "include": ["x"] * 8193}),
+        ("/v1/responses", {"input": "x", "metadata": dict.fromkeys(map(str, range(8193)), "")}),
     ],
 )
 def test_lists_beyond_their_bounds_are_refused(client, path, body):

@@ -40,6 +40,9 @@ from sametoken.serving.http.responses import (
     Version,
     json_response,
 )
+from sametoken.serving.http.responses_api.answer import answer_response
+from sametoken.serving.http.responses_api.objects import ResponseObject
+from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.rollouts import rollout_routes
 from sametoken.serving.http.schemas import (
     ChatRequest,
@@ -129,6 +132,11 @@ def _openai_routes(served: Served) -> APIRouter:
         """Answer a conversation."""
         with named_as_sent(body):
             return await answer_chat(served, body, request)
+
+    @router.post("/responses", response_model=ResponseObject, responses={200: {"content": _EVENTS}})
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation of items. Nothing is stored."""
+        return await answer_response(served, body, request)
 
     @router.get("/models")
     async def models() -> ModelList:

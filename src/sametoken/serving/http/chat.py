@@ -29,7 +29,7 @@ from sametoken.serving.http.logprobs import (
     prompt_logprobs,
 )
 from sametoken.serving.http.params import chat_params, structured_outputs
-from sametoken.serving.http.parsed import Parsed, with_one_call
+from sametoken.serving.http.parsed import GrowingText, Parsed, with_one_call
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -51,8 +51,6 @@ from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 Kind = TypeVar("Kind", ChatResponse, ChatChunk)
-#: A stream's tool calls are parsed again once they have grown by 1/64 of their length.
-_REPARSE_DIVISOR = 64
 
 
 async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Response:
@@ -62,7 +60,21 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         ApiError, SametokenError: the request cannot be served.
     """
     request.check_fields(num_prompts=1)
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
     model = served.name(request.model)
+    use, generation = await begin_chat(served, request, request_id)
+    answer = _Answer(request, use, request_id, model, served)
+    return await respond(http, generation, answer, stream=bool(request.stream))
+
+
+async def begin_chat(
+    served: Served, request: ChatRequest, request_id: str
+) -> tuple[ToolUse, Generation]:
+    """Begin the answer to a conversation whose fields are checked.
+
+    Raises:
+        ApiError, SametokenError: the request cannot be served.
+    """
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     prompt = await served.render(
@@ -77,11 +89,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     params, parser = served.reasons(params, rendered, use.parser)
     if request.parallel_tool_calls is False:
         parser = with_one_call(parser)
-    use = replace(use, parser=parser)
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    answer = _Answer(request, use, request_id, model, served)
-    generation = await served.begin([prompt], params, request_id)
-    return await respond(http, generation, answer, stream=bool(request.stream))
+    return replace(use, parser=parser), await served.begin([prompt], params, request_id)
 
 
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
@@ -227,8 +235,7 @@ class _ChoiceWriter:
     def __init__(self, answer: _Answer, index: int) -> None:
         self._answer = answer
         self._index = index
-        self._sent = Parsed("")
-        self._num_parsed = 0
+        self._text = GrowingText(answer.use.parser)
         self._num_tokens = 0
         self._finished = False
 
@@ -241,8 +248,9 @@ class _ChoiceWriter:
         if self._finished:
             return []
         self._finished = completion.finish_reason is not None
-        parsed = self._parse(completion.text)
-        deltas = self._deltas(parsed)
+        sent = self._text.parsed
+        parsed = self._text.read(completion.text, finished=self._finished)
+        deltas = self._deltas(sent, parsed)
         has_tokens = len(completion.token_ids) > self._num_tokens
         sends_tokens = completion.logprobs is not None or self._answer.request.return_token_ids
         if not deltas and has_tokens and sends_tokens:
@@ -256,31 +264,19 @@ class _ChoiceWriter:
             last.stop_reason = completion.stop_reason
             note_experts(last, completion)
             pieces.append(last)
-        self._sent = parsed
         return pieces
 
-    def _parse(self, text: str) -> Parsed:
-        """The parsed text; within calls it is parsed again only after it has grown enough.
-
-        A parser reads the whole text, so parsing at every step would take quadratic time.
-        """
-        in_calls = self._num_parsed - len(self._sent.content) - len(self._sent.reasoning)
-        if not self._finished and len(text) - self._num_parsed < in_calls // _REPARSE_DIVISOR:
-            return self._sent
-        self._num_parsed = len(text)
-        return self._answer.use.parser(text, self._finished)
-
-    def _deltas(self, parsed: Parsed) -> list[ChatMessage]:
+    def _deltas(self, sent: Parsed, parsed: Parsed) -> list[ChatMessage]:
         deltas = []
-        more = self._answer.reasoning(parsed)[len(self._sent.reasoning) :]
+        more = self._answer.reasoning(parsed)[len(sent.reasoning) :]
         if more:
             deltas.append(ChatMessage(reasoning=more))
-        more = parsed.content[len(self._sent.content) :]
+        more = parsed.content[len(sent.content) :]
         if more:
             deltas.append(ChatMessage(content=more))
         for position, call in enumerate(parsed.calls):
-            is_new = position >= len(self._sent.calls)
-            before = "" if is_new else self._sent.calls[position].arguments
+            is_new = position >= len(sent.calls)
+            before = "" if is_new else sent.calls[position].arguments
             added = call.arguments[len(before) :]
             if is_new:
                 deltas.append(ChatMessage(tool_calls=[self._first(position, call.name, added)]))

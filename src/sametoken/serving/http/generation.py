@@ -248,25 +248,61 @@ async def _disconnect(receive: Receive) -> None:
         message = await receive()
 
 
-_DONE = b"data: [DONE]\n\n"
+class Framing(Protocol):
+    """The bytes of a stream's events."""
+
+    @property
+    def end(self) -> bytes:
+        """What follows the last event."""
+        ...
+
+    def event(self, event: BaseModel) -> bytes:
+        """One event."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The event of an error, which is the last."""
+        ...
+
+
+class Chunks:
+    """``Framing`` of completions: events without a name, then ``[DONE]``."""
+
+    end = b"data: [DONE]\n\n"
+
+    def event(self, event: BaseModel) -> bytes:
+        """One event."""
+        return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        return b"data: " + json.dumps(error.body).encode() + b"\n\n"
+
+
+CHUNKS = Chunks()
 
 
 class EventStream(Response):
-    """Sends each object as one event, then ``[DONE]``; an error is sent as an event too.
+    """Sends each object as one event; an error is sent as an event too.
 
     Args:
         generation: the source of the events; closed after the last one or at a disconnect.
         events: the objects to send.
+        framing: their form.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, events: AsyncGenerator[BaseModel, None]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        events: AsyncGenerator[BaseModel, None],
+        framing: Framing = CHUNKS,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length is unknown.
         del self.headers["content-length"]
-        self._generation = generation
-        self._events = events
+        self._generation, self._events, self._framing = generation, events, framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
@@ -279,11 +315,10 @@ class EventStream(Response):
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await _send_event(send, event.model_dump_json(exclude_unset=True).encode())
+                    await _send_part(send, self._framing.event(event))
             except Exception as error:
-                body = json.dumps(as_api_error(error).body)
-                await _send_event(send, body.encode())
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+                await _send_part(send, self._framing.error(as_api_error(error)))
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
 
 class Answer(Protocol):
@@ -299,7 +334,12 @@ class Answer(Protocol):
 
 
 async def respond(
-    http: Request, generation: Generation, answer: Answer, *, stream: bool
+    http: Request,
+    generation: Generation,
+    answer: Answer,
+    *,
+    stream: bool,
+    framing: Framing = CHUNKS,
 ) -> Response:
     """Stream the response, or send it whole once the generation has finished.
 
@@ -307,7 +347,7 @@ async def respond(
         ApiError, SametokenError: the generation failed before anything was sent.
     """
     if stream:
-        return EventStream(generation, answer.stream(generation))
+        return EventStream(generation, answer.stream(generation), framing)
     async with generation:
         outputs = await while_connected(http.receive, generation.finish())
     if outputs is None:
@@ -315,6 +355,5 @@ async def respond(
     return await asyncio.to_thread(lambda: json_response(answer.whole(outputs)))
 
 
-async def _send_event(send: Send, payload: bytes) -> None:
-    body = b"data: " + payload + b"\n\n"
+async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -39,6 +39,33 @@ def parse_nothing(text: str, finished: bool) -> Parsed:
     return Parsed(text)
 
 
+#: A growing text's calls are parsed again once they have grown by 1/64 of their length.
+_REPARSE_DIVISOR = 64
+
+
+class GrowingText:
+    """A text that is parsed as it grows.
+
+    A parser reads the whole text, so parsing at every step would take quadratic time: within calls
+    a text is parsed again only after it has grown enough.
+
+    Attributes:
+        parsed: what was found so far.
+    """
+
+    def __init__(self, parser: Parser) -> None:
+        self.parsed = Parsed("")
+        self._parser, self._num_parsed = parser, 0
+
+    def read(self, text: str, *, finished: bool) -> Parsed:
+        """What is found in the text so far."""
+        in_calls = self._num_parsed - len(self.parsed.content) - len(self.parsed.reasoning)
+        if finished or len(text) - self._num_parsed >= in_calls // _REPARSE_DIVISOR:
+            self._num_parsed = len(text)
+            self.parsed = self._parser(text, finished)
+        return self.parsed
+
+
 def with_one_call(parser: Parser) -> Parser:
     """The parser without the calls after the first."""
 

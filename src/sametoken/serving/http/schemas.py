@@ -90,7 +90,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _null_is(default: Any) -> BeforeValidator:
+def null_is(default: Any) -> BeforeValidator:
     """For a field that may be null, as in OpenAI's API, with the meaning of its default."""
     return BeforeValidator(lambda given: default if given is None else given)
 
@@ -105,6 +105,8 @@ StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
+#: How much a model is to reason.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompts = Annotated[
     Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
@@ -122,9 +124,9 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: Annotated[bool, _null_is(default=False)] = False
-    continuous_usage_stats: Annotated[bool, _null_is(default=False)] = False
-    include_obfuscation: Annotated[bool, _null_is(default=False)] = False
+    include_usage: Annotated[bool, null_is(default=False)] = False
+    continuous_usage_stats: Annotated[bool, null_is(default=False)] = False
+    include_obfuscation: Annotated[bool, null_is(default=False)] = False
 
 
 class Speculative(Strict):
@@ -168,9 +170,11 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
+    ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
 
     model: Text | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N), _null_is(default=1)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_N), null_is(default=1)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -225,7 +229,7 @@ class SamplingFields(BaseModel):
         if len(extra) > MAX_EXTRA:
             raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
         for name, value in extra.items():
-            if name in IGNORED_FIELDS or value in (None, NEUTRAL_VALUES.get(name)):
+            if name in self.ignored or value in (None, self.neutral.get(name)):
                 continue
             if name in self.refused:
                 raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
@@ -338,9 +342,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     include_reasoning: bool = True
 
     @property

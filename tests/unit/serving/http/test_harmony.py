@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import pairwise
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -119,13 +119,9 @@ PIECES = st.lists(st.sampled_from((*MARKS, *MARKS, *WORDS, "<", "<|", "TEXT", "T
 @settings(max_examples=120)
 @given(PIECES, st.booleans(), st.booleans())
 def test_a_stream_of_anything_adds_up_and_loses_no_text(pieces, finds_calls, shows_marks):
-    # A text right after this mark is the type of what follows.
-    texts = [
-        f"({index})"
-        for index, (before, piece) in enumerate(pairwise(("", *pieces)))
-        if piece == "TEXT" and before != "<|constrain|>"
-    ]
     text = "".join(f"({i})" if piece == "TEXT" else piece for i, piece in enumerate(pieces))
+    # What comes after this mark is the type of the text that follows.
+    texts = re.findall(r"\(\d+\)", re.sub(r"(<\|constrain\|>)\s*[^\s<]*", r"\1", text))
     parser = harmony_parser(PROMPT, finds_calls=finds_calls, shows_marks=shows_marks)
     assert_adds_up(parser, text)
     found = parser(text, True)

@@ -1,0 +1,217 @@
+"""``/v1/responses``: answers as items, whole or in named events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sametoken.errors import RequestError
+from sametoken.serving.http.chat import begin_chat
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.generation import Generation, respond, speculation_stats
+from sametoken.serving.http.logprobs import LogprobsForm, chat_logprobs, positions
+from sametoken.serving.http.params import named_as_sent
+from sametoken.serving.http.parsed import Parser
+from sametoken.serving.http.responses import TokenLogprob
+from sametoken.serving.http.responses_api.conversation import chat_request
+from sametoken.serving.http.responses_api.items import Events, ItemWriter, event
+from sametoken.serving.http.responses_api.objects import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputTokensDetails,
+    ReasoningItem,
+    ResponseEvent,
+    ResponseObject,
+    ResponseUsage,
+)
+from sametoken.serving.http.responses_api.request import ResponsesRequest
+from sametoken.serving.http.served import Served
+from sametoken.types.outputs import CompletionOutput, RequestOutput
+
+#: Fields of a chat request, and of the engine, by the names that clients of responses send.
+_SENT_AS = {
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "prompt_token_ids": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
+
+
+async def answer_response(served: Served, request: ResponsesRequest, http: Request) -> Response:
+    """Answer a request for a response.
+
+    Raises:
+        ApiError, SametokenError: the request cannot be served.
+    """
+    request.check_fields(num_prompts=1)
+    model, key = served.name(request.model), uuid.uuid4().hex
+    try:
+        chat = await asyncio.to_thread(chat_request, request)
+        with named_as_sent(chat):
+            use, generation = await begin_chat(served, chat, f"resp_{key}")
+    except (ApiError, RequestError) as error:
+        error.param = _SENT_AS.get(error.param or "", error.param)
+        raise
+    answer = _Answer(request, use.parser, key, model, served)
+    return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())
+
+
+class _Named:
+    """``Framing`` of events with names and numbers."""
+
+    end = b""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def event(self, event: BaseModel) -> bytes:
+        """One event."""
+        assert isinstance(event, ResponseEvent)
+        event.sequence_number = next(self._numbers)
+        data = event.model_dump_json(exclude_unset=True).encode()
+        return b"event: " + event.type.encode() + b"\ndata: " + data + b"\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        fields = error.body["error"]
+        told = {name: fields[name] for name in ("code", "message", "param")}
+        return self.event(ResponseEvent(type="error", **told))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Makes the response to one request from the engine's outputs."""
+
+    request: ResponsesRequest
+    parser: Parser
+    key: str
+    model: str
+    served: Served
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
+        """The response without a stream."""
+        (output,) = outputs
+        (completion,) = output.outputs
+        writer = self._writer()
+        for _ in self._finish(writer, completion, 0):
+            pass
+        return self._done(output, writer.items)
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
+        """The response in events: of the response, of its items, and of their parts."""
+        writer, num_tokens, begun = self._writer(), 0, False
+        async with contextlib.aclosing(aiter(generation)) as progress:
+            async for one in progress:
+                if not begun:
+                    response = self._response()
+                    for name in ("created", "in_progress"):
+                        yield event(name, response=response)
+                    begun = True
+                (completion,) = one.output.outputs
+                if completion.finish_reason is None:
+                    logprobs = self._logprobs(completion, num_tokens)
+                    for each in writer.write(completion.text, logprobs):
+                        yield each
+                    num_tokens = len(completion.token_ids)
+        (output,) = generation.outputs
+        (completion,) = output.outputs
+        for each in self._finish(writer, completion, num_tokens):
+            yield each
+        done = await asyncio.to_thread(self._done, output, writer.items)
+        yield event(done.status, response=done)
+
+    def _writer(self) -> ItemWriter:
+        return ItemWriter(self.parser, self.key, with_logprobs=self.request.wants_logprobs)
+
+    def _finish(self, writer: ItemWriter, completion: CompletionOutput, start: int) -> Events:
+        logprobs = self._logprobs(completion, start)
+        return writer.finish(completion.text, logprobs, is_cut=_is_cut(completion))
+
+    def _logprobs(self, completion: CompletionOutput, start: int) -> list[TokenLogprob]:
+        """Those of the tokens from ``start`` on, if they were asked for."""
+        if completion.logprobs is None:
+            return []
+        found = positions(completion.token_ids[start:], completion.logprobs[start:])
+        token_bytes = self.served.engine.get_tokenizer().token_bytes
+        form = LogprobsForm(self.request.top_logprobs or 0, False, token_bytes)
+        return chat_logprobs(found, form).content
+
+    def _done(self, output: RequestOutput, items: list[OutputItem]) -> ResponseObject:
+        """The response at its end."""
+        is_cut = _is_cut(output.outputs[0])
+        response = self._response()
+        response.status = "incomplete" if is_cut else "completed"
+        response.output = items
+        response.usage = self._usage(output, items)
+        if is_cut:
+            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        if wanted := self.request.include_speculation_stats:
+            response.speculation = speculation_stats([output], wanted)
+        return response
+
+    def _usage(self, output: RequestOutput, items: list[OutputItem]) -> ResponseUsage:
+        encode = self.served.engine.get_tokenizer().encode
+        reasoning = [
+            part.text for item in items if isinstance(item, ReasoningItem) for part in item.content
+        ]
+        num_reasoning = sum(len(encode(text, add_special_tokens=False)) for text in reasoning)
+        num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        return ResponseUsage(
+            input_tokens=num_input,
+            input_tokens_details=InputTokensDetails(cached_tokens=output.metrics.num_cached_tokens),
+            output_tokens=num_output,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),
+            total_tokens=num_input + num_output,
+        )
+
+    def _response(self) -> ResponseObject:
+        """The response in progress."""
+        request, defaults = self.request, self.served.defaults
+        choice = request.tool_choice or "auto"
+        temperature, top_p = request.temperature, request.top_p
+        return ResponseObject(
+            id=f"resp_{self.key}",
+            created_at=self.created,
+            status="in_progress",
+            model=self.model,
+            output=[],
+            usage=None,
+            error=None,
+            incomplete_details=None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=None,
+            reasoning=_sent(request.reasoning) or {"effort": None, "summary": None},
+            temperature=defaults.temperature if temperature is None else temperature,
+            text={"format": {"type": "text"}, **_sent(request.text)},
+            tool_choice=choice if isinstance(choice, str) else _sent(choice),
+            tools=[_sent(tool) for tool in request.tools or ()],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=defaults.top_p if top_p is None else top_p,
+        )
+
+
+def _is_cut(completion: CompletionOutput) -> bool:
+    return completion.finish_reason == "length"
+
+
+def _sent(model: BaseModel | None) -> dict[str, Any]:
+    """What a client has sent, under the names that it used."""
+    return {} if model is None else model.model_dump(by_alias=True, exclude_unset=True)

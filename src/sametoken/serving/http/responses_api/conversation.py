@@ -1,0 +1,169 @@
+"""Items of a request for a response to the messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sametoken.errors import shown
+from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.responses_api.request import (
+    InputItem,
+    NamedFunctionTool,
+    Parts,
+    ResponsesRequest,
+    TextFormat,
+)
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    Tool,
+)
+
+#: Types of parts that are text, by the name of the field that holds it.
+_TEXTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+    "summary_text": "text",
+    "text": "text",
+}
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """The same request for a chat completion.
+
+    Raises:
+        ApiError: an item lacks a field, or holds other parts than text.
+    """
+    sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
+    choice: Any = request.tool_choice
+    if isinstance(choice, NamedFunctionTool):
+        choice = NamedTool(function=NamedFunction(name=choice.name))
+    values: dict[str, Any] = sampling | {
+        "messages": _messages(request),
+        "max_completion_tokens": request.max_output_tokens,
+        "tools": None if request.tools is None else [_tool(one) for one in request.tools],
+        "tool_choice": choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _response_format(request.text.format if request.text else None),
+        "logprobs": request.wants_logprobs,
+        "top_logprobs": request.top_logprobs,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    # All values have been validated.
+    return ChatRequest.model_construct(**values)
+
+
+def _tool(function: FunctionDefinition) -> Tool:
+    fields = function.model_dump(exclude_unset=True, exclude={"type"})
+    return Tool(type="function", function=FunctionDefinition(**fields))
+
+
+def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
+    if asked is None:
+        return None
+    if asked.type != "json_schema":
+        return ResponseFormat(type=asked.type)
+    if asked.schema_ is None:
+        raise invalid("text.format of type json_schema lacks 'schema'. Add it", "text")
+    schema = JsonSchemaFormat.model_validate({"schema": asked.schema_})
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    writer = _MessageWriter()
+    if request.instructions:
+        writer.add("system", content=request.instructions)
+    if isinstance(request.input, str):
+        writer.add("user", content=request.input)
+    else:
+        for index, item in enumerate(request.input):
+            writer.read(item, f"input.{index}")
+    return writer.messages()
+
+
+class _MessageWriter:
+    """Joins the reasoning, text and calls of one turn of the assistant in one message."""
+
+    def __init__(self) -> None:
+        self._written: list[dict[str, Any]] = []
+
+    def add(self, role: str, **fields: Any) -> None:
+        """Begin a message."""
+        self._written.append({"role": role, **fields})
+
+    def messages(self) -> list[Message]:
+        """All messages."""
+        return [Message(**{"content": None} | fields) for fields in self._written]
+
+    def read(self, item: InputItem, place: str) -> None:
+        """Read an item.
+
+        Raises:
+            ApiError: see ``chat_request``.
+        """
+        if item.type == "message":
+            self._message(_needed(item.role, "role", place), _text(item.content, place))
+        elif item.type == "reasoning":
+            text = _text(item.content, place) or _text(item.summary, place)
+            if text:
+                self._of_assistant("reasoning", "content", "tool_calls")["reasoning"] = text
+        elif item.type == "function_call":
+            call = {
+                "id": _needed(item.call_id, "call_id", place),
+                "type": "function",
+                "function": {
+                    "name": _needed(item.name, "name", place),
+                    "arguments": item.arguments or "",
+                },
+            }
+            self._of_assistant().setdefault("tool_calls", []).append(call)
+        else:
+            call_id = _needed(item.call_id, "call_id", place)
+            self.add("tool", content=_text(item.output, place), tool_call_id=call_id)
+
+    def _message(self, role: str, text: str) -> None:
+        if role == "assistant":
+            self._of_assistant("content", "tool_calls")["content"] = text
+        else:
+            self.add(role, content=text)
+
+    def _of_assistant(self, *missing: str) -> dict[str, Any]:
+        """The last message, if it is the assistant's and none of these is in it; or a new one."""
+        last = self._written[-1] if self._written else {"role": ""}
+        if last["role"] != "assistant" or any(name in last for name in missing):
+            self.add("assistant")
+        return self._written[-1]
+
+
+def _needed(value: str | None, name: str, place: str) -> str:
+    if value is None:
+        raise invalid(f"{place} lacks {name!r}. Add it", "input")
+    return value
+
+
+def _text(content: str | Parts | None, place: str) -> str:
+    """The text of a text or of its parts."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(_part_text(part, place) for part in content)
+
+
+def _part_text(part: dict[str, Any], place: str) -> str:
+    kind = part.get("type")
+    field = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        fault = f"{place} has a part of type {shown(kind)}. Only text is supported"
+        raise invalid(fault, "input", "unsupported")
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise invalid(f"{place} has a part of type {kind} without {field!r}. Add it", "input")
+    return text

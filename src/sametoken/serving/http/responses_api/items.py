@@ -1,0 +1,228 @@
+"""The items of a response, and the events that tell of them as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from sametoken.serving.http.parsed import FoundCall, GrowingText, Parser
+from sametoken.serving.http.responses import TokenLogprob
+from sametoken.serving.http.responses_api.objects import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseEvent,
+    Status,
+)
+
+Events = Iterator[ResponseEvent]
+Logprobs = list[TokenLogprob]
+
+
+def event(kind: str, /, **fields: Any) -> ResponseEvent:
+    """An event of a response."""
+    return ResponseEvent(type=f"response.{kind}", **fields)
+
+
+@dataclass(slots=True)
+class _Reasoning:
+    """An item of reasoning that grows."""
+
+    item_id: str
+    text: str = ""
+    name: ClassVar[str] = "reasoning_text"
+
+    def object(self, status: Status) -> ReasoningItem:
+        """The item; one in progress has no content yet."""
+        content = [] if status == "in_progress" else [self.part()]
+        return ReasoningItem(id=self.item_id, summary=[], content=content, status=status)
+
+    def part(self) -> ReasoningText:
+        """Its content so far."""
+        return ReasoningText(text=self.text)
+
+    def of_tokens(self, logprobs: Logprobs) -> dict[str, Any]:
+        """The fields of an event that say more of its tokens."""
+        return {}
+
+
+@dataclass(slots=True)
+class _Message:
+    """An item of text that grows.
+
+    Attributes:
+        logprobs: of the tokens of the steps that wrote it.
+        with_logprobs: whether they were asked for.
+    """
+
+    item_id: str
+    with_logprobs: bool
+    text: str = ""
+    logprobs: Logprobs = field(default_factory=list)
+    name: ClassVar[str] = "output_text"
+
+    def object(self, status: Status) -> MessageItem:
+        """The item; one in progress has no content yet."""
+        content = [] if status == "in_progress" else [self.part()]
+        return MessageItem(id=self.item_id, content=content, status=status)
+
+    def part(self) -> OutputText:
+        """Its content so far."""
+        part = OutputText(text=self.text, annotations=[])
+        if self.with_logprobs:
+            part.logprobs = list(self.logprobs)
+        return part
+
+    def of_tokens(self, logprobs: Logprobs) -> dict[str, Any]:
+        """The fields of an event that say more of its tokens."""
+        return {"logprobs": logprobs}
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call whose arguments grow."""
+
+    item_id: str
+    call_id: str
+    function: str
+    text: str = ""
+
+    def object(self, status: Status) -> CallItem:
+        """The item; one in progress has no arguments yet."""
+        return CallItem(
+            id=self.item_id,
+            call_id=self.call_id,
+            name=self.function,
+            arguments="" if status == "in_progress" else self.text,
+            status=status,
+        )
+
+
+class ItemWriter:
+    """Writes a growing answer as items, one after the other: reasoning, texts and calls.
+
+    Args:
+        parser: of the answer.
+        key: a unique part of the items' ids.
+        with_logprobs: whether texts have the log-probabilities of their tokens.
+
+    Attributes:
+        items: those that are done.
+    """
+
+    def __init__(self, parser: Parser, key: str, *, with_logprobs: bool) -> None:
+        self.items: list[OutputItem] = []
+        self._text, self._key, self._with_logprobs = GrowingText(parser), key, with_logprobs
+        self._open: _Reasoning | _Message | _Call | None = None
+        self._num_calls = 0
+        self._logprobs: Logprobs = []
+
+    def write(self, text: str, logprobs: Logprobs) -> Events:
+        """Events of what is new in the answer so far.
+
+        Args:
+            text: the answer so far.
+            logprobs: of the tokens that are new.
+        """
+        return self._write(text, logprobs, finished=False)
+
+    def finish(self, text: str, logprobs: Logprobs, *, is_cut: bool) -> Events:
+        """The last events of an answer; with ``is_cut`` its last item is incomplete."""
+        yield from self._write(text, logprobs, finished=True)
+        if self._open is None:
+            yield from self._begin(self._new_message())
+        if isinstance(self._open, _Message):
+            self._open.logprobs += self._logprobs
+        yield from self._end("incomplete" if is_cut else "completed")
+
+    def _write(self, text: str, logprobs: Logprobs, *, finished: bool) -> Events:
+        self._logprobs += logprobs
+        sent, parsed = self._text.parsed, self._text.read(text, finished=finished)
+        # A call that goes on comes before what is new.
+        for before, call in zip(sent.calls, parsed.calls, strict=False):
+            yield from self._grow_call(call.arguments[len(before.arguments) :])
+        yield from self._grow_reasoning(parsed.reasoning[len(sent.reasoning) :])
+        yield from self._grow_message(parsed.content[len(sent.content) :])
+        yield from self._add_calls(parsed.calls[len(sent.calls) :])
+        if not isinstance(self._open, _Message) and parsed != sent:
+            # They were of the other items.
+            self._logprobs = []
+
+    def _grow_reasoning(self, added: str) -> Events:
+        if added:
+            if not isinstance(self._open, _Reasoning):
+                yield from self._begin(_Reasoning(f"rs_{self._key}_{self._next_number}"))
+            yield from self._grow_text(added, [])
+
+    def _grow_message(self, added: str) -> Events:
+        if added:
+            if not isinstance(self._open, _Message):
+                yield from self._begin(self._new_message())
+            logprobs, self._logprobs = self._logprobs, []
+            yield from self._grow_text(added, logprobs)
+            assert isinstance(self._open, _Message)
+            self._open.logprobs += logprobs
+
+    def _add_calls(self, calls: tuple[FoundCall, ...]) -> Events:
+        for call in calls:
+            number = f"{self._key}_{self._num_calls}"
+            self._num_calls += 1
+            yield from self._begin(_Call(f"fc_{number}", f"call_{number}", call.name))
+            yield from self._grow_call(call.arguments)
+
+    def _grow_call(self, added: str) -> Events:
+        if added:
+            assert isinstance(self._open, _Call)
+            self._open.text += added
+            yield self._placed("function_call_arguments.delta", delta=added)
+
+    def _grow_text(self, added: str, logprobs: Logprobs) -> Events:
+        item = self._open
+        assert isinstance(item, _Reasoning | _Message)
+        item.text += added
+        more = item.of_tokens(logprobs)
+        yield self._placed(f"{item.name}.delta", content_index=0, delta=added, **more)
+
+    def _begin(self, item: _Reasoning | _Message | _Call) -> Events:
+        if self._open is not None:
+            yield from self._end("completed")
+        self._open = item
+        yield self._of_item("added", "in_progress")
+        if not isinstance(item, _Call):
+            yield self._placed("content_part.added", content_index=0, part=item.part())
+
+    def _end(self, status: Status) -> Events:
+        item = self._open
+        assert item is not None
+        if isinstance(item, _Call):
+            done = {"name": item.function, "arguments": item.text}
+            yield self._placed("function_call_arguments.done", **done)
+        else:
+            logprobs = item.logprobs if isinstance(item, _Message) else []
+            more = item.of_tokens(list(logprobs))
+            yield self._placed(f"{item.name}.done", content_index=0, text=item.text, **more)
+            yield self._placed("content_part.done", content_index=0, part=item.part())
+        yield self._of_item("done", status)
+        self.items.append(item.object(status))
+        self._open = None
+
+    def _new_message(self) -> _Message:
+        return _Message(f"msg_{self._key}_{self._next_number}", self._with_logprobs)
+
+    @property
+    def _next_number(self) -> int:
+        return len(self.items) + (self._open is not None)
+
+    def _of_item(self, what: str, status: Status) -> ResponseEvent:
+        assert self._open is not None
+        index, item = len(self.items), self._open.object(status)
+        return event(f"output_item.{what}", output_index=index, item=item)
+
+    def _placed(self, kind: str, /, **fields: Any) -> ResponseEvent:
+        assert self._open is not None
+        place = {"output_index": len(self.items), "item_id": self._open.item_id}
+        return event(kind, **place, **fields)

@@ -1,0 +1,163 @@
+"""Models of a request for a response, in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sametoken.errors import shown
+from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.schemas import (
+    IGNORED_FIELDS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    NEUTRAL_VALUES,
+    REFUSED_FIELDS,
+    Count,
+    Effort,
+    FunctionDefinition,
+    SamplingFields,
+    Strict,
+    Text,
+    null_is,
+)
+from sametoken.types.sampling_params import MAX_LOGPROBS
+
+LOGPROBS = "message.output_text.logprobs"
+#: What ``include`` may name; reasoning is never encrypted, so its second value adds nothing.
+INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+_STATELESS = "nothing is stored; send the earlier items as input"
+#: Fields of other endpoints, with what to use instead.
+_ELSEWHERE: Mapping[str, str] = {
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_json": "use text.format",
+    "guided_regex": "use structured_outputs",
+    "prompt_logprobs": "use /v1/chat/completions",
+    "response_format": "use text.format",
+    "return_token_ids": "use /v1/chat/completions",
+    "return_tokens_as_token_ids": "use /v1/chat/completions",
+}
+
+Parts = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class InputItem(BaseModel):
+    """One item of a conversation; which fields it needs depends on its type."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Text | None = None
+    content: Text | Parts | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text | None = None
+    output: Text | Parts | None = None
+    summary: Parts | None = None
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"a tool is of type {shown(kind)}, and the server has only functions")
+        return given
+
+
+class NamedFunctionTool(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class TextFormat(BaseModel):
+    """The constraint of the answer's text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """Options of reasoning; summaries are not made."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """Answer a conversation of items."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED_FIELDS,
+        "background": "leave it out; the answer comes with the request",
+        "conversation": _STATELESS,
+        "max_tokens": "use max_output_tokens",
+        "messages": "use input",
+        "previous_response_id": _STATELESS,
+        "prompt": "prompts are not stored; send their text as instructions",
+        "reasoning_effort": "use reasoning.effort",
+        "truncation": "shorten the input",
+    }
+    ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS - {"metadata"} | {"max_tool_calls"}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        **NEUTRAL_VALUES,
+        "background": False,
+        "truncation": "disabled",
+    }
+
+    n: Annotated[Literal[1], null_is(default=1)] = 1
+    input: (
+        Text
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    )
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    metadata: Annotated[dict[str, Text], Field(max_length=MAX_PARTS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether texts come with the log-probabilities of their tokens."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def check_fields(self, num_prompts: int) -> None:
+        """See ``SamplingFields.check_fields``; fields of other endpoints are refused too."""
+        for name in sorted(self.model_fields_set & _ELSEWHERE.keys()):
+            if getattr(self, name) not in (None, type(self).model_fields[name].default):
+                raise invalid(f"{name} is not supported: {_ELSEWHERE[name]}", name, "unsupported")
+        for name in self.include or ():
+            if name not in INCLUDED:
+                known = " or ".join(sorted(INCLUDED))
+                raise invalid(f"include names {shown(name)}. Use {known}", "include", "unsupported")
+        super().check_fields(num_prompts)

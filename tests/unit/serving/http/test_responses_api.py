@@ -1,0 +1,363 @@
+"""``/v1/responses`` over an engine that says what a test wants, read by OpenAI's types."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from helpers.fake_engine import FakeEngine
+from sametoken.errors import NumericalError
+from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
+from sametoken.serving.http.responses_api.conversation import chat_request
+from sametoken.serving.http.responses_api.items import ItemWriter
+from sametoken.serving.http.responses_api.request import ResponsesRequest
+from sametoken.serving.http.tools import template_messages
+
+EVENT = TypeAdapter(ResponseStreamEvent)
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TEXT = "héllo wörld 🙂 done"
+
+
+def post(serve, said: str | FakeEngine, server=None, **body):
+    engine = FakeEngine(said) if isinstance(said, str) else said
+    return serve(engine, **(server or {})).post("/v1/responses", json={"input": "hi"} | body)
+
+
+def whole(serve, said: str | FakeEngine, server=None, **body) -> Response:
+    answer = post(serve, said, server, **body)
+    assert answer.status_code == 200, answer.text
+    return Response.model_validate(answer.json())
+
+
+def streamed(serve, said: str | FakeEngine, server=None, **body) -> list:
+    """The events of a stream, each with its name and number."""
+    answer = post(serve, said, server, stream=True, **body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for number, lines in enumerate(answer.text.removesuffix("\n\n").split("\n\n")):
+        name, data = lines.split("\n")
+        event = EVENT.validate_python(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {event.type}"
+        assert event.sequence_number == number
+        found.append(event)
+    return found
+
+
+def refused(serve, **body) -> dict:
+    answer = post(serve, "never", **body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def without_ids(items) -> list[dict]:
+    values = [item.model_dump(exclude_none=True) for item in items]
+    return [{k: v for k, v in one.items() if k not in ("id", "call_id")} for one in values]
+
+
+def built(events) -> list[dict]:
+    """Items put together from the deltas alone."""
+    items = []
+    for event in events:
+        match event.type:
+            case "response.output_item.added":
+                assert event.output_index == len(items)
+                items.append({"type": event.item.type, "id": event.item.id, "text": ""})
+            case (
+                "response.output_text.delta"
+                | "response.reasoning_text.delta"
+                | "response.function_call_arguments.delta"
+            ):
+                assert event.item_id == items[event.output_index]["id"]
+                items[event.output_index]["text"] += event.delta
+    return items
+
+
+def text_of(item) -> str:
+    if item.type == "function_call":
+        return item.arguments
+    (part,) = item.content
+    return part.text
+
+
+CASES = {
+    "text": (TEXT, {}, {}),
+    "nothing": ("", {}, {}),
+    "cut": (TEXT, {}, {"max_output_tokens": 4}),
+    "reasoning": ("<think>Let me héar.</think>It is 3.", {"reasoning_parser": "deepseek_r1"}, {}),
+    "only reasoning": ("<think>Let me", {"reasoning_parser": "deepseek_r1"}, {}),
+    "call": (f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
+    "calls": (CALL + CALL, {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_adds_up_to_the_whole(serve, case):
+    said, server, body = CASES[case]
+    response = whole(serve, said, server, **body)
+    events = streamed(serve, said, server, **body)
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].response.status == "in_progress"
+    assert events[0].response.output == []
+    last = events[-1]
+    assert last.type == f"response.{response.status}"
+    assert without_ids(last.response.output) == without_ids(response.output)
+    assert last.response.usage == response.usage
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == last.response.output
+    assert [one["text"] for one in built(events)] == [text_of(item) for item in done]
+    assert [one["id"] for one in built(events)] == [item.id for item in done]
+
+
+def test_items_of_every_kind(serve):
+    texts = whole(serve, TEXT)
+    assert texts.output_text == TEXT
+    assert texts.status == "completed"
+    assert texts.output[0].status == "completed"
+    thought = whole(serve, CASES["reasoning"][0], {"reasoning_parser": "deepseek_r1"})
+    assert [item.type for item in thought.output] == ["reasoning", "message"]
+    assert thought.output[0].content[0].text == "Let me héar."
+    assert thought.output_text == "It is 3."
+    assert thought.usage.output_tokens_details.reasoning_tokens == len("Let me héar.".encode())
+    called = whole(serve, f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, tools=[ADD])
+    assert [item.type for item in called.output] == ["message", "function_call"]
+    assert called.output[1].name == "add"
+    assert json.loads(called.output[1].arguments) == {"a": 1}
+    assert called.output[1].call_id != called.output[1].id
+
+
+def test_a_cut_answer_is_incomplete(serve):
+    cut = whole(serve, "a" * 100, max_output_tokens=4)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[0].status == "incomplete"
+    assert cut.usage.output_tokens == 4
+
+
+def test_a_response_says_what_was_asked(serve):
+    asked = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 40,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"},
+        "temperature": 0.25,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        "tool_choice": "none",
+        "tools": [ADD],
+        "top_p": 0.5,
+    }
+    answer = post(serve, "{}", **asked).json()
+    assert {name: answer[name] for name in asked} == asked
+    plain = post(serve, TEXT).json()
+    assert plain["temperature"] == 0.5
+    assert plain["text"] == {"format": {"type": "text"}}
+    assert plain["tool_choice"] == "auto"
+    nulls = {"error", "incomplete_details", "previous_response_id", "instructions"}
+    assert all(plain[name] is None for name in nulls)
+    assert plain["store"] is False
+
+
+def test_log_probabilities_are_those_of_the_text(serve):
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = whole(serve, TEXT, **logprobs).output
+    (part,) = item.content
+    # The token that ends the answer is one of them.
+    assert b"".join(bytes(one.bytes) for one in part.logprobs) == f"{TEXT}<|end|>".encode()
+    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+    events = streamed(serve, TEXT, **logprobs)
+    told = [
+        one
+        for event in events
+        if event.type == "response.output_text.delta"
+        for one in event.logprobs
+    ]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [one.token for one in done.logprobs] == [one.token for one in part.logprobs]
+    assert [one.token for one in told] == [one.token for one in part.logprobs][: len(told)]
+    (item,) = whole(serve, TEXT).output
+    assert item.content[0].logprobs is None
+
+
+def rendered(**body) -> list[dict]:
+    return template_messages(chat_request(ResponsesRequest.model_validate(body)).messages)
+
+
+def test_items_become_messages():
+    found = rendered(
+        instructions="Be brief.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hm."}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "I add.", "annotations": []}],
+            },
+            {
+                "type": "function_call",
+                "id": "fc_1",
+                "call_id": "c1",
+                "name": "add",
+                "arguments": '{"a": 1}',
+            },
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "0"}],
+            },
+            {"type": "message", "role": "assistant", "content": "3."},
+            {"type": "message", "role": "assistant", "content": "Or 4."},
+            {"role": "developer", "content": "Stop."},
+        ],
+    )
+    assert [one["role"] for one in found] == [
+        "system", "user", "assistant", "tool", "tool", "assistant", "assistant", "developer",
+    ]  # fmt: skip
+    assert [one["content"] for one in found] == [
+        "Be brief.", "1 + 2?", "I add.", "3", "0", "3.", "Or 4.", "Stop.",
+    ]  # fmt: skip
+    assert found[2]["reasoning"] == "Hm."
+    assert [call["id"] for call in found[2]["tool_calls"]] == ["c1", "c2"]
+    assert found[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert [one["tool_call_id"] for one in found[3:5]] == ["c1", "c2"]
+
+
+def test_an_answer_can_be_sent_back(serve):
+    """As agents do: the items of an answer, then the results of its calls."""
+    server, tools = {"tool_call_parser": "hermes"}, {"tools": [ADD]}
+    engine = FakeEngine(f"Sure.\n{CALL}")
+    first = post(serve, engine, server, **tools).json()
+    (call,) = (item for item in first["output"] if item["type"] == "function_call")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+    items = [{"role": "user", "content": "hi"}, *first["output"], result]
+    assert post(serve, engine, server, input=items, **tools).status_code == 200
+    prompt = engine.tokenizer.decode(engine.seen[-1][0].token_ids, skip_special_tokens=False)
+    assert "Sure." in prompt
+    assert '"a": 1' in prompt or "'a': 1" in prompt or "add" in prompt
+
+
+def test_the_constraint_is_that_of_the_format(serve):
+    engine = FakeEngine('{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    whole(serve, engine, text=text)
+    _, params = engine.seen[-1]
+    assert json.loads(params.structured_outputs.json_schema) == schema
+    whole(serve, engine, text={"format": {"type": "json_object"}})
+    assert engine.seen[-1][1].structured_outputs.json_object
+    whole(serve, engine, text={"format": {"type": "text"}, "verbosity": "low"})
+    assert engine.seen[-1][1].structured_outputs is None
+    forced = {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}
+    (item,) = whole(serve, FakeEngine("{}"), **forced).output
+    assert (item.type, item.name, item.arguments) == ("function_call", "add", "{}")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
+        ({"conversation": "c"}, "conversation", "send the earlier items"),
+        ({"background": True}, "background", "leave it out"),
+        ({"truncation": "auto"}, "truncation", "shorten the input"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"messages": []}, "messages", "use input"),
+        ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
+        ({"n": 2}, "n", "should be 1"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
+        ({"return_token_ids": True}, "return_token_ids", "/v1/chat/completions"),
+        ({"include": ["file_search_call.results"]}, "include", "message.output_text.logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
+        ({"tools": [{"name": "f"}]}, "tools", "tools.0.type: Field required"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"tool_choice": "required"}, "tool_choice", "Send tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0.type"),
+        ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks 'call_id'"),
+        ({"input": [{"type": "function_call_output"}]}, "input", "lacks 'call_id'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            "Only text is supported",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "'text'"),
+        ({"input": []}, "input", "at least 1"),
+        ({"top_logprobs": 5, "stream_options": {}}, "stream_options", "Set stream to true"),
+        ({"unheard_of": 1}, "unheard_of", "unknown field"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(serve, body, param, words):
+    error = refused(serve, **body)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"store": True, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
+        {"background": False, "truncation": "disabled", "previous_response_id": None},
+        {"include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "service_tier": "auto"},
+        {"reasoning": {"effort": None, "summary": "auto"}, "n": 1, "top_k": 3, "seed": 1},
+    ],
+)
+def test_fields_that_change_no_token_are_accepted(serve, body):
+    assert whole(serve, TEXT, **body).output_text == TEXT
+
+
+def test_an_error_in_a_stream_is_an_event(serve):
+    failed = FakeEngine(TEXT, failed=True)
+    last = streamed(serve, failed)[-1]
+    assert last.type == "error"
+    assert last.code == NumericalError.__name__
+    assert last.message
+
+
+def write(parsed: list[Parsed]) -> list[str]:
+    """The texts of the items of an answer that is parsed as given, step by step."""
+    steps = iter(parsed)
+    writer = ItemWriter(lambda text, finished: next(steps), "k", with_logprobs=False)
+    for step in range(1, len(parsed)):
+        list(writer.write("x" * 100 * step, []))
+    list(writer.finish("x" * 100 * len(parsed), [], is_cut=False))
+    return [f"{item.type}: {text_of(item)}" for item in writer.items]
+
+
+def test_a_part_that_goes_on_after_another_is_an_item_of_its_own():
+    call, longer = FoundCall("f", "{"), FoundCall("f", "{}")
+    assert write(
+        [
+            Parsed("a", (), "one"),
+            Parsed("ab", (call,), "one"),
+            Parsed("abc", (longer,), "one"),
+            Parsed("abc", (longer, call), "one, two"),
+            Parsed("abc", (longer, longer), "one, two"),
+        ]
+    ) == [
+        "reasoning: one", "message: ab", "function_call: {}", "message: c",
+        "reasoning: , two", "function_call: {}",
+    ]  # fmt: skip
+
+
+def test_an_answer_of_nothing_is_an_empty_message():
+    writer = ItemWriter(parse_nothing, "k", with_logprobs=True)
+    events = list(writer.finish("", [], is_cut=True))
+    (item,) = writer.items
+    assert (item.status, text_of(item), item.content[0].logprobs) == ("incomplete", "", [])
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done",
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernels compiled side by side, before they run."""
+"""Triton kernels compiled side by side, before they run (docs/decisions/0041)."""
 
 from __future__ import annotations
 

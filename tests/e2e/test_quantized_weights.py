@@ -31,6 +31,7 @@ from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import UnsupportedError
+from sametoken.models.quantize import quantize_checkpoint
 
 PROMPTS = [[1, 2, 3, 4] * 5, [0, 7, 7], list(range(17))]
 MAX_TOKENS = 10
@@ -133,6 +134,17 @@ def test_nor_of_nemotron_with_experts_in_blocks(tmp_path):
     quantized_in_place(tmp_path, re.compile(r"^(backbone|mtp).*(in|out|up|down|eh|[qkvo])_proj"))
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(tmp_path, spec, "float32")
+
+
+def test_nor_of_a_module_that_we_quantized_to_four_bits(tmp_path):
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "mamba_head_dim", "head_dim"), 32)
+    experts = ("moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    write_nemotron(tmp_path / "source", **sizes, **dict.fromkeys(experts, 32))
+    quantize_checkpoint(tmp_path / "source", tmp_path / "copy", "w4a16")
+    names = load_file(tmp_path / "copy" / "model.safetensors")
+    assert any("eh_proj.weight_packed" in name for name in names)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    require_same(tmp_path / "copy", spec, "float32")
 
 
 def test_nor_of_a_target_in_four_bits(tmp_path):

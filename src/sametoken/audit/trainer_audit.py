@@ -33,13 +33,10 @@ from sametoken.audit.trainer_verdict import (
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.engine.core import EngineCore
 from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.weight_updates import MODEL
-
-Build = Callable[[EngineConfig], EngineCore]
 
 #: Tokens of the rollouts by which a temperature is searched: each of some 45 passes runs them.
 _SEARCHED_TOKENS = 1024
@@ -54,7 +51,6 @@ def audit_trainer(
     tokenizer: Tokenizer | None = None,
     concurrency: int = 8,
     announce: Callable[[str], None] = lambda text: None,
-    build: Build = build_engine,
 ) -> TrainerVerdict:
     """Score every rollout with this engine, and explain the differences.
 
@@ -68,7 +64,6 @@ def audit_trainer(
         tokenizer: the model's, for texts and for rollouts with ``messages``.
         concurrency: the most rollouts that are scored at once.
         announce: called with one line per phase.
-        build: builds an engine.
 
     Raises:
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
@@ -78,7 +73,7 @@ def audit_trainer(
         NumericalError: the model gives NaN.
     """
     wrong = tuple(_wrong_tokens(rollouts, tokenizer))
-    core = build(replace(config, speculative_config=None))
+    core = build_engine(replace(config, speculative_config=None))
     scorer = Scorer(core, concurrency)
     _require_possible(rollouts, scorer)
     name = Path(config.model).name

@@ -159,13 +159,23 @@ def load_tasks(settings: EvalSettings) -> Any:
             f"({type(error).__name__}: {error})",
             "tasks other than gsm8k need the Hugging Face hub",
         ) from error
-    for task in loaded["tasks"].values():
+    for name, task in loaded["tasks"].items():
         if settings.num_fewshot is not None:
+            _require_examples(name, task, settings.num_fewshot)
             task.set_config(key="num_fewshot", value=settings.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=0)
     return loaded
+
+
+def _require_examples(name: str, task: Any, num_fewshot: int) -> None:
+    samples = getattr(task.get_config("fewshot_config"), "samples", None)
+    if isinstance(samples, list) and num_fewshot > len(samples):
+        raise ConfigError(
+            f"num_fewshot={num_fewshot} is above the {len(samples)} examples of {name}",
+            f"use 0 to {len(samples)}",
+        )
 
 
 def require_metric(tasks: Any, metric: str) -> None:

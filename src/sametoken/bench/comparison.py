@@ -107,8 +107,9 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
     for name, source in zip(names, sources, strict=True):
         documents = _documents(source)
         done = [document for document in documents if "results" in document]
+        failed = [document for document in documents if "error" in document]
         try:
-            failures += [_failure(name, document) for document in documents if "error" in document]
+            failures += [_failure(name, document) for document in failed]
             runs.append(_run(name, done))
             cells += [_cell(name, each, result) for each in done for result in each["results"]]
         except (LookupError, TypeError, AttributeError) as error:
@@ -116,7 +117,7 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
                 f"run {name!r}, {source}, is no measurement ({type(error).__name__}: {error})",
                 "give what bench latency, throughput, serve or sweep wrote",
             ) from error
-        if not done and not failures:
+        if not done and not failed:
             raise ConfigError(f"{source} holds no results", "give what bench wrote")
     return {
         "sametoken": sametoken.__version__,
@@ -197,7 +198,7 @@ def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> d
         "workload": {
             "benchmark": document["benchmark"],
             "dataset": _prompts(workload),
-            "input_len": None if workload.get("dataset") else workload.get("input_len"),
+            "input_len": workload.get("input_len") if _prompts(workload) == "random" else None,
             "output_len": workload.get("output_len"),
             "concurrency": result["concurrency"],
             "request_rate": result.get("request_rate"),

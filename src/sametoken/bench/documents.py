@@ -57,9 +57,13 @@ def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or a number is not finite, which JSON has not.
     """
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be written ({error})", "give finite options") from error
+    write_text(path, text + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -217,6 +217,8 @@ def audit(
         raise ConfigError("--checkpoint is of use with --trainer alone", "give --trainer")
     prompts = _Prompts.of(**of_prompts)
     if servers.url is None:
+        if servers.baseline_url is not None:
+            raise ConfigError("--baseline-url is of use with --url alone", "give --url")
         settings = {"concurrency": concurrency, "num_alone": alone, "diagnose": diagnose}
         verdict = _audit_engine(_config(model, options), prompts, settings)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -69,15 +70,18 @@ def take(options: dict[str, Any], group: type[Any] | Sequence[inspect.Parameter]
 
 
 def numbers(name: str, text: str, kind: type[Any] = int, remedy: str = "give 1,8,64") -> list[Any]:
-    """Parse the list of numbers that an option is.
+    """Parse the list of finite numbers that an option is.
 
     Raises:
         ConfigError: it is none.
     """
     try:
-        return [kind(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
+        if not all(map(math.isfinite, found)):
+            raise ValueError("a number is not finite")
     except ValueError as error:
         raise ConfigError(f"{name}={text!r} is not a list of numbers", remedy) from error
+    return found
 
 
 def engine_options(**defaults: Any) -> list[inspect.Parameter]:
@@ -180,8 +184,9 @@ def _metavar(choices: Sequence[str]) -> str | None:
 
 def _panel(config: type[Any]) -> str:
     """The heading of a dataclass's options: ``Engine options``."""
-    words = re.findall("[A-Z][a-z]*", config.__name__.removesuffix("Config"))
-    return f"{' '.join(words).capitalize()} options"
+    name = config.__name__.removesuffix("Config").removesuffix("Options")
+    first, *words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]*", name)
+    return " ".join([first, *map(str.lower, words), "options"])
 
 
 def _parameter(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import subprocess
 import threading
@@ -27,7 +26,7 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.distributed.process_group import NoPeers, Peers, join
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn
+from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn, status_text
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
@@ -240,7 +239,10 @@ class Follower:
             header = self._sock.recv(LENGTH.size, socket.MSG_WAITALL)
             if len(header) == LENGTH.size:
                 (length,) = LENGTH.unpack(header)
-                return decode(self._sock.recv(length, socket.MSG_WAITALL))
+                payload = self._sock.recv(length, socket.MSG_WAITALL)
+                # Shorter if the process has ended in the midst of it.
+                if len(payload) == length:
+                    return decode(payload)
         return None
 
     def _how_it_ended(self) -> SametokenError:
@@ -249,7 +251,7 @@ class Follower:
         except subprocess.TimeoutExpired:
             how = "no status"
         else:
-            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            how = status_text(status)
         return EngineDeadError(
             f"rank {self.rank} of the model ended with {how}", "see its log; restart the engine"
         )

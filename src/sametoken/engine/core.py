@@ -93,6 +93,7 @@ class EngineCore:
             UnsupportedError: this engine's memory cannot be given back.
             EngineDeadError: the engine has failed, or a step fails now.
         """
+        self._sleep.require_possible(level)
         if level == DROP_WEIGHTS:
             self.weights.require_target(MODEL)
         self._guarded(self._land)

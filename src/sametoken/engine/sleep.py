@@ -209,8 +209,8 @@ class Sleep:
     asleep: set[str] = field(default_factory=set)
     lacks_weights: bool = False
 
-    def begin(self, level: int) -> None:
-        """Give back memory; a deeper level may follow.
+    def require_possible(self, level: int) -> None:
+        """Refuse what ``begin`` refuses, before anything else is done for a sleep.
 
         Raises:
             RequestError: there is no such level.
@@ -219,6 +219,15 @@ class Sleep:
         if level not in (KEEP_WEIGHTS, DROP_WEIGHTS):
             raise RequestError(f"there is no sleep of level {shown(level)}", "use 1 or 2")
         self.memory.require_droppable()
+
+    def begin(self, level: int) -> None:
+        """Give back memory; a deeper level may follow.
+
+        Raises:
+            RequestError: there is no such level.
+            UnsupportedError: this engine's memory cannot be given back.
+        """
+        self.require_possible(level)
         # Noted first: if the system refuses half-way, nothing runs on what is lost.
         self.asleep = set(TAGS)
         self.lacks_weights = self.lacks_weights or level == DROP_WEIGHTS

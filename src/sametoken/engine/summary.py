@@ -86,11 +86,16 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         Setting("kernels", resolved.kernels, _KERNELS),
         Setting("attention_kernels", resolved.attention_kernels, _ATTENTION),
         *(
-            Setting(name, in_units(size), why if size else _NO_RECURRENT)
+            Setting(name, in_units(size), why if size else _reason_of_none(name, resolved))
             for name, (size, why) in sizes.items()
         ),
         Setting("kept_states_bytes", in_units(resolved.kept_states_bytes), _kept_states(resolved)),
     )
+
+
+def _reason_of_none(name: str, resolved: ResolvedConfig) -> str:
+    drafts_nothing = name.startswith("pending") and resolved.request_memory.recurrent_state
+    return "nothing is drafted" if drafts_nothing else _NO_RECURRENT
 
 
 def _kept_states(resolved: ResolvedConfig) -> str:

@@ -304,6 +304,8 @@ def write_shard(
     metadata = {"format": "pt", "writer": writer, "ranges": ranges_json}
     with _replacing(directory / file) as unfinished:
         save_file(tensors, unfinished, metadata=metadata)
+        # safetensors leaves it to its owner alone.
+        unfinished.chmod(0o644)
         with unfinished.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
     return Shard(file, writer, digest, ranges)

@@ -212,10 +212,15 @@ class StateWriter:
         if self._at_rest:
             return
         self._at_rest = True
-        if any(sequence.pieces for sequence in self._held):
-            self._write_shard()
-        else:
-            self._write_manifest()
+        try:
+            if any(sequence.pieces for sequence in self._held):
+                self._write_shard()
+            else:
+                self._write_manifest()
+        except BaseException:
+            # The next call tries again.
+            self._at_rest = False
+            raise
 
     def close(self) -> None:
         """Release the directory; unwritten rows are lost."""
@@ -260,12 +265,13 @@ class StateWriter:
 
     def _write_shard(self) -> None:
         held = [sequence for sequence in self._held if sequence.pieces]
-        ranges, pieces = [], []
+        ranges, pieces, num_entries = [], [], len(self._entries)
         for sequence in held:
-            if sequence.index is None:
-                sequence.index = len(self._entries)
-                self._entries.append(sequence.entry())
-            ranges.append(RowRange(sequence.index, sequence.num_written, sequence.num_rows))
+            place = sequence.index
+            if place is None:
+                # Entered once the shard is there: no manifest may have an entry without rows.
+                place, num_entries = num_entries, num_entries + 1
+            ranges.append(RowRange(place, sequence.num_written, sequence.num_rows))
             pieces.extend(sequence.pieces)
         states = torch.cat([piece.states for piece in pieces])
         shard = write_shard(
@@ -283,6 +289,9 @@ class StateWriter:
         for sequence in held:
             sequence.num_written = sequence.num_rows
             sequence.pieces.clear()
+            if sequence.index is None:
+                sequence.index = len(self._entries)
+                self._entries.append(sequence.entry())
             self._note(sequence)
         self._held.clear()
         self._num_bytes = 0

@@ -95,6 +95,8 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
                 stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
             sizes.append(sum(tensor.nbytes for tensor in stored.values()))
             save_file(stored, output / file.name, metadata={"format": "pt"})
+            # safetensors leaves it to its owner alone.
+            (output / file.name).chmod(0o644)
             weight_map |= dict.fromkeys(stored, file.name)
         _write_rest(source, output, {file.name for file in files})
         if len(files) > 1:

@@ -140,10 +140,10 @@ class AsyncLLM:
         try:
             path = Path(process.ready.summary.model_path)
             tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
+            return cls(process, config, limits, build, tokenizer)
         except BaseException:
             await process.stop(grace_s=0.0)
             raise
-        return cls(process, config, limits, build, tokenizer)
 
     async def __aenter__(self) -> Self:
         """Enter a block that ends with ``shutdown``."""

@@ -45,6 +45,7 @@ class ShadowAudit:
         self._pending: deque[_Case] = deque()
         self._running: _Replay | None = None
         self._stats = AuditStats()
+        self._num_begun = 0
 
     @property
     def stats(self) -> AuditStats:
@@ -76,8 +77,12 @@ class ShadowAudit:
         """Begin the next replay, in idle time; None if none is pending or one runs already."""
         if self.is_replaying or not self._pending:
             return None
-        self._running = _Replay(self._pending.popleft())
-        return self._running.case.replay
+        case = self._pending.popleft()
+        # Another id each time: updates of an interrupted replay may still be on their way.
+        self._num_begun += 1
+        replay = replace(case.replay, request_id=f"{case.request_id}#replay#{self._num_begun}")
+        self._running = _Replay(replace(case, replay=replay))
+        return replay
 
     def interrupt(self) -> str | None:
         """Put off the running replay; returns its id to release, if one runs."""
@@ -151,7 +156,6 @@ def is_chosen(request_id: str, rate: float) -> bool:
 def _replay_of(completion: EngineRequest, num_tokens: int) -> EngineRequest:
     return replace(
         completion,
-        request_id=f"{completion.request_id}#replay",
         params=replace(completion.params, logprobs=None, prompt_logprobs=None),
         max_total_tokens=len(completion.prompt_token_ids) + num_tokens,
         num_speculative_tokens=0,

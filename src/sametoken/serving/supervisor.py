@@ -106,7 +106,7 @@ class Supervisor:
         await asyncio.wait((self._task,))
         process, self.process = self.process, None
         if process is not None:
-            self.cause = EngineDeadError("the engine was shut down")
+            self.cause = EngineDeadError("the engine was shut down", "start another one")
             self._listener.engine_died(self.cause)
             await process.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,7 @@ def write_text(
         rows = [_row(done) for done in outputs if done.outputs[0].error is None]
         _write(output, rows, is_first=not first)
         tokens += sum(len(row["output_token_ids"]) for row in rows)
-        answers += len(outputs)
+        answers += len(rows)
         advance(len(outputs))
     return Written(answers, tokens, time.monotonic() - began)
 
@@ -129,7 +130,8 @@ def _row(done: RequestOutput) -> dict[str, list[int]]:
 
 def _write(output: Path, rows: Sequence[Mapping[str, Any]], *, is_first: bool) -> None:
     try:
-        with output.open("w" if is_first else "a", encoding="utf-8") as file:
+        open_file = gzip.open if output.suffix == ".gz" else open
+        with open_file(output, "wt" if is_first else "at", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.load.files import PICKLED, weight_files
 from sametoken.models.loader import read_config
 from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
@@ -102,6 +103,11 @@ def train_mtp(
         )
     if model.resolve() == output.resolve():
         raise ConfigError(f"{output} is the target itself", "choose another output")
+    if weight_files(model)[0].name.endswith(PICKLED):
+        raise UnsupportedError(
+            f"{model} holds pickled weights, beside which no module is written",
+            "convert them to safetensors",
+        )
     with output_directory(output):
         compute = choose_compute(loop)
         network = load_decoder(model, mtp=True)

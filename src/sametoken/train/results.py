@@ -26,10 +26,12 @@ from sametoken.io.files import LOCK, DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE
+from sametoken.train.loop import CHECKPOINT
 from sametoken.train.networks import DecoderNetwork
 
 RESULT = "training.json"
-_FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+#: Names that no checkpoint's own shards have.
+_TARGET_FILE, _MODULE_FILE = "model-target.safetensors", "model-mtp.safetensors"
 
 
 @contextmanager
@@ -84,13 +86,13 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     """
     module = _rounded(network.mtp, torch.bfloat16)
     tensors = {f"{PREFIX}.{name}": tensor for name, tensor in module.items()}
-    _save(tensors, directory / _MTP_SHARD)
+    _save(tensors, directory / _MODULE_FILE)
     files: dict[str, str] = {}
     for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name in (INDEX, _MTP_SHARD, LOCK):
+        if not path.is_file() or path.name in (INDEX, LOCK, RESULT, CHECKPOINT):
             continue
         # A file of the usual name would be read without the index.
-        name = _FIRST_SHARD if path.name == SINGLE else path.name
+        name = _TARGET_FILE if path.name == SINGLE else path.name
         if path.suffix != ".safetensors":
             _copy(path, directory / name)
             continue
@@ -102,7 +104,7 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
             with safe_open(path, framework="pt") as file:
                 _save({key: file.get_tensor(key) for key in kept}, directory / name)
         files |= dict.fromkeys(kept, name)
-    files |= dict.fromkeys(tensors, _MTP_SHARD)
+    files |= dict.fromkeys(tensors, _MODULE_FILE)
     _write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
 
 
@@ -144,15 +146,12 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
         UnsupportedError: the target's rotary settings have no name in a config.json.
     """
     config = json.dumps(_config(layout), indent=2, sort_keys=True) + "\n"
-    contiguous = {name: value.contiguous() for name, value in tensors.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "config.json").write_text(config, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{directory} cannot be written ({error})", "make room or choose another output"
-        ) from error
+    except OSError as error:
+        raise _not_written(directory, error) from error
+    _save(tensors, directory / SINGLE)
+    _write_text(directory / "config.json", config)
 
 
 def _config(layout: HeadLayout) -> dict[str, Any]:
@@ -233,6 +232,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
             path,
             metadata={"format": "pt"},
         )
+        # safetensors leaves it to its owner alone.
+        path.chmod(0o644)
     except (OSError, SafetensorError) as error:
         raise _not_written(path, error) from error
 

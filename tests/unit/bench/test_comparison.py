@@ -107,3 +107,21 @@ def test_a_page_needs_nothing_from_elsewhere(runs):
     markup = page[: page.index('<script type="application/json"')]
     for reference in ("src=", "@import", "url(", "http:", "https:"):
         assert reference not in markup
+
+
+def test_a_run_of_nothing_is_refused_after_one_that_failed(tmp_path):
+    failed, empty = tmp_path / "failed.json", tmp_path / "empty.json"
+    failed.write_text(json.dumps({"cell": {"model": "m"}, "status": "failed", "error": "boom"}))
+    empty.write_text("{}")
+    assert compare_runs([failed])["runs"]
+    with pytest.raises(ConfigError, match="holds no results"):
+        compare_runs([failed, empty])
+
+
+@pytest.mark.parametrize(("dataset", "shown"), [("random", 8), (None, 8), ("gsm8k", None)])
+def test_random_prompts_have_a_length(runs, tmp_path, dataset, shown):
+    document = json.loads(runs[0].read_text())
+    document["workload"] |= {"dataset": dataset, "input_len": 8}
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    cells = compare_runs([tmp_path / "run.json"])["cells"]
+    assert {cell["workload"]["input_len"] for cell in cells} == {shown}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,9 @@ def test_what_is_no_object_is_refused(tmp_path, text):
         read_json(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_json(tmp_path / "gone.json")
+
+
+def test_what_json_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give finite options"):
+        write_json(tmp_path / "a.json", {"temperature": math.nan})
+    assert not (tmp_path / "a.json").exists()

@@ -25,6 +25,7 @@ def no_model(monkeypatch):
         (("model", "--url", NOBODY), f"{NOBODY} does not list a model (ConnectError"),
         (("model", "--url", NOBODY, "--served-model", "m"), f"{NOBODY} cannot be reached"),
         (("--url", NOBODY, "--baseline-url", NOBODY), f"{NOBODY} does not list a model"),
+        (("m", "--baseline-url", NOBODY), "--baseline-url is of use with --url alone"),
         (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
         (("model", "--url", "127.0.0.1:9"), "127.0.0.1:9/ does not list a model"),
         (("--url", NOBODY), "there is no baseline"),

@@ -85,6 +85,7 @@ def test_without_speculation_there_is_nothing_to_compare(model):
         (("gsm8k", "--limit", "0"), "limit=0 is not possible"),
         (("gsm8k", "--max-tokens", "0"), "max_tokens=0 is not possible"),
         (("gsm8k", "--num-fewshot", "-1"), "num_fewshot=-1 is not possible"),
+        (("gsm8k", "--num-fewshot", "9"), "num_fewshot=9 is above the 8 examples of gsm8k"),
         (
             ("gsm8k", "--metric", "exact_match"),
             "gsm8k has no metric 'exact_match'. use one of ('exact_match,strict-match', "

@@ -6,7 +6,11 @@ import asyncio
 import gc
 import logging
 import os
+import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,9 +26,11 @@ from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
+from sametoken.distributed.ranks import Follower
 from sametoken.engine.build import build_engine
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import ConfigError, EngineDeadError, EngineRestartingError, UnsupportedError
+from sametoken.io.child_process import encode
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
 
@@ -226,3 +232,17 @@ def test_a_fork_does_not_end_the_ranks_of_the_process_it_left():
     assert calls == []
     ranks._stop(os.getpid(), (follower,), directory)
     assert calls == ["hang up", "stop", "cleanup"]
+
+
+def test_a_message_that_is_cut_off_is_the_end_of_its_rank():
+    follower = Follower.__new__(Follower)
+    follower.rank, follower.ended = 1, Future()
+    follower._sock, theirs = socket.socketpair()
+    follower._messages = queue.SimpleQueue()
+    follower._process = subprocess.Popen([sys.executable, "-c", "pass"])
+    reader = threading.Thread(target=follower._read_all)
+    reader.start()
+    theirs.sendall(encode(list(range(100)))[:-5])
+    theirs.close()
+    reader.join(60)
+    assert isinstance(follower.ended.result(0), EngineDeadError)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from sametoken.engine.core import EngineCore
 from sametoken.engine.sleep import DeviceMemory, FixedMemory, HostMemory, Sleep, whole_storages
 from sametoken.errors import InvariantError, RequestError, UnsupportedError, WeightUpdateError
 
@@ -71,6 +74,16 @@ def test_there_are_two_levels(level):
     with pytest.raises(RequestError, match="no part"):
         sleep.end(["model"])
     assert (memory.dropped, sleep.asleep) == ([], set())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_sleep_that_is_refused_forgets_nothing(level):
+    forgotten = []
+    scheduler = SimpleNamespace(has_unfinished=False, forget_prefixes=lambda: forgotten.append(1))
+    core = EngineCore(SimpleNamespace(steps_in_flight=1), scheduler, None)
+    with pytest.raises((RequestError, UnsupportedError)):
+        core.sleep(level)
+    assert not forgotten
 
 
 def test_what_was_dropped_in_part_is_lost():

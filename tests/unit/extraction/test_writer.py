@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sametoken.drafters.extract import CommittedRows
-from sametoken.errors import InvariantError
+from sametoken.errors import ConfigError, InvariantError
+from sametoken.extraction import writer
 from sametoken.extraction.recording import StateWriter
 from sametoken.extraction.shards import ExtractedStates, Manifest, StateSource, read_manifest
 from sametoken.io.files import DirectoryLock
@@ -199,3 +200,21 @@ def test_a_step_without_rows_brings_none(device):
     device.writer.end("unknown", 4, aborted=False)
     device.writer.flush()
     assert not (device.directory / "manifest.json").exists()
+
+
+def test_a_shard_that_cannot_be_written_is_written_the_next_time(device, monkeypatch):
+    device.step({0: range(2)}, device.admit(0, 1))
+    device.end(1, 2)
+    written = writer.write_shard
+
+    def full(*given):
+        raise ConfigError("no room", "make some")
+
+    monkeypatch.setattr(writer, "write_shard", full)
+    with pytest.raises(ConfigError, match="no room"):
+        device.writer.flush()
+    monkeypatch.setattr(writer, "write_shard", written)
+    device.launch({1: range(1)}, device.admit(1, 2))
+    assert read_manifest(device.directory).sequences == ()
+    device.writer.flush()
+    assert [one.request_id for one in read_manifest(device.directory).sequences] == ["r1"]

@@ -26,6 +26,7 @@ from sametoken.errors import (
     RequestError,
     WeightUpdateError,
 )
+from sametoken.serving import async_llm
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
 from sametoken.types.structured_outputs import StructuredOutputs
@@ -375,6 +376,30 @@ def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
     limits = ServingLimits(shadow_audit_rate=0.1)
     with pytest.raises(ConfigError, match="compares made-up tokens"):
         asyncio.run(start(limits, model=model, speculative_config=synthetic))
+
+
+async def test_a_start_that_is_refused_at_its_end_leaves_no_engine(monkeypatch):
+    stopped = []
+
+    class Process:
+        ready = SimpleNamespace(summary=SimpleNamespace(model_path="m"))
+
+        @classmethod
+        async def start(cls, *given):
+            return cls()
+
+        async def stop(self, *, grace_s):
+            stopped.append(grace_s)
+
+    def refuse(*given):
+        raise CheckpointError("this tokenizer ends nothing", "name another")
+
+    monkeypatch.setattr(async_llm, "EngineProcess", Process)
+    monkeypatch.setattr(async_llm, "load_tokenizer_of", lambda *given: None)
+    monkeypatch.setattr(async_llm.AsyncLLM, "__init__", refuse)
+    with pytest.raises(CheckpointError, match="ends nothing"):
+        await async_llm.AsyncLLM.start(EngineConfig(model="m"))
+    assert stopped == [0.0]
 
 
 def test_weights_change_while_requests_run(served, offline, model, tmp_path):

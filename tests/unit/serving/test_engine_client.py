@@ -336,8 +336,8 @@ async def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(open_kit):
         await anext(stream)
         *_, replay = kit.process.take_sent()
         (plain,) = replay.completions
-        assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay", 0)
-        kit.report(update("r#replay", 20), num_received=2, num_running=1, kv_usage=0.5)
+        assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay#1", 0)
+        kit.report(update("r#replay#1", 20), num_received=2, num_running=1, kv_usage=0.5)
         assert kit.client.stats.num_output_tokens == 4, "replays are not served"
         assert kit.client.stats.load == EngineLoad(num_received=2), "nor are they load"
 
@@ -345,14 +345,15 @@ async def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(open_kit):
         kit.report(num_received=3, num_running=1)
         assert kit.client.stats.load.num_running == 1
         release, submit = kit.process.take_sent()
-        assert release == Release({"r#replay": None}, aborted=True)
+        assert release == Release({"r#replay#1": None}, aborted=True)
         assert submit.completions[0].request_id == "second"
         await second.aclose()
         _, again = kit.process.take_sent()
-        assert again == replay
+        (again,) = again.completions
+        assert again == replace(plain, request_id="r#replay#2")
 
-        kit.report(update("r#replay", 20, 21, 22, 23))
-        assert kit.process.take_sent() == [Release({"r#replay": None}, aborted=True)]
+        kit.report(update("r#replay#2", 20, 21, 22, 23))
+        assert kit.process.take_sent() == [Release({"r#replay#2": None}, aborted=True)]
         assert kit.client.stats.audit.num_audited == 1
         assert kit.client.stats.audit.num_mismatched == 0
 
@@ -362,7 +363,7 @@ async def test_a_difference_is_reported(open_kit, caplog):
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
-        kit.report(update("r#replay", 20, 7))
+        kit.report(update("r#replay#1", 20, 7))
         difference = kit.client.stats.audit.last_difference
         assert (difference.position, difference.served, difference.replayed) == (1, 21, 7)
         assert kit.client.stats.audit.num_mismatched == 1
@@ -387,7 +388,7 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
-        kit.client.take(Refused(("r#replay",), RequestError("no")))
+        kit.client.take(Refused(("r#replay#1",), RequestError("no")))
         assert kit.client.stats.audit.num_dropped == 1
         second = kit.begin("second")
         kit.report(update("second", 20, 21, 22, 23))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -129,3 +130,17 @@ def test_answers_that_all_fail_are_an_error(scripted, tmp_path, monkeypatch):
     with pytest.raises(NumericalError):
         write_text(llm, [TextPrompt([5])], tmp_path / "t.jsonl", GREEDY)
     assert not (tmp_path / "t.jsonl").exists()
+
+
+def test_answers_that_fail_are_not_counted(scripted, tmp_path, monkeypatch):
+    llm, _ = scripted([[7]], config=EngineConfig(max_num_seqs=2))
+    failed = CompletionOutput(0, "", (), "error", error=NumericalError("NaN"))
+    whole = CompletionOutput(0, "", (7, EOS), "stop")
+    outputs = [
+        RequestOutput("0", None, (5,), (one,), True, RequestMetrics(0.0)) for one in (failed, whole)
+    ]
+    monkeypatch.setattr(llm, "generate", lambda prompts, params: outputs)
+    packed = tmp_path / "t.jsonl.gz"
+    written = write_text(llm, [TextPrompt([5])] * 4, packed, GREEDY)
+    with gzip.open(packed, "rt") as lines:
+        assert len(list(lines)) == written.answers == 1

@@ -70,7 +70,7 @@ def test_the_checkpoint_is_the_target_s_with_a_module_beside_it(target, text, tm
 
 
 def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp_path, cut_off):
-    shard = "model-00002-of-00002.safetensors"
+    shard = "model-mtp.safetensors"
     loop = replace(LOOP, steps=13, checkpoint_every=5)
     train(target, tmp_path / "a", text, loop=loop)
     cut_off(train, target, tmp_path / "b", text, loop=loop)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
-from sametoken.train.results import HeadLayout, write_head
+from sametoken.train.results import HeadLayout, write_head, write_with_module
 
 
 @pytest.fixture
@@ -61,3 +64,22 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, layout):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_head(tmp_path / "file" / "head", layout, {"norm.weight": torch.ones(2)})
+
+
+def test_a_target_of_two_shards_and_another_training_is_whole(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    for directory in (source, out):
+        directory.mkdir()
+        (directory / "checkpoint.pt").write_text(directory.name)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, shard in zip("ab", shards, strict=True):
+        save_file({f"model.{name}": torch.ones(2)}, source / shard)
+    weight_map = {"weight_map": dict(zip(("model.a", "model.b"), shards, strict=True))}
+    (source / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    write_with_module(source, out, SimpleNamespace(mtp=torch.nn.Linear(2, 2)))
+    files = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert files.keys() == {"model.a", "model.b", "mtp.weight", "mtp.bias"}
+    assert all(name in load_file(out / file) for name, file in files.items())
+    assert (out / "checkpoint.pt").read_text() == "out"
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in out.glob("*.safetensors")}
+    assert modes == {0o644}

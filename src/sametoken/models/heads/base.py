@@ -249,7 +249,10 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     """
     nested = config.get("transformer_layer_config", config)
     if not isinstance(nested, dict):
-        raise CheckpointError(f"{location}: transformer_layer_config is not an object")
+        raise CheckpointError(
+            f"{location}: transformer_layer_config is not an object",
+            "compare with the original checkpoint's",
+        )
     layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
@@ -283,7 +286,9 @@ def refuse(location: Path, *features: tuple[object, str]) -> None:
     """
     for found, what in features:
         if found:
-            raise UnsupportedError(f"{location}: an EAGLE head with {what} is not supported")
+            raise UnsupportedError(
+                f"{location}: an EAGLE head with {what} is not supported", "use another head"
+            )
 
 
 def require_sizes(vocab_size: int, hidden_size: int, target: ModelConfig) -> None:

@@ -78,6 +78,8 @@ from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
+_ORIGINAL = "compare with the original checkpoint's"
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
@@ -151,9 +153,11 @@ def _aux_layer_ids(
     if not ids:
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
-        raise CheckpointError(f"{location}: {key}={short(ids)} is not a list of layer numbers")
+        raise CheckpointError(
+            f"{location}: {key}={short(ids)} is not a list of layer numbers", _ORIGINAL
+        )
     if len(ids) > MAX_LAYERS:
-        raise CheckpointError(f"{location}: {key} names {len(ids)} layers")
+        raise CheckpointError(f"{location}: {key} names {len(ids)} layers", _ORIGINAL)
     return tuple(i + of_outputs for i in ids)
 
 

@@ -150,7 +150,9 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
                 "is not supported",
                 f"use {ANOTHER_METHOD}",
             )
-        is_stored = self._is_dummy or f"{fusion}.weight" in self._open_tensors().names()
+        # A quantized weight is stored under several names.
+        stored = () if self._is_dummy else self._open_tensors().names()
+        is_stored = self._is_dummy or any(name.startswith(f"{fusion}.") for name in stored)
         if num_layers == 0 or not is_stored:
             raise CheckpointError(
                 f"{self._directory} holds no {kind} module ({prefix}*): it was trained without "

@@ -233,7 +233,8 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise CheckpointError(
-                f"{settings.location}: {short(name)} in config_groups is not an object"
+                f"{settings.location}: {short(name)} in config_groups is not an object",
+                "compare with the original checkpoint's",
             )
         own = Settings(group, f"{settings.location}.{name}")
         require_known(own, used=("targets", "weights", "input_activations", "format"))

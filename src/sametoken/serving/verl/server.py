@@ -12,6 +12,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, listen
 from sametoken.serving.http.run import DrainingServer
+from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 #: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
@@ -99,7 +100,11 @@ class RolloutServer:
             return _NO_TOKENS | {"extra_fields": extra}
         params = self._params(dict(sampling_params), len(prompt_ids))
         asked = {"prompt_token_ids": list(prompt_ids)}
-        *_, output = [one async for one in self._engine.generate(asked, params, request_id)]
+        output: RequestOutput | None = None
+        async for one in self._engine.generate(asked, params, request_id):
+            # Outputs are cumulative, so only the newest is kept.
+            output = one
+        assert output is not None
         (made,) = output.outputs
         if made.error is not None:
             raise made.error

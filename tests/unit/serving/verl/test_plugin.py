@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.serving.verl.server import engine_config
+from sametoken.serving.verl.server import RolloutServer, engine_config
+from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 ROLLOUT = {
     "dtype": "float32",
@@ -120,3 +123,23 @@ def test_the_engine_has_the_rollouts_options_and_its_own():
         engine_config(
             SimpleNamespace(**ROLLOUT | {"engine_kwargs": {"sametoken": {"more": 1}}}), "m"
         )
+
+
+def test_a_rollout_keeps_its_newest_output_alone():
+    """Outputs are cumulative: all of them would take memory with the square of its length."""
+    alive = []
+
+    async def outputs(*given):
+        for step in range(1, 40):
+            reason = "length" if step == 39 else None
+            completion = CompletionOutput(0, "", tuple(range(step)), reason)
+            finished = reason is not None
+            yield RequestOutput("r", None, (1,), (completion,), finished, RequestMetrics(0.0))
+            alive.append(sum(isinstance(one, RequestOutput) for one in gc.get_objects()))
+
+    server = RolloutServer(EngineConfig(model="m"), "127.0.0.1", lengths=(10, 100))
+    resolved = SimpleNamespace(max_model_len=1000)
+    server._engine = SimpleNamespace(resolved=resolved, generate=outputs)
+    answer = asyncio.run(server.answer([1], {}, "r"))
+    assert len(answer["token_ids"]) == 39
+    assert max(alive) - min(alive) <= 1

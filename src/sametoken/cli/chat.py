@@ -67,7 +67,7 @@ def chat(
 
 
 def _consoles(interactive: bool) -> Consoles:
-    from rich.console import Console
+    from sametoken.cli.console import Console
 
     # None asks the terminal, also whether it has colours.
     is_terminal = None if interactive else False

@@ -16,9 +16,9 @@ from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from sametoken.cli.console import Console
     from sametoken.llm import LLM
 
 AUDIT_FAILED = 1
@@ -149,7 +149,7 @@ def demo(
     ] = 128,
 ) -> None:
     """Answer prompts without and with speculation and compare the tokens."""
-    from rich.console import Console
+    from sametoken.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     scenes = scenes_here()

@@ -100,9 +100,10 @@ def as_markdown(keys: Iterable[Key]) -> str:
 
 
 def _show_keys(keys: Iterable[Key]) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
+
+    from sametoken.cli.console import Console
 
     console = Console(highlight=False)
     console.print(_INTRODUCTION, soft_wrap=True)

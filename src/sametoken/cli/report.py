@@ -13,9 +13,8 @@ from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.units import in_units
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sametoken.bench.memory import Memory
+    from sametoken.cli.console import Console
     from sametoken.engine.resolve import ResolvedConfig
 
 
@@ -158,14 +157,14 @@ def announce(line: str) -> None:
 
 def status_console(*, markup: bool = True) -> Console:
     """Make a console on stderr, for progress; without ``markup`` brackets are text."""
-    from rich.console import Console
+    from sametoken.cli.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True, markup=markup)
 
 
 def wide_console() -> Console:
     """Make a console as wide as the terminal; without one, wide enough for ``bench``'s tables."""
-    from rich.console import Console
+    from sametoken.cli.console import Console
 
     width = None if sys.stdout.isatty() else _WIDTH
     return Console(highlight=False, soft_wrap=True, width=width)

@@ -19,7 +19,7 @@ from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
-_FORMAT = "sametoken-training-2"
+_FORMAT = "sametoken-training-3"
 # Steps between reports, each of which waits for the device.
 _REPORT_EVERY = 10
 # Share of ``max_seconds`` that the steps are planned to take.
@@ -119,13 +119,13 @@ class _Loop:
         self._parameters = [p for p in objective.network.parameters() if p.requires_grad]
         self._optimizer = _optimizer(objective.network, options)
         self._step, self._steps = 0, options.steps
+        self._last = Report(0, self._steps, 0.0, 0.0, (), 1.0, 0.0)
         self._pace = _Pace(options)
         if options.resume:
             self._restore()
 
     def run(self, report: Callable[[Report], None], began: float) -> LoopResult:
         meter = _Meter()
-        last = Report(self._step, self._steps, 0.0, 0.0, (), 1.0, 0.0)
         while self._step < self._steps:
             meter.add(self._take_step())
             self._step += 1
@@ -135,15 +135,15 @@ class _Loop:
             late = self._pace.is_late(time.monotonic() - began)
             if self._step % _REPORT_EVERY == 0 or self._step == self._steps or late:
                 rate = self._optimizer.param_groups[0]["lr"]
-                last = meter.report(self._step, self._steps, rate, began)
-                report(last)
+                self._last = meter.report(self._step, self._steps, rate, began)
+                report(self._last)
             if late:
                 break
             every = self._options.checkpoint_every
             if every and self._step % every == 0:
                 self._save()
         self._save()
-        return LoopResult(last, self._steps)
+        return LoopResult(self._last, self._steps)
 
     def _take_step(self) -> StepLoss:
         for group in self._optimizer.param_groups:
@@ -161,6 +161,7 @@ class _Loop:
             "identity": self._identity,
             "step": self._step,
             "steps": self._steps,
+            "report": asdict(self._last),
             "network": self._objective.network.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "rng": torch.get_rng_state(),
@@ -206,6 +207,8 @@ class _Loop:
         if type(step) is not int or type(steps) is not int or not 0 <= step <= steps:
             raise ValueError(f"step {step!r} of {steps!r}")
         self._step, self._steps = step, steps
+        # No step follows a training that was complete.
+        self._last = Report(**state["report"])
         self._objective.network.load_state_dict(state["network"])
         moments = state["optimizer"]["state"]
         _require_moments(moments, self._optimizer, step)

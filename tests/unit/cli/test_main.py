@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -291,17 +292,25 @@ def test_an_output_without_room_is_one_line(command):
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
 
-def test_a_reader_that_left_is_no_error():
+@pytest.mark.parametrize("topic", [(), ("speculative",)])
+def test_a_reader_that_left_is_no_error(topic):
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
-        [sys.executable, "-m", "sametoken", "help"],
+        [sys.executable, "-m", "sametoken", "help", *topic],
         stdout=writer,
         stderr=subprocess.PIPE,
         check=False,
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_no_error(closed):
+    command = f"{shlex.quote(sys.executable)} -m sametoken help {closed}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_env_reports_facts():

@@ -103,6 +103,16 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
         assert torch.equal(resumed.network.state_dict()[name], value), name
 
 
+def test_a_whole_training_that_is_resumed_keeps_its_last_report(tmp_path):
+    output = tmp_path / "a"
+    first = train(Fit(), output, made(output, options()))
+    again = Fit()
+    resumed = train(again, output, options(resume=True))
+    assert not again.seen
+    assert resumed == first
+    assert resumed.report.loss > 0
+
+
 def made(directory, chosen):
     directory.mkdir()
     return chosen

@@ -28,6 +28,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.engine.step_memory import StepMemory, most_expanded
 from sametoken.engine.swap_plan import plan_swap_of
+from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -140,6 +141,11 @@ def measure_memory(
         ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
             ``build_engine``.
     """
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "the memory of one of several ranks is not known before they start",
+            "leave tensor_parallel_size out: each has about its share of the weights and of KV",
+        )
     device = resolve_device(config)
     config = resolve_sizes(config, device)
     path = resolve_model(config.model, announce, Needed.CONFIG)

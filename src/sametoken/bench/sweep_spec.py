@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sametoken.bench.datasets import RANDOM
+from sametoken.bench.datasets import RANDOM, require_dataset
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError
@@ -108,7 +108,7 @@ class Sweep:
         engine: other options of all engines.
 
     Raises:
-        ConfigError: an axis is empty, or a drafter is invalid.
+        ConfigError: an axis is empty, or an option or a drafter is invalid.
     """
 
     model: tuple[str, ...] = ()
@@ -130,9 +130,18 @@ class Sweep:
         for name, values in dataclasses.asdict(self).items():
             if isinstance(values, tuple) and not values:
                 raise ConfigError(f"the sweep has no {name}", f"give one by --{name}")
+        for name, least in (("num_iters", 1), ("warmup", 0)):
+            if (given := getattr(self, name)) < least:
+                raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
         for config in self._speculative_configs():
             if config is not None:
                 SpeculativeConfig.parse(config)
+        require_dataset(self.dataset, Path(self.path) if self.path else None)
+        # What options alone show to be impossible is no failed cell.
+        for cells in self.engines():
+            EngineConfig.from_options(**cells[0].engine_options())
+            for cell in cells:
+                assert cell.workload
 
     def engines(self) -> Iterator[list[Cell]]:
         """Yield the cells of each engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        _require_temperature(self.temperature)
         numbers = {"input_len": self.input_len, "output_len": self.output_len}
         numbers |= {"concurrency": min(self.concurrency, default=0)}
         for name, value in numbers.items():
@@ -55,6 +57,11 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(map(len, self.prompts), default=self.input_len) + self.output_len
+
+
+def _require_temperature(temperature: float) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature={temperature} is not possible", "use 0 or more")
 
 
 #: Workloads by name. Other engines were measured with "peer": random token ids, greedy, no
@@ -158,6 +165,7 @@ class ServingWorkload:
     trace: int = option(1, "number of requests sent again, one at a time, to record their tokens")
 
     def __post_init__(self) -> None:
+        _require_temperature(self.temperature)
         for name, minimum in _LEAST.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(

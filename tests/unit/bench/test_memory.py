@@ -242,3 +242,8 @@ def test_what_no_engine_takes_is_refused_here_too(tmp_path):
         measure_memory(config(llama, max_model_len=65))
     with pytest.raises(CheckpointError, match="neither a path"):
         measure_memory(config(str(tmp_path / "nowhere")))
+
+
+def test_ranks_are_not_counted():
+    with pytest.raises(ConfigError, match="leave tensor_parallel_size out"):
+        measure_memory(EngineConfig(model="m", tensor_parallel_size=2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sametoken.bench.documents import write_json
@@ -102,8 +104,9 @@ def test_a_file_of_another_cell_is_not_taken_for_a_result(tmp_path):
 
 
 def test_a_process_that_cannot_begin_says_why(tmp_path):
-    sweep = Sweep(model=("m",), engine={"dtype": "int3"})
-    begun, error = launch_engine(tmp_path, next(sweep.engines()))
+    cells = next(Sweep(model=("m",)).engines())
+    cells = [replace(one, engine={**one.engine, "dtype": "int3"}) for one in cells]
+    begun, error = launch_engine(tmp_path, cells)
     assert begun is None
     assert "exited with 2" in error
     assert "dtype='int3' is not possible" in error

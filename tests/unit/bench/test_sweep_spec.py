@@ -95,6 +95,13 @@ def test_flags_override_a_file_and_a_file_a_preset():
         ({"model": ["m"], "output_len": ["1"]}, "output_len='1'"),
         ({"model": ["m"], "concurrency": [True]}, "concurrency=True"),
         ({"model": ["m"], "num_iters": "3"}, "num_iters='3'"),
+        ({"model": ["m"], "num_iters": 0}, "num_iters=0 is not possible. use at least 1"),
+        ({"model": ["m"], "warmup": -1}, "warmup=-1 is not possible. use at least 0"),
+        ({"model": ["m"], "input_len": [8, 0]}, "input_len"),
+        ({"model": ["m"], "temperature": [float("nan")]}, "temperature=nan"),
+        ({"model": ["m"], "dataset": "foo"}, "'foo' is not known"),
+        ({"model": ["m"], "path": "/nope"}, "/nope cannot be read"),
+        ({"model": ["m"], "tensor_parallel_size": [0]}, "tensor_parallel_size=0"),
         ({"model": ["m"], "drafter": [{"method": "oracle"}]}, "'oracle' is not known"),
     ],
 )

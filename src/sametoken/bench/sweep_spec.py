@@ -14,7 +14,7 @@ from typing import Any
 
 from sametoken.bench.datasets import RANDOM, require_dataset
 from sametoken.bench.workload import Workload
-from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.types.speculative_config import cascade_label
 
@@ -133,9 +133,6 @@ class Sweep:
         for name, least in (("num_iters", 1), ("warmup", 0)):
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
-        for config in self._speculative_configs():
-            if config is not None:
-                SpeculativeConfig.parse(config)
         require_dataset(self.dataset, Path(self.path) if self.path else None)
         # What options alone show to be impossible is no failed cell.
         for cells in self.engines():

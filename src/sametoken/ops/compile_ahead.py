@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from threading import Event, Lock, get_ident
+from functools import partial
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-#: Compiling holds Python's lock for a quarter of its time, so more threads would wait for it.
-MOST_THREADS = 8
+from sametoken.io.forks import call_in_forks
+
+#: Forks that compile: threads would wait for Python's lock, which a compilation holds for a quarter
+#: of its time.
+MOST_FORKS = 16
+
+#: Then forks are killed, and what they have not compiled is compiled here.
+MOST_SECONDS = 300.0
 
 #: One recording at a time: functions of Triton and torch are replaced meanwhile.
 _LOCK = Lock()
@@ -32,16 +40,13 @@ def compiled_ahead(device: torch.device | int = -1) -> Iterator[None]:
     Args:
         device: the GPU that kernels are loaded to; by default the first.
     """
-    recorded = Event()
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
-    # A thread that compiles meanwhile would keep Python's lock from the one that records.
-    pool = ThreadPoolExecutor(threads, initializer=recorded.wait)
-    with _LOCK, pool, _SideBySide(pool, device):
+    recorded = _Recorded()
+    with _LOCK, _EachOnce(recorded):
         try:
             with _no_launches(get_ident()), _zeroed_memory():
                 yield
         finally:
-            recorded.set()
+            recorded.run(device)
 
 
 @contextmanager
@@ -75,22 +80,51 @@ def _replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-class _SideBySide(AsyncCompileMode):  # type: ignore[misc]
+class _Recorded(Executor):
+    """Keeps compilations until ``run``."""
+
+    def __init__(self) -> None:
+        self._compilations: list[tuple[Future, Callable[[], Any]]] = []
+
+    def submit(self, compile_fn: Callable[[], Any]) -> Future:  # type: ignore[override]
+        kernel: Future = Future()
+        self._compilations.append((kernel, compile_fn))
+        return kernel
+
+    def run(self, device: torch.device | int) -> None:
+        """Compile all in forks, which fill Triton's cache; then load all from there."""
+        builds = [partial(_build, compile_fn) for _, compile_fn in self._compilations]
+        forks = min(MOST_FORKS, os.cpu_count() or 1)
+        call_in_forks(builds, most_forks=forks, most_seconds=MOST_SECONDS)
+        with torch.cuda.device(device):
+            for kernel, compile_fn in self._compilations:
+                try:
+                    kernel.set_result(_loaded(compile_fn))
+                except Exception as fault:
+                    kernel.set_exception(fault)
+
+
+def _build(compile_fn: Callable[[], Any]) -> None:
+    """Compile a kernel, and with gcc the function that launches it."""
+    kernel = compile_fn()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _loaded(compile_fn: Callable[[], Any]) -> Any:
+    kernel = compile_fn()
+    # Triton loads a kernel once it is asked for the function that launches it.
+    assert kernel.run
+    return kernel
+
+
+class _EachOnce(AsyncCompileMode):  # type: ignore[misc]
     """Compiles each kernel once, however often it is launched meanwhile."""
 
-    def __init__(self, pool: Executor, device: torch.device | int) -> None:
-        super().__init__(pool, ignore_errors=True)
-        self._device = device
+    def __init__(self, recorded: _Recorded) -> None:
+        super().__init__(recorded, ignore_errors=True)
 
     def submit(self, key: str, compile_fn: Callable, finalize_fn: Callable) -> Any:
-        def compile_and_load() -> Any:
-            kernel = compile_fn()
-            with torch.cuda.device(self._device):
-                # Asked for, Triton builds the function that launches it, and loads it.
-                assert kernel.run
-            return kernel
-
-        compiled = super().submit(key, compile_and_load, finalize_fn)
+        compiled = super().submit(key, compile_fn, finalize_fn)
         # Launches find it from now on, those of other threads wait for it; at the end the kernel
         # takes its place.
         finalize_fn(compiled)

@@ -74,6 +74,7 @@ class StepGraphs:
         torch.cuda.empty_cache()
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
+        self._warm_up(self.shapes[-1])
         for shape in reversed(self.shapes):
             self._captured[shape] = self._capture(shape, pool)
         used = free - torch.cuda.mem_get_info()[0]
@@ -113,15 +114,19 @@ class StepGraphs:
     def _write(self, shape: StepShape, layout: StepLayout, first_place: int = 0) -> None:
         self.layouts.write(layout.table(shape, self.step.sequences.reserved_slot, first_place))
 
-    def _capture(self, shape: StepShape, pool: Any) -> CapturedStep:
-        """Warm up and capture on a layout of padding only: the code path of a real step."""
-        layout = LayoutTable(self.layouts.memory(shape), shape)
+    def _warm_up(self, shape: StepShape) -> None:
+        """Run what a capture may not do first; kernels of other shapes are compiled before."""
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._write(shape, NO_REQUESTS)
+            layout = LayoutTable(self.layouts.memory(shape), shape)
             self.step.verify_and_propose(self._forward(layout))
         torch.cuda.current_stream().wait_stream(side_stream)
+
+    def _capture(self, shape: StepShape, pool: Any) -> CapturedStep:
+        """Capture the code path of a real step."""
+        layout = LayoutTable(self.layouts.memory(shape), shape)
         forward, verify_and_propose = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may allocate for new weights, or be NCCL's watchdog, which queries events.
         with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):

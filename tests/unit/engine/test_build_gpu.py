@@ -138,6 +138,9 @@ class Captures(StepGraphs):
 
     number: ClassVar[int] = 0
 
+    def _warm_up(self, shape):
+        pass
+
     def _capture(self, shape, pool):
         return self.number, pool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -96,6 +97,21 @@ def test_nothing_compiles_before_all_is_recorded():
             launches.launch(name, name)
         assert launches.num_compiled == 0
     assert launches.num_compiled == 3
+
+
+def test_kernels_are_compiled_in_other_processes_first(tmp_path):
+    """As Triton does: what is in the cache is not compiled again."""
+
+    def fill_cache():
+        cached = tmp_path / "kernel"
+        if not cached.exists():
+            cached.write_text(str(os.getpid()))
+
+    launches = Launches(compiling=fill_cache)
+    with compiled_ahead():
+        launches.launch("a")
+    assert int((tmp_path / "kernel").read_text()) != os.getpid()
+    assert launches.num_compiled == 1
 
 
 def test_an_error_within_leaves_nothing_behind():

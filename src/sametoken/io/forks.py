@@ -1,0 +1,71 @@
+"""Calls made side by side in forks of this process, for what they leave in files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+_INDEX_BYTES = 4
+
+
+def call_in_forks(
+    calls: Sequence[Callable[[], object]], *, most_forks: int, most_seconds: float
+) -> None:
+    """Make each call in one of several forks; returns when all have ended.
+
+    What a call returns or raises is lost. A fork has this thread alone, so a call that needs a lock
+    of another may never end, and forks are killed after ``most_seconds``: the caller must make sure
+    of the results. Forks of a process that uses a GPU must not use it.
+
+    Args:
+        calls: at most 16,384.
+        most_forks: maximum number of forks.
+        most_seconds: maximum duration.
+    """
+    indices, add_index = os.pipe()
+    os.write(add_index, b"".join(i.to_bytes(_INDEX_BYTES) for i in range(len(calls))))
+    os.close(add_index)
+    # Readable once no process can write to it: when the last fork has ended.
+    ended, held_by_forks = os.pipe()
+    forks = []
+    try:
+        for _ in range(min(most_forks, len(calls))):
+            with suppress(OSError):
+                forks.append(_fork(lambda: _call_each(calls, indices)))
+        os.close(held_by_forks)
+        select.select([ended], [], [], most_seconds)
+    finally:
+        for fork in forks:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+        os.close(indices)
+        os.close(ended)
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """The id of a new process that ends after ``work``, whatever happens."""
+    with warnings.catch_warnings():
+        # Python warns of threads whose locks a fork would wait for.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        fork = os.fork()
+    if fork:
+        return fork
+    try:
+        # Garbage may hold what only the process itself may free.
+        gc.disable()
+        work()
+    finally:
+        # Without the exit handlers of the process that it is a copy of.
+        os._exit(0)
+
+
+def _call_each(calls: Sequence[Callable[[], object]], indices: int) -> None:
+    """Make the calls whose indices this fork is the first to read."""
+    while index := os.read(indices, _INDEX_BYTES):
+        with suppress(Exception):
+            calls[int.from_bytes(index)]()

@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 _INDEX_BYTES = 4
 
@@ -36,7 +37,7 @@ def call_in_forks(
     try:
         for _ in range(min(most_forks, len(calls))):
             with suppress(OSError):
-                forks.append(_fork(lambda: _call_each(calls, indices)))
+                forks.append(_fork(partial(_call_each, calls, indices, os.getpid())))
         os.close(held_by_forks)
         select.select([ended], [], [], most_seconds)
     finally:
@@ -64,8 +65,8 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def _call_each(calls: Sequence[Callable[[], object]], indices: int) -> None:
-    """Make the calls whose indices this fork is the first to read."""
-    while index := os.read(indices, _INDEX_BYTES):
+def _call_each(calls: Sequence[Callable[[], object]], indices: int, parent: int) -> None:
+    """Make the calls whose indices this fork is the first to read, while its parent lives."""
+    while os.getppid() == parent and (index := os.read(indices, _INDEX_BYTES)):
         with suppress(Exception):
             calls[int.from_bytes(index)]()

@@ -60,6 +60,27 @@ def test_forks_that_are_late_are_killed(tmp_path):
         os.kill(int((tmp_path / "note").read_text()), 0)
 
 
+def test_forks_do_not_outlive_their_parent_by_more_than_a_call(tmp_path):
+    def take_a_note():
+        (tmp_path / str(time.monotonic_ns())).touch()
+        time.sleep(0.05)
+
+    parent = os.fork()
+    if not parent:
+        try:
+            call_in_forks([take_a_note] * 1000, most_forks=2, most_seconds=60)
+        finally:
+            os._exit(0)
+    while not any(tmp_path.iterdir()):
+        time.sleep(0.01)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    time.sleep(1)
+    num_notes = len(list(tmp_path.iterdir()))
+    time.sleep(1)
+    assert len(list(tmp_path.iterdir())) == num_notes < 1000
+
+
 def test_what_is_not_yet_written_is_written_once(tmp_path):
     with (tmp_path / "file").open("w") as file:
         file.write("once")

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from helpers.commands import run_command
 from helpers.http_server import running_server
+from sametoken.bench import documents
 from sametoken.cli.main import app
+from sametoken.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -75,6 +77,17 @@ def test_chat_and_poisson_arrivals(server):
     arrivals = [times["arrival"] for times in numbers["timeline"]]
     assert arrivals == sorted(arrivals)
     assert len(set(arrivals)) == 3
+
+
+def test_results_are_shown_where_the_file_cannot_be_written(server, prompts, tmp_path, monkeypatch):
+    def refuse(path, value):
+        raise ConfigError(f"{path} cannot be written", "make room")
+
+    monkeypatch.setattr(documents, "write_json", refuse)
+    result = bench(server, *prompts, "--output", str(tmp_path / "run.json"))
+    assert result.exit_code == 2
+    assert "requests answered" in result.stdout
+    assert "cannot be written. make room" in result.stderr
 
 
 def test_a_measurement_of_a_server_loads_no_tensors(server, prompts, tmp_path):

@@ -199,7 +199,7 @@ def test_stops_cut_the_rows_too(target, tmp_path):
 def test_a_second_engine_adds_to_what_is_there(target, tmp_path):
     first = generate(engine(target, tmp_path), PROMPTS[:2])
     before = read_manifest(tmp_path)
-    done = before.finished_prompts
+    done = {one.prompt_digest for one in before.sequences if one.complete}
     rest = [prompt for prompt in PROMPTS if prompt_digest(prompt) not in done]
     assert rest == PROMPTS[2:]
     llm = engine(target, tmp_path)

@@ -105,7 +105,7 @@ def test_a_bad_update_names_the_module_and_changes_nothing(copies):
     down = good[f"{DOWN}.weight"]
     spoilt = down.clone()
     spoilt[-1, -1] = torch.nan
-    for bad in (spoilt, down[:-1], down[:, :40], down.int(), None):
+    for bad in (spoilt, down[:-1], down[:, :40], down[:0], down[:, :0], down.int(), None):
         sent = good | {f"{DOWN}.weight": bad}
         with pytest.raises(WeightUpdateError, match=DOWN.replace(".", r"\.")):
             live.update_weights((name, one) for name, one in sent.items() if one is not None)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from types import MappingProxyType
 
 import pytest
@@ -23,6 +24,8 @@ from helpers.harness import swapped_by
 from sametoken import LLM, SamplingParams
 from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
 from sametoken.models.names import CHECKOUT_NAMES, HYBRID_NAME, NEMOTRON_NAME, checkout_directory
+from sametoken.runner.cpu_stream import CpuStream
+from sametoken.runner.stream import DONE
 from sametoken.types.outputs import SpeculationMetrics
 
 transformers_logging.disable_progress_bar()
@@ -118,6 +121,21 @@ def test_requests_one_at_a_time(drafter):
     assert lengths[EDIT] > LEAST[drafter][0]
     assert lengths[CODE_ALONE] > LEAST[drafter][1]
     assert sum(one.num_accepted_tokens < one.num_draft_tokens for one in speculation) > 4
+
+
+def test_steps_of_changing_numbers_of_threads(monkeypatch):
+    """As where other processes come and go; also beside the drafts that are accepted."""
+    numbers = cycle((1, 2, 3))
+
+    def submit(self, work):
+        before = torch.get_num_threads()
+        torch.set_num_threads(next(numbers))
+        work()
+        torch.set_num_threads(before)
+        return DONE
+
+    monkeypatch.setattr(CpuStream, "submit", submit)
+    assert answers(hybrid(speculative_config=fixed("mtp-3"))) == alone("mtp-3")
 
 
 def test_matches_are_accepted_most_in_the_edit():

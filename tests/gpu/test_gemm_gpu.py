@@ -144,7 +144,6 @@ def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
     table = ProvenTable(TuningTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())}))
     counts = [*range(1, 65), 100, 128, 200, 256, 384, 512, 1000, 2048]
     (report,) = table.prove([matrix], tuple(counts))
-    assert report.num_row_counts == len(counts)
     refused = {count for refusal in report.refused for count in refusal.row_counts}
     x, bias = normal(2048, depth), bias_of(epilogue, features)
     expected = by_canonical(x, matrix, epilogue, bias)

@@ -115,6 +115,7 @@ def _attend(projected: torch.Tensor, rows, latent) -> torch.Tensor:
     ):
         where = torch.arange(position + 1)
         at = rows.block_table[slot, where // block_size], where % block_size
-        weights = (latent.vectors[at] * query).sum(dim=-1).softmax(dim=0)
-        out.append((weights[:, None] * latent.values[at]).sum(dim=0, keepdim=True))
+        read = latent.vectors[at]
+        weights = (read * query).sum(dim=-1).softmax(dim=0)
+        out.append((weights[:, None] * read[:, : latent.rank]).sum(dim=0, keepdim=True))
     return torch.cat(out)

@@ -292,15 +292,24 @@ def swapped_by(core: EngineCore, monkeypatch) -> list:
 
 def counted(core: EngineCore, part: str) -> list[int]:
     """Lengths of a part of every plan that the engine makes from now on; grows as it runs."""
-    plan, lengths = core.scheduler.plan, list[int]()
+    return _noted(core, lambda plan: len(getattr(plan, part)))
 
-    def counting() -> StepPlan | None:
+
+def replayed_by(core: EngineCore) -> list[int]:
+    """How many positions every plan from now on computes again, as their KV was lost."""
+    return _noted(core, lambda plan: sum(one.num_query for one in plan.requests if one.replays))
+
+
+def _noted(core: EngineCore, count: Callable[[StepPlan], int]) -> list[int]:
+    plan, counts = core.scheduler.plan, list[int]()
+
+    def noting() -> StepPlan | None:
         made = plan()
-        lengths.append(len(getattr(made, part)) if made else 0)
+        counts.append(count(made) if made else 0)
         return made
 
-    core.scheduler.plan = counting
-    return lengths
+    core.scheduler.plan = noting
+    return counts
 
 
 def collect(core: EngineCore, ran: Ran, limits: dict[str, int]) -> None:

@@ -18,6 +18,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.harmony import parse_harmony
 from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.served import Served
 from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
 from sametoken.serving.http.tools import ToolUse
 from sametoken.text.stop_strings import StopCursor, StopStrings
@@ -123,7 +124,8 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
 )
 def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
     request = ChatRequest(messages=[{"role": "user", "content": "x"}])
-    answer = _Answer(request, ToolUse(None, parser, None), "chatcmpl-1", "m", served=None)
+    served = Served(engine=None, config=None, times=None, defaults=None)
+    answer = _Answer(request, ToolUse(None, parser, None), "chatcmpl-1", "m", served)
     writer = _ChoiceWriter(answer, 0)
     longest, began = 0.0, time.thread_time()
     sent = ""

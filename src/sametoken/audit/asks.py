@@ -83,15 +83,11 @@ class Answer:
         tokens: token ids, or a server's token texts.
         windows: the verify steps in order; empty if unknown.
         top: the two best candidates of every position; empty if not requested.
-        finish_reason: "stop", "length", or "error".
-        text: the whole text; "" if not decoded.
     """
 
     tokens: tuple[int | str, ...]
     windows: tuple[Window, ...] = ()
     top: tuple[TopTwo, ...] = ()
-    finish_reason: str = "length"
-    text: str = ""
 
     def window_at(self, position: int) -> Window | None:
         """Return the verify step that emitted the token at ``position``, if known."""

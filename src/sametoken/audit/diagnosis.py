@@ -72,19 +72,16 @@ def profile_of(answers: Answers) -> Profile:
 
 
 def replay(
-    core: EngineCore,
-    requests: Sequence[AuditRequest],
-    answers: Answers,
-    *,
-    count: int = MAX_REPLAYS,
+    core: EngineCore, requests: Sequence[AuditRequest], answers: Answers
 ) -> tuple[Replay, ...]:
     """Draft some windows of ``answers`` again after a fresh prefill, one request at a time.
+
+    They are sampled uniformly, ``MAX_REPLAYS`` at most.
 
     Args:
         core: an idle engine with a drafter.
         requests: the requests of ``answers``.
         answers: answers of the same engine.
-        count: maximum number of windows, sampled uniformly.
     """
     k = core.resolved.config.num_speculative_tokens
     candidates = [
@@ -93,7 +90,7 @@ def replay(
         for window in answers[request.name].windows
         if window.first and window.num_drafts == k and window.first + k < request.max_tokens
     ]
-    chosen = random.Random(0).sample(candidates, min(count, len(candidates)))
+    chosen = random.Random(0).sample(candidates, min(MAX_REPLAYS, len(candidates)))
     replays = []
     for request, window in chosen:
         fresh = _fresh_window(core, request, answers, window)

@@ -56,13 +56,11 @@ class _Running:
 
     def finished(self, eos: frozenset[int]) -> Answer | None:
         """Return the answer if it is complete."""
-        length = next((i + 1 for i, t in enumerate(self.tokens) if t in eos), None)
-        stopped = length is not None and length <= self.request.max_tokens
-        if not (stopped or self.failed or len(self.tokens) >= self.request.max_tokens):
+        most = self.request.max_tokens
+        end = min(next((i + 1 for i, t in enumerate(self.tokens) if t in eos), most), most)
+        if len(self.tokens) < end and not self.failed:
             return None
-        end = length if length is not None and stopped else self.request.max_tokens
-        reason = "error" if self.failed else "stop" if stopped else "length"
-        return Answer(tuple(self.tokens[:end]), tuple(self.windows), tuple(self.top[:end]), reason)
+        return Answer(tuple(self.tokens[:end]), tuple(self.windows), tuple(self.top[:end]))
 
 
 def _two_best(position: PositionLogprobs) -> TopTwo:

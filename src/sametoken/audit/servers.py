@@ -164,9 +164,7 @@ def parse_completion(body: Any) -> Answer:
         top = tuple(map(_two_best, logprobs["top_logprobs"] or ()))
         ids = choice.get("token_ids")
         tokens = tuple(ids) if ids is not None else texts
-        return Answer(
-            tokens, (), top, str(choice.get("finish_reason") or "length"), str(choice["text"])
-        )
+        return Answer(tokens, top=top)
     except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
         raise RequestError(
             f"the server's completion has no log-probabilities ({error!r})",

@@ -16,7 +16,8 @@ from sametoken.bench.workload import RequestSource, Workload, read_prompts
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.resolve import ResolvedConfig, resolve_device, resolve_sizes
+from sametoken.engine.load import Requested, validate
+from sametoken.engine.resolve import ResolvedConfig, resolve_max_model_len
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.text.tokenizer import Tokenizer, load_tokenizer_of
 
@@ -50,7 +51,7 @@ class Session:
         announce: Callable[[str], None] = lambda text: None,
         bandwidth_bytes: int | None = None,
     ) -> Session:
-        """Measure the memory bandwidth, then load the engine.
+        """Check the workload, measure the memory bandwidth, then load the engine.
 
         Args:
             config: the engine's options.
@@ -66,22 +67,26 @@ class Session:
         """
         if dataset is not None:
             require_dataset(*dataset)
-        device = resolve_device(config)
-        slots = resolve_sizes(config, device).max_num_seqs
+        # What is used is announced once, though ``build_engine`` looks it up again.
+        announce = functools.cache(announce)
+        requested = validate(config, announce)
+        slots = requested.config.max_num_seqs
         most = max(workload.concurrency)
         if most > slots:
             raise ConfigError(
                 f"concurrency {most} is above max_num_seqs={slots}", "raise max_num_seqs"
             )
+        if prompts is not None:
+            workload = replace(workload, prompts=_read(prompts, requested))
+        if dataset is not None:
+            tokenizer = tokenizer_or_none(requested.config, requested.path)
+            workload = replace(workload, prompts=dataset_prompts(*dataset, tokenizer))
+        longest = resolve_max_model_len(requested.config, requested.architecture)
+        _require_length(workload, longest)
         announce("measuring memory bandwidth")
-        bandwidth = read_bandwidth(device, bandwidth_bytes)
+        bandwidth = read_bandwidth(requested.device, bandwidth_bytes)
         announce(f"loading {config.model}")
         engine = build_engine(config, announce)
-        if prompts is not None:
-            workload = replace(workload, prompts=_read(prompts, engine.resolved))
-        if dataset is not None:
-            tokenizer = tokenizer_or_none(engine.resolved)
-            workload = replace(workload, prompts=dataset_prompts(*dataset, tokenizer))
         _require_fit(workload, engine.resolved, announce)
         return cls(
             workload=workload,
@@ -143,20 +148,21 @@ class Session:
         ]
         summary = summarise(concurrency, runs, self.traffic, self.bandwidth)
         traces = [record.trace for record in runs[-1].requests if record.trace is not None]
-        tokenizer = tokenizer_or_none(self.resolved) if traces else None
+        resolved = self.resolved
+        tokenizer = tokenizer_or_none(resolved.config, resolved.model_path) if traces else None
         return replace(summary, traces=tuple(trace.as_json(tokenizer) for trace in traces))
 
 
-def tokenizer_or_none(resolved: ResolvedConfig) -> Tokenizer | None:
+def tokenizer_or_none(config: EngineConfig, path: Path) -> Tokenizer | None:
     """Load the model's tokenizer; None if it has none (token ids are shown instead)."""
     try:
-        return load_tokenizer_of(resolved.config, resolved.model_path)
+        return load_tokenizer_of(config, path)
     except CheckpointError:
         return None
 
 
-def _read(path: Path, resolved: ResolvedConfig) -> tuple[tuple[int, ...], ...]:
-    tokenizer = functools.cache(lambda: load_tokenizer_of(resolved.config, resolved.model_path))
+def _read(path: Path, requested: Requested) -> tuple[tuple[int, ...], ...]:
+    tokenizer = functools.cache(lambda: load_tokenizer_of(requested.config, requested.path))
 
     def encode(text: str) -> tuple[int, ...]:
         loaded = tokenizer()
@@ -165,24 +171,28 @@ def _read(path: Path, resolved: ResolvedConfig) -> tuple[tuple[int, ...], ...]:
         return loaded.encode(text)
 
     prompts = read_prompts(path, encode)
-    highest = max(map(max, prompts))
-    if highest >= resolved.model.vocab_size:
+    highest, vocab_size = max(map(max, prompts)), requested.architecture.vocab_size
+    if highest >= vocab_size:
         raise ConfigError(
             f"{path} holds token id {highest}, which is not in the vocabulary",
-            f"use ids from 0 to {resolved.model.vocab_size - 1}",
+            f"use ids from 0 to {vocab_size - 1}",
         )
     return prompts
+
+
+def _require_length(workload: Workload, max_model_len: int) -> None:
+    if workload.longest > max_model_len:
+        raise ConfigError(
+            f"requests of {workload.longest} tokens are longer than max_model_len={max_model_len}",
+            "shorten input or output, or raise max_model_len",
+        )
 
 
 def _require_fit(
     workload: Workload, resolved: ResolvedConfig, announce: Callable[[str], None]
 ) -> None:
-    if workload.longest > resolved.max_model_len:
-        raise ConfigError(
-            f"requests of {workload.longest} tokens are longer than "
-            f"max_model_len={resolved.max_model_len}",
-            "shorten input or output, or raise max_model_len",
-        )
+    # Memory may have lowered it.
+    _require_length(workload, resolved.max_model_len)
     room = resolved.num_kv_blocks * resolved.config.block_size
     needed = max(workload.concurrency) * workload.longest
     if needed > room:

@@ -12,8 +12,9 @@ from typing import Any
 
 from sametoken.bench.datasets import SPEC_BENCH, load_dataset
 from sametoken.config import option
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, RequestError
 from sametoken.io.json_text import json_lines, parse_json
+from sametoken.types.option_values import require_limits
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -46,22 +47,30 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        _require_temperature(self.temperature)
         numbers = {"input_len": self.input_len, "output_len": self.output_len}
         numbers |= {"concurrency": min(self.concurrency, default=0)}
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"{name}={value} is not possible", "use at least 1")
+        try:
+            self.params(self.output_len)
+        except RequestError as error:
+            raise ConfigError(error.cause, error.remedy) from error
+
+    def params(self, max_tokens: int, index: int = 0) -> SamplingParams:
+        """How request ``index`` is sampled."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            seed=derive_seed(self.seed, index),
+            detokenize=False,
+        )
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(map(len, self.prompts), default=self.input_len) + self.output_len
-
-
-def _require_temperature(temperature: float) -> None:
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature={temperature} is not possible", "use 0 or more")
 
 
 #: Workloads by name. Other engines were measured with "peer": random token ids, greedy, no
@@ -95,13 +104,7 @@ class RequestSource:
             prompt = workload.prompts[index % len(workload.prompts)]
         else:
             prompt = tuple(self._random.choices(self._allowed, k=workload.input_len))
-        params = SamplingParams(
-            temperature=workload.temperature,
-            max_tokens=output_len,
-            ignore_eos=True,
-            seed=derive_seed(workload.seed, index),
-            detokenize=False,
-        )
+        params = workload.params(output_len, index)
         return EngineRequest(f"bench-{index}", prompt, params, len(prompt) + output_len)
 
 
@@ -165,7 +168,8 @@ class ServingWorkload:
     trace: int = option(1, "number of requests sent again, one at a time, to record their tokens")
 
     def __post_init__(self) -> None:
-        _require_temperature(self.temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} is not possible", "use 0 or more")
         for name, minimum in _LEAST.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(
@@ -202,16 +206,19 @@ class Server:
     """The address and request options of a server.
 
     Raises:
-        ConfigError: the address is invalid, or the extra fields are no JSON object.
+        ConfigError: the address or the timeout is invalid, or the extra fields are no JSON object.
     """
 
     url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
     model: str | None = option(None, "served model name [default: the first one]")
     api_key: str | None = option(None, "API key, sent as a bearer token")
-    timeout: float = option(600.0, "seconds without data after which a request fails")
+    timeout: float = option(
+        600.0, "seconds without data after which a request fails", limits=(0.001, 86400.0)
+    )
     extra_body: str = option("{}", "JSON object with further fields for every request")
 
     def __post_init__(self) -> None:
+        require_limits(self)
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError(f"{self.url!r} is no address", "give http://host:port")
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))

@@ -168,11 +168,18 @@ def _bench(
         ]
     more = {name: given[name] for name in ("preset", "warmup")} | {"dataset": record["dataset"]}
     document = offline_document(title, session, summaries, more)
-    if record["output"] is not None:
-        write_json(record["output"], document)
-    if json_output:
-        typer.echo(json.dumps(document))
-        return
+    try:
+        if record["output"] is not None:
+            write_json(record["output"], document)
+    finally:
+        # Results are shown even where the file cannot be written.
+        if json_output:
+            typer.echo(json.dumps(document))
+        else:
+            _show(title, session, summaries)
+
+
+def _show(title: str, session: Session, summaries: Sequence[Summary]) -> None:
     console = wide_console()
     for line in _heading(title, session):
         console.print(line, markup=False)

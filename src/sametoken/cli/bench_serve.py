@@ -91,12 +91,15 @@ def serve(
     require_output(output)
     loads = _loads(concurrency, request_rate, workload.seed)
     document = _measure(server, workload, loads, parse_goals([*(goodput or ()), *(goals or ())]))
-    if output is not None:
-        write_json(output, document)
-    if json_output:
-        typer.echo(json.dumps(document))
-    else:
-        _show(document)
+    try:
+        if output is not None:
+            write_json(output, document)
+    finally:
+        # Results are shown even where the file cannot be written.
+        if json_output:
+            typer.echo(json.dumps(document))
+        else:
+            _show(document)
     if any(result["num_failed"] for result in document["results"]):
         raise typer.Exit(SOME_FAILED)
 

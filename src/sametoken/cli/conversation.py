@@ -88,7 +88,8 @@ class Chat:
         self._turns: list[dict[str, str]] = []
         self._saved: set[Path] = set()
         self._llm: LLM | None = None
-        self._params = SamplingParams()
+        # What is impossible is refused before the model is loaded.
+        self._params = sampling_params(SamplingParams(), sampling)
         self._is_over = False
 
     @property

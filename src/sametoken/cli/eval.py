@@ -70,6 +70,8 @@ def evaluate(
     from sametoken.llm import LLM
 
     require_harness()
+    if min_score is not None and not 0 <= min_score <= 1:
+        raise ConfigError(f"min_score={min_score} is not possible", "use a number from 0 to 1")
     settings = EvalSettings(tuple(task.split(",")), **take(options, _TaskOptions))
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")

@@ -19,6 +19,7 @@ from sametoken.cli.options import (
 )
 from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
+from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sametoken.engine.user_inputs import PromptTokens
@@ -60,6 +61,8 @@ def generate(
     is_asked = _require_one_source((prompt, file, chat), or_none=show_settings)
     text = _read(file) if file is not None else prompt
     engine, sampling = split_options(options)
+    # What is impossible is refused before a model is loaded.
+    sampling_params(SamplingParams(), sampling)
     if json_output and not is_asked:
         raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
     if compare and (json_output or not engine.get("speculative_config")):

@@ -76,6 +76,31 @@ def _told() -> Iterator[None]:
         raise typer.Exit(NO_ROOM) from error
 
 
+class _Stderr(io.TextIOWrapper):
+    """A stderr whose text is lost where it cannot be written: no result depends on it."""
+
+    def write(self, text: str) -> int:
+        """See ``io.TextIOWrapper``; only a closed pipe raises."""
+        with _lost():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """See ``write``."""
+        with _lost():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
+
+
 def _discard_stdout() -> None:
     """Redirect stdout to the null device, for the interpreter's flush at exit."""
     # A test may replace stdout by a stream without a file descriptor.
@@ -152,4 +177,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Generated text may contain characters that the locale's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _Stderr(
+            sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
+        )
     app()

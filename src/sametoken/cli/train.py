@@ -23,6 +23,7 @@ from sametoken.train.options import (
     LoopOptions,
     MTPOptions,
     TokenMapOptions,
+    require_seconds,
 )
 
 if TYPE_CHECKING:
@@ -281,7 +282,8 @@ def _write_text(
     from sametoken.types.sampling_params import SamplingParams
 
     require_writable(output)
-    requests = read_prompts(prompts)
+    require_seconds(max_seconds)
+    requests, sampling = read_prompts(prompts), SamplingParams(**params)
     llm = LLM(model, announce=announce, **options)
     with Progress(console=status_console()) as progress:
         task = progress.add_task("answers", total=len(requests))
@@ -289,7 +291,7 @@ def _write_text(
             llm,
             requests,
             output,
-            SamplingParams(**params),
+            sampling,
             max_seconds=max_seconds,
             advance=lambda count: progress.advance(task, count),
         )

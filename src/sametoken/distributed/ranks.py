@@ -29,6 +29,7 @@ from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn, status_text
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
+from sametoken.runner.cpu_stream import CpuStream
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import (
     CudaStream,
@@ -148,7 +149,7 @@ class SoleRank(NoPeers):
         """The device's stream; on a CPU a lagging one if several steps are in flight."""
         if device.type == "cuda":
             return CudaStream()
-        return ImmediateStream() if steps_in_flight == 1 else LaggingStream()
+        return CpuStream() if steps_in_flight == 1 else LaggingStream()
 
     def lead(self, runner: Runner) -> Runner:
         """The runner itself."""
@@ -300,7 +301,8 @@ class LeadingRank:
         """The device's stream; waiting on it fails once a follower has ended."""
         if device.type == "cuda":
             return WatchedCudaStream(self.check)
-        return SoleRank().stream(device, steps_in_flight)
+        # Waiting for other ranks looks like waiting for a core.
+        return ImmediateStream() if steps_in_flight == 1 else LaggingStream()
 
     def lead(self, runner: Runner) -> Runner:
         """A runner that forwards every plan; waits until all followers are ready."""

@@ -125,6 +125,8 @@ class EngineCore:
     ) -> None:
         """End a finished or aborted request; unknown ids are ignored, as are all after a failure.
 
+        No later step has updates of it, so its id may be used again.
+
         Args:
             request_id: the request.
             num_kept_tokens: tokens of prompt and output that were kept, whose KV may be cached;
@@ -135,6 +137,7 @@ class EngineCore:
         if self._failure is not None:
             return
         self.scheduler.release(request_id, num_kept_tokens)
+        self._ready = tuple(one for one in self._ready if one.request_id != request_id)
         self._extraction.end(request_id, num_kept_tokens, aborted=aborted)
         self._flush_at_rest()
 

@@ -43,7 +43,8 @@ def plan_memory(
         budget: KV memory in bytes.
 
     Raises:
-        ConfigError: one request of ``max_model_len`` tokens does not fit.
+        ConfigError: one request of ``max_model_len`` tokens does not fit, or without that option
+            not even one of a block.
     """
     num_kept, reasons = count_kept_states(config, caches, budget)
     budget -= kept_states_bytes(config, caches, num_kept)
@@ -67,9 +68,10 @@ def plan_memory(
         num_blocks = min(budget // block_bytes, most_useful)
         reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
     longest = num_blocks * block_size - extra_tokens
+    least = min(max_len, block_size) if config.max_model_len is None else max_len
+    if longest < least:
+        raise _too_long(config, caches, least, max(longest, 0), extra_tokens)
     if longest < max_len:
-        if config.max_model_len is not None or longest < block_size:
-            raise _too_long(config, caches, max_len, max(longest, 0), extra_tokens)
         max_len = longest
         reasons["max_model_len"] = "what the KV memory holds for one request"
     return MemoryPlan(max_len, num_blocks, num_kept, reasons)
@@ -78,19 +80,20 @@ def plan_memory(
 def _too_long(
     config: EngineConfig,
     caches: tuple[LayerCache, ...],
-    max_len: int,
+    least: int,
     longest: int,
     extra_tokens: int,
 ) -> ConfigError:
-    """The refusal of a request of ``max_len`` tokens where ``longest`` fit."""
-    needed = -(-(max_len + extra_tokens) // config.block_size)
+    """The refusal where ``longest`` tokens fit, and a request must have room for ``least``."""
+    needed = -(-(least + extra_tokens) // config.block_size)
     kv_bytes = needed * bytes_per_block(caches, config.block_size)
     option, value = "kv_cache_memory_bytes", memory_beside(config, caches, kv_bytes)
     if config.num_kv_blocks is not None:
         option, value = "num_kv_blocks", needed
     shorter = f"max_model_len={longest} or less, or " if longest >= config.block_size else ""
+    even = "even " if config.max_model_len is None else ""
     return ConfigError(
-        f"max_model_len={max_len} takes {in_units(kv_bytes)} of KV for a request, "
+        f"{even}max_model_len={least} takes {in_units(kv_bytes)} of KV for a request, "
         f"and the KV memory holds {longest} tokens",
         f"use {shorter}{option}={value} or more",
     )

@@ -209,14 +209,11 @@ class _Completion:
     def _add(self, token_id: int) -> None:
         """Precedence at one token: stop string, then stop token, then length."""
         is_stop_token = token_id in self._stop_ids
+        held = self._held
         # At the end of the text, an incomplete character is final.
         before = self._text + (self._held_back() if is_stop_token else "")
         with_token = before + self._piece(token_id)
-        # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
-        has_min_tokens = len(self.token_ids) > self.request.params.min_tokens
-        match = self._stops.feed(with_token[len(self._text) :], checked=has_min_tokens)
-        if match is not None:
-            self._end_at(match, with_token)
+        if self._ends_at_stop_string(with_token, held):
             return
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
         self._text = with_token if is_kept else before
@@ -226,6 +223,32 @@ class _Completion:
             self.end("stop")
         elif self.num_kept_tokens >= self.request.max_total_tokens:
             self.end("length")
+
+    def _ends_at_stop_string(self, with_token: str, held: str) -> bool:
+        """End at a stop string whose last character came with the newest token, if there is one.
+
+        Args:
+            with_token: the text with this token.
+            held: characters that were held back before it, in which none has ended.
+        """
+        # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
+        has_min_tokens = len(self.token_ids) > self.request.params.min_tokens
+        new = with_token[len(self._text) :]
+        known = len(held) if new.startswith(held) else 0
+        self._stops.feed(new[:known], checked=False)
+        match = self._stops.feed(new[known:], checked=has_min_tokens)
+        now_held = self._held
+        if match is None and has_min_tokens and now_held and now_held != held:
+            with_token += now_held
+            match = self._ending_in(with_token)
+        if match is not None:
+            self._end_at(match, with_token)
+        return match is not None
+
+    def _ending_in(self, text: str) -> StopMatch | None:
+        """The longest stop string that a text ends in."""
+        sizes = [len(stop) for stop in self.request.params.stop or () if text.endswith(stop)]
+        return StopMatch(len(text) - max(sizes), len(text)) if sizes else None
 
     @property
     def num_kept_tokens(self) -> int:
@@ -278,6 +301,10 @@ class _Completion:
 
     def _piece(self, token_id: int) -> str:
         return self._detokenizer.append(token_id) if self._detokenizer else ""
+
+    @property
+    def _held(self) -> str:
+        return self._detokenizer.held if self._detokenizer else ""
 
     def _held_back(self) -> str:
         return self._detokenizer.finish() if self._detokenizer else ""

@@ -27,12 +27,12 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.io.files import replacing
 from sametoken.io.json_text import parse_json
+from sametoken.models.safetensors_file import write_safetensors
 
 FORMAT = "sametoken-hidden-states-2"
 MANIFEST = "manifest.json"
@@ -124,11 +124,6 @@ class Manifest:
     complete: bool = True
     sequences: tuple[SequenceEntry, ...] = ()
     shards: tuple[Shard, ...] = ()
-
-    @property
-    def finished_prompts(self) -> frozenset[str]:
-        """Digests of prompts with complete sequences, which a later run may skip."""
-        return frozenset(one.prompt_digest for one in self.sequences if one.complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +279,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "shards": [asdict(one) for one in manifest.shards],
     }
     text = json.dumps(value, indent=1)
-    with _replacing(directory / MANIFEST) as unfinished:
+    path = directory / MANIFEST
+    with _writing(path), replacing(path, synced=True) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -301,12 +297,10 @@ def write_shard(
         ConfigError: the directory cannot be written.
     """
     ranges_json = json.dumps([asdict(one) for one in ranges])
-    metadata = {"format": "pt", "writer": writer, "ranges": ranges_json}
-    with _replacing(directory / file) as unfinished:
-        save_file(tensors, unfinished, metadata=metadata)
-        # safetensors leaves it to its owner alone.
-        unfinished.chmod(0o644)
-        with unfinished.open("rb") as written:
+    path, metadata = directory / file, {"writer": writer, "ranges": ranges_json}
+    with _writing(path):
+        write_safetensors(path, tensors, metadata, synced=True)
+        with path.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
     return Shard(file, writer, digest, ranges)
 
@@ -379,10 +373,9 @@ def _damaged(path: Path, why: object) -> CheckpointError:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _writing(path: Path) -> Iterator[None]:
     try:
-        with replacing(path, synced=True) as unfinished:
-            yield unfinished
+        yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{path} cannot be written ({error})",

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from sametoken.config import SpeculativeConfig
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError, ConfigError, shown
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
     cache_directory,
@@ -73,7 +73,7 @@ def resolve_model(
     if not name:
         raise ConfigError("the name of a model is empty", "give a path, a short name or a hub id")
     path = expanded(name)
-    if path.exists():
+    if _exists(path):
         return path
     if name in CHECKOUT_NAMES:
         directory = checkout_directory(name)
@@ -114,6 +114,21 @@ def at_revision(model: str, revision: str | None) -> str:
             "give the model as org/name, or leave the revision out",
         )
     return f"{model}@{revision}"
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path.
+
+    Raises:
+        CheckpointError: the system cannot tell: the name is too long, or a folder is closed to us.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise CheckpointError(
+            f"{shown(str(path))} cannot be looked up ({error.strerror})",
+            "check the name, and the permissions of its folders",
+        ) from error
 
 
 def _hint(name: str, path: Path) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
@@ -28,6 +27,7 @@ from sametoken.models.load.files import INDEX, read_json_object, weight_files
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.rounding import float8, int4
+from sametoken.models.safetensors_file import write_safetensors
 
 FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
 SCHEMES = (FP8_DYNAMIC, W4A16)
@@ -94,9 +94,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
                 module = linears.get(name)
                 stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
             sizes.append(sum(tensor.nbytes for tensor in stored.values()))
-            save_file(stored, output / file.name, metadata={"format": "pt"})
-            # safetensors leaves it to its owner alone.
-            (output / file.name).chmod(0o644)
+            write_safetensors(output / file.name, stored)
             weight_map |= dict.fromkeys(stored, file.name)
         _write_rest(source, output, {file.name for file in files})
         if len(files) > 1:

@@ -87,7 +87,7 @@ def _fits(source: TensorSource, name: str, scheme: Scheme) -> bool:
     floats = source.stored_dtype(name) in FLOATING
     right = floats and len(shape) == (3 if scheme is MXFP4 else 2)
     # Of a matrix and of gpt-oss's stacks, features are the second.
-    return right and shape[1] % scheme.group == 0
+    return right and all(shape) and shape[1] % scheme.group == 0
 
 
 def _module(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from triton import AsyncCompileMode
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sametoken.io.cores import num_usable_cores
 from sametoken.io.forks import call_in_forks
 
 #: Forks that compile: threads would wait for Python's lock, which a compilation holds for a quarter
@@ -94,14 +94,16 @@ class _Recorded(Executor):
     def run(self, device: torch.device | int) -> None:
         """Compile all in forks, which fill Triton's cache; then load all from there."""
         builds = [partial(_build, compile_fn) for _, compile_fn in self._compilations]
-        forks = min(MOST_FORKS, os.cpu_count() or 1)
-        call_in_forks(builds, most_forks=forks, most_seconds=MOST_SECONDS)
-        with torch.cuda.device(device):
-            for kernel, compile_fn in self._compilations:
-                try:
-                    kernel.set_result(_loaded(compile_fn))
-                except Exception as fault:
-                    kernel.set_exception(fault)
+        forks = min(MOST_FORKS, num_usable_cores())
+        try:
+            call_in_forks(builds, most_forks=forks, most_seconds=MOST_SECONDS)
+            with torch.cuda.device(device):
+                for kernel, compile_fn in self._compilations:
+                    _complete(kernel, compile_fn)
+        finally:
+            # After an interrupt nobody may wait for the others.
+            for kernel, _ in self._compilations:
+                kernel.cancel()
 
 
 def _build(compile_fn: Callable[[], Any]) -> None:
@@ -110,11 +112,16 @@ def _build(compile_fn: Callable[[], Any]) -> None:
     driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-def _loaded(compile_fn: Callable[[], Any]) -> Any:
-    kernel = compile_fn()
-    # Triton loads a kernel once it is asked for the function that launches it.
-    assert kernel.run
-    return kernel
+def _complete(future: Future, compile_fn: Callable[[], Any]) -> None:
+    """Load a kernel, as one that is compiled is found in the cache."""
+    try:
+        kernel = compile_fn()
+        # Triton loads it once it is asked for the function that launches it.
+        assert kernel.run
+    except Exception as fault:
+        future.set_exception(fault)
+    else:
+        future.set_result(kernel)
 
 
 class _EachOnce(AsyncCompileMode):  # type: ignore[misc]

@@ -40,13 +40,17 @@ class _Done:
         """Nothing is left to wait for."""
 
 
+#: The end of work that has run.
+DONE: Event = _Done()
+
+
 class ImmediateStream:
     """Runs work inside ``submit``."""
 
     def submit(self, work: Work) -> Event:
         """Run the work now."""
         work()
-        return _Done()
+        return DONE
 
 
 class _QueuedEvent:

@@ -39,7 +39,6 @@ class Scheduler:
 
     Attributes:
         num_preemptions: requests swapped out, each time.
-        num_replayed_tokens: positions computed again because their KV was lost.
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
         prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
         swapped_prefix_hits: those of them that came from swap space.
@@ -51,7 +50,6 @@ class Scheduler:
         self.prefix_cache_hits = 0
         self.swapped_prefix_hits = 0
         self.num_preemptions = 0
-        self.num_replayed_tokens = 0
         self.admits = True
         self._limits = limits
         self._memory = KVMemory(limits, file or NoFile())
@@ -343,7 +341,6 @@ class Scheduler:
             request.last_step = plan.step_id
             if request.prefilling:
                 start = request.position
-                self.num_replayed_tokens += turn.num_query if request.replays else 0
                 request.position += turn.num_query
                 # The next plan is the first to match these; the device has them by then.
                 self._memory.index_chunk(request, start, request.position)

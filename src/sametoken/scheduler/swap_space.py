@@ -136,11 +136,6 @@ class SwapSpace:
         return 1 - (len(self._free) + len(self._freed)) / self.num_blocks if self.num_blocks else 0
 
     @property
-    def num_in_file(self) -> int:
-        """Blocks that are in the file alone."""
-        return len(self._filed)
-
-    @property
     def is_moving(self) -> bool:
         """Whether blocks are on their way to or from the file."""
         return bool(self._moving)

@@ -71,8 +71,9 @@ class EngineClient:
         self.idle.set()
         self._outputs = OutputProcessor(tokenizer)
         self._requests: dict[str, _Unfinished] = {}
-        # Ids of unfinished requests and of their completions.
-        self._used_ids: set[str] = set()
+        self._num_submits = 0
+        # By id of an unfinished request or completion: the number of its ``Submit``, from 1.
+        self._submits: dict[str, int] = {}
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
@@ -159,10 +160,10 @@ class EngineClient:
         self._release_replay(self._audit.interrupt())
         stream = RequestStream(request.request_id, self.abort)
         self._requests[request.request_id] = _Unfinished(request, weakref.ref(stream))
-        self._used_ids |= _ids_of(request)
         self.idle.clear()
         self._outputs.add(request, time.monotonic(), stream=True)
         self._submit(request.completions)
+        self._submits |= dict.fromkeys(_ids_of(request), self._num_submits)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -222,6 +223,7 @@ class EngineClient:
             self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()
         self._queue.reset()
+        self._num_submits = 0
         for request_id in list(self._requests):
             self._fail(request_id, cause)
         self.idle.set()
@@ -241,11 +243,14 @@ class EngineClient:
         self._queue.note_load(message.load)
         if message.step_seconds is not None:
             self._collector.count_step(message.step_seconds)
-        for update in message.updates:
-            if update.request_id in self._used_ids:
+        # Of an id that was used again, updates of the aborted request may still come.
+        taken = message.num_submits
+        updates = [one for one in message.updates if self._submits.get(one.request_id, 0) <= taken]
+        for update in updates:
+            if update.request_id in self._submits:
                 self._collector.count_update(update)
-        self._release_replay(self._audit.take(message.updates))
-        processed = self._outputs.process(message.updates, time.monotonic())
+        self._release_replay(self._audit.take(updates))
+        processed = self._outputs.process(updates, time.monotonic())
         self._collector.count_tokens(processed.num_tokens)
         self._deliver(processed)
 
@@ -254,6 +259,7 @@ class EngineClient:
             request_id
             for request_id, unfinished in self._requests.items()
             if unfinished.request.completions[0].request_id in refusal.request_ids
+            and self._submits[request_id] <= refusal.num_submits
         ]
         for request_id in refused:
             self._fail(request_id, refusal.error)
@@ -265,12 +271,13 @@ class EngineClient:
 
     def _require_unused_ids(self, request: ProcessedRequest) -> None:
         """Refuse ids in use; the completions' ids derive from the request's."""
-        for request_id in _ids_of(request) & self._used_ids:
+        for request_id in _ids_of(request) & self._submits.keys():
             raise RequestError(
                 f"request {request_id!r} is already here", "choose another request id"
             )
 
     def _submit(self, completions: tuple[EngineRequest, ...]) -> None:
+        self._num_submits += 1
         self._queue.note_sent(len(completions), len(completions[0].prompt_token_ids))
         self.supervisor.send(Submit(completions))
 
@@ -305,7 +312,8 @@ class EngineClient:
 
     def _remove(self, request_id: str) -> _Unfinished:
         unfinished = self._requests.pop(request_id)
-        self._used_ids -= _ids_of(unfinished.request)
+        for one in _ids_of(unfinished.request):
+            del self._submits[one]
         return unfinished
 
     def _use_idle_time(self) -> None:

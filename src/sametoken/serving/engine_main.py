@@ -154,6 +154,7 @@ class EngineLoop:
         self._control = control
         self._stop_checker = StopChecker()
         self._num_received = 0
+        self._num_submits = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -179,7 +180,7 @@ class EngineLoop:
             if num_kept is not None:
                 self._engine.release(update.request_id, num_kept)
         self._control.note_step()
-        self._outbox.put(StepReport(updates, self._load(), step_seconds))
+        self._outbox.put(StepReport(updates, self._load(), step_seconds, self._num_submits))
 
     def _handle(self, message: Submit | Prepared | Release | Failure | Order | Done) -> None:
         if isinstance(message, Failure):
@@ -201,6 +202,7 @@ class EngineLoop:
                 self._engine.release(request_id, num_kept, aborted=message.aborted)
 
     def _submit(self, message: Submit) -> None:
+        self._num_submits += 1
         grammar = message.completions[0].grammar
         if grammar is None or grammar.is_ready():
             self._add(message)
@@ -231,7 +233,7 @@ class EngineLoop:
 
     def _refuse(self, message: Submit, error: SametokenError) -> None:
         ids = tuple(one.request_id for one in message.completions)
-        self._outbox.put(Refused(ids, error))
+        self._outbox.put(Refused(ids, error, self._num_submits))
 
     def _load(self) -> EngineLoad:
         scheduler = self._engine.scheduler

@@ -200,10 +200,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine refused these completions."""
+    """The engine refused these completions; ``num_submits`` is as in ``StepReport``."""
 
     request_ids: tuple[str, ...]
     error: SametokenError
+    num_submits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,11 @@ class StepReport:
         updates: output of the processed step.
         load: the engine's load now.
         step_seconds: duration of the step; None if there was none.
+        num_submits: how many ``Submit`` had been taken. An id that came with a later one is of
+            another completion here, which was aborted.
     """
 
     updates: tuple[RequestUpdate, ...]
     load: EngineLoad
     step_seconds: float | None
+    num_submits: int

@@ -32,11 +32,6 @@ class Histogram:
     counts: tuple[int, ...]
     total: float
 
-    @property
-    def count(self) -> int:
-        """Number of observations."""
-        return sum(self.counts)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from typing import Protocol
+from typing import Any, Protocol
 
 from sametoken.text.tokenizer import BYTE_OF, BYTE_TOKEN, Tokenizer
 
@@ -16,7 +16,12 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """The text still held back: an incomplete character."""
+        """The text still held back: an incomplete character, or a run of byte tokens."""
+        ...
+
+    @property
+    def held(self) -> str:
+        """Whole characters that are held back, as they stand if no other token follows."""
         ...
 
 
@@ -44,6 +49,11 @@ class ByteLevelDetokenizer:
         """See ``Detokenizer``."""
         return self._utf8.decode(b"", final=True)
 
+    @property
+    def held(self) -> str:
+        """See ``Detokenizer``; only an incomplete character is held back."""
+        return ""
+
 
 class WindowDetokenizer:
     """For any other decoder: decodes a window of the last tokens again.
@@ -56,6 +66,11 @@ class WindowDetokenizer:
         self._skip = skip_special_tokens
         self._window: list[int] = []
         self._num_shown = 0
+        self._run = _ByteRun()
+        steps = _steps_of(tokenizer.backend.decoder)
+        # Elsewhere U+FFFD is a token's whole text, and any number of them may follow each other.
+        self._cuts_characters = b'"ByteLevel"' in steps
+        self._joins_bytes = b'"ByteFallback"' in steps
 
     def append(self, token_id: int) -> str:
         """See ``Detokenizer``."""
@@ -64,9 +79,11 @@ class WindowDetokenizer:
         self._window.append(token_id)
         token = self._tokenizer.backend.id_to_token(token_id)
         if token is None or BYTE_TOKEN.fullmatch(token):
+            self._run.append(token)
             return ""
+        self._run = _ByteRun()
         text = self._decode()
-        if text.endswith("\ufffd"):
+        if self._cuts_characters and text.endswith("\ufffd"):
             return ""
         piece = text[self._num_shown :]
         self._window = [token_id]
@@ -77,10 +94,47 @@ class WindowDetokenizer:
         """See ``Detokenizer``."""
         piece = self._decode()[self._num_shown :]
         self._num_shown += len(piece)
+        self._run = _ByteRun()
         return piece
+
+    @property
+    def held(self) -> str:
+        """See ``Detokenizer``: the run of byte tokens, if its last character is whole."""
+        return self._run.text if self._joins_bytes else ""
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+
+class _ByteRun:
+    """The text of consecutive byte tokens."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._known = ""
+        self._is_valid = True
+
+    def append(self, token: str | None) -> None:
+        """Add a byte token; None, an unknown one, has no text."""
+        if token is None or not self._is_valid:
+            return
+        try:
+            self._known += self._utf8.decode(bytes.fromhex(token[3:5]))
+        except UnicodeDecodeError:
+            # Then each of its bytes becomes U+FFFD.
+            self._is_valid = False
+
+    @property
+    def text(self) -> str:
+        """The run's text; empty if its last character is not whole."""
+        pending, _ = self._utf8.getstate()
+        return self._known if self._is_valid and not pending else ""
+
+
+def _steps_of(decoder: Any) -> bytes:
+    """A decoder's steps as JSON; empty without a decoder."""
+    steps: bytes = b"" if decoder is None else decoder.__getstate__()
+    return steps
 
 
 def _token_bytes(token: str) -> bytes:

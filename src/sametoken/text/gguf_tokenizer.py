@@ -56,7 +56,9 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     _add_special_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token") and bos_id is not None:
+    # Converters of Llama 3 leave the key out, and llama.cpp then begins its texts with the token.
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split in _LLAMA_3)
+    if adds_bos and bos_id is not None:
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]

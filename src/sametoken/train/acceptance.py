@@ -45,9 +45,10 @@ class Acceptance:
             rates.append(product)
         return tuple(rates)
 
-    def length(self, k: int | None = None) -> float:
-        """Tokens per step with k drafts from an average row, the target's own token included."""
-        return 1 + sum(self.per_position[:k])
+    @property
+    def length(self) -> float:
+        """Tokens per step with all drafts from an average row, the target's own token included."""
+        return 1 + sum(self.per_position)
 
 
 def count_accepted(correct: Tensor, goes_on: Tensor) -> tuple[Acceptance, Tensor]:

@@ -266,19 +266,19 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
     material, loop = ready.material, ready.material.loop
     ready.objective.train_on(material.training_batches(), material.states)
     identity = ready.settings | {"text": material.sequences.digest}
-    done = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
+    last = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
     ready.write()
     acceptance, engine = material.measure(ready.objective, ready.k)
     result = DrafterResult(
-        steps=done.report.step,
+        steps=last.step,
         seconds=round(time.monotonic() - began, 1),
-        loss=done.report.loss,
+        loss=last.loss,
         sequences=len(material.trained),
         held_back=len(material.held),
         tokens=int(material.counts.sum()),
         coverage=ready.coverage,
         acceptance=acceptance.conditional,
-        average_length=acceptance.length(),
+        average_length=acceptance.length,
         acceptance_length=engine.acceptance_length,
         acceptance_per_position=engine.acceptance_per_position,
     )

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable
 from sametoken.io.json_text import json_lines
+from sametoken.train.options import require_seconds
 from sametoken.train.text import messages_in, text_in, token_ids_in
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class TextPrompt:
         text: otherwise a text: a user's message, or without a chat template a beginning.
         temperature: None for that of all prompts.
         seed: None for one that follows from the prompt's index in the file.
+        place: line and file, for errors; empty if it comes from no file.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -44,6 +46,7 @@ class TextPrompt:
     text: str = ""
     temperature: float | None = None
     seed: int | None = None
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,11 @@ def read_prompts(path: Path) -> list[TextPrompt]:
     """
     prompts = []
     for number, row in json_lines(path):
+        place = f"line {number} of {path}"
         try:
-            prompts.append(_prompt(row))
+            prompts.append(replace(_prompt(row), place=place))
         except ValueError as error:
-            raise ConfigError(f"line {number} of {path} is no prompt ({error})", _REMEDY) from error
+            raise ConfigError(f"{place} is no prompt ({error})", _REMEDY) from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts", _REMEDY)
     return prompts
@@ -96,20 +100,21 @@ def write_text(
         advance: receives the number of new answers.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or ``max_seconds`` is not above 0.
         RequestError: a prompt is too long or outside the vocabulary, or it is a conversation and
-            the target has no chat template.
+            the target has no chat template; nothing was answered.
         SametokenError: none of the first prompts could be answered.
     """
     require_writable(output)
+    require_seconds(max_seconds)
+    chosen = [_params(one, index, params) for index, one in enumerate(prompts)]
+    asked = [_answerable(llm, one, own) for one, own in zip(prompts, chosen, strict=True)]
     began, answers, tokens = time.monotonic(), 0, 0
     size = _REQUESTS_PER_SLOT * llm.resolved.config.max_num_seqs
-    for first in range(0, len(prompts), size):
+    for first in range(0, len(asked), size):
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             break
-        chunk = prompts[first : first + size]
-        chosen = [_params(one, first + i, params) for i, one in enumerate(chunk)]
-        outputs = llm.generate([_prompt_of(llm, one) for one in chunk], chosen)
+        outputs = llm.generate(asked[first : first + size], chosen[first : first + size])
         errors = [error for done in outputs if (error := done.outputs[0].error) is not None]
         if not first and len(errors) == len(outputs):
             raise errors[0]
@@ -119,6 +124,20 @@ def write_text(
         answers += len(rows)
         advance(len(outputs))
     return Written(answers, tokens, time.monotonic() - began)
+
+
+def _answerable(llm: LLM, prompt: TextPrompt, params: SamplingParams) -> dict[str, Any]:
+    """A prompt for ``LLM.generate``, which will not refuse it."""
+    try:
+        asked = _prompt_of(llm, prompt)
+        # Checks the request, which would begin with the first ``next``.
+        llm.generate_stream(asked, params)
+        return asked
+    except RequestError as error:
+        if not prompt.place:
+            raise
+        cause = f"{prompt.place} cannot be answered ({error.cause})"
+        raise RequestError(cause, error.remedy) from error
 
 
 def _row(done: RequestOutput) -> dict[str, list[int]]:

@@ -189,9 +189,9 @@ def train_lm(
         settings |= asdict(options)
         announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
         identity = settings | {"tokens": corpus.num_tokens}
-        done = run_loop(objective, loop, output, report, identity=identity, began=began)
+        last = run_loop(objective, loop, output, report, identity=identity, began=began)
         write_decoder(output, config, network, torch.bfloat16)
-        result = _result(objective, done.report, corpus, began)
+        result = _result(objective, last, corpus, began)
         write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
         return result
 
@@ -224,7 +224,7 @@ def _result(objective: LMObjective, last: Report, corpus: Corpus, began: float) 
         trained_tokens=last.step * objective.tokens_per_step,
         perplexity=perplexity,
         acceptance=acceptance.conditional if objective.options.mtp_steps else (),
-        average_length=acceptance.length(),
+        average_length=acceptance.length,
     )
 
 

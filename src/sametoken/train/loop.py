@@ -73,14 +73,6 @@ class Report:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class LoopResult:
-    """The end of a training; ``report`` is the last one."""
-
-    report: Report
-    steps: int
-
-
 def run_loop(
     objective: Objective,
     options: LoopOptions,
@@ -89,7 +81,7 @@ def run_loop(
     *,
     identity: dict[str, Any],
     began: float,
-) -> LoopResult:
+) -> Report:
     """Train to the end, from the start or from a checkpoint.
 
     Args:
@@ -99,6 +91,9 @@ def run_loop(
         report: receives the progress every few steps.
         identity: JSON values that a checkpoint must hold to be resumed.
         began: ``time.monotonic`` from which ``max_seconds`` counts.
+
+    Returns:
+        The last report.
 
     Raises:
         ConfigError: ``resume`` without a checkpoint, or one of another training.
@@ -124,7 +119,7 @@ class _Loop:
         if options.resume:
             self._restore()
 
-    def run(self, report: Callable[[Report], None], began: float) -> LoopResult:
+    def run(self, report: Callable[[Report], None], began: float) -> Report:
         meter = _Meter()
         while self._step < self._steps:
             meter.add(self._take_step())
@@ -143,7 +138,7 @@ class _Loop:
             if every and self._step % every == 0:
                 self._save()
         self._save()
-        return LoopResult(self._last, self._steps)
+        return self._last
 
     def _take_step(self) -> StepLoss:
         for group in self._optimizer.param_groups:
@@ -299,7 +294,7 @@ class _Meter:
             )
         seconds = time.monotonic() - began
         self._loss, self._acceptance, self._count = None, None, 0
-        return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length(), seconds)
+        return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length, seconds)
 
 
 def learning_rate(step: int, steps: int, options: LoopOptions) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,16 @@ ARCHITECTURES = ("hybrid", "nemotron_h", "llama")
 
 def _validation() -> Any:
     return option(0.02, "share of the prompts that is held back to measure with")
+
+
+def require_seconds(max_seconds: float | None) -> None:
+    """Refuse a time in which nothing can be done; None is no limit.
+
+    Raises:
+        ConfigError: it is not a finite number above 0.
+    """
+    if max_seconds is not None and not 0 < max_seconds < math.inf:
+        raise ConfigError(f"max_seconds={max_seconds} is not possible", "use a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +71,19 @@ class LoopOptions:
                 )
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed} is not possible", f"use at most {MAX_SEED}")
-        for name in ("learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible", "use a number above 0"
-                )
-        if self.weight_decay < 0 or not 0 <= self.validation < 1:
+        if not 0 < self.learning_rate < math.inf or not self.clip_norm > 0:
+            raise ConfigError(
+                f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} are not both "
+                "possible",
+                "use numbers above 0, and a finite learning rate",
+            )
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.validation < 1:
             raise ConfigError(
                 f"weight_decay={self.weight_decay} and validation={self.validation} are not "
                 "both possible",
                 "use a weight decay of 0 or more, and a share from 0 to below 1",
             )
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            raise ConfigError(f"max_seconds={self.max_seconds} is not possible", "use more than 0")
+        require_seconds(self.max_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +245,14 @@ class LMOptions:
             raise ConfigError("a llama has no multi-token-prediction module", "set mtp_steps to 0")
         sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_kv_heads)
         linear = (self.linear_key_heads, self.linear_value_heads, self.linear_head_dim)
-        if min(*sizes, *linear) < 1 or self.mtp_steps < 0 or self.mtp_weight < 0:
+        if min(*sizes, *linear) < 1:
             raise ConfigError("a size of the model is below 1", "use sizes of at least 1")
+        if self.mtp_steps < 0 or not 0 <= self.mtp_weight < math.inf:
+            raise ConfigError(
+                f"mtp_steps={self.mtp_steps} and mtp_weight={self.mtp_weight} are not both "
+                "possible",
+                "use 0 or more of each",
+            )
         for count, shared, what in (
             (self.num_heads, self.num_kv_heads, "attention"),
             (self.linear_value_heads, self.linear_key_heads, "Gated DeltaNet"),

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
@@ -26,6 +25,7 @@ from sametoken.io.files import LOCK, DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE
+from sametoken.models.safetensors_file import write_safetensors
 from sametoken.train.loop import CHECKPOINT
 from sametoken.train.networks import DecoderNetwork
 
@@ -227,13 +227,7 @@ def _names_in(path: Path) -> list[str]:
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        save_file(
-            {name: value.contiguous() for name, value in tensors.items()},
-            path,
-            metadata={"format": "pt"},
-        )
-        # safetensors leaves it to its owner alone.
-        path.chmod(0o644)
+        write_safetensors(path, tensors)
     except (OSError, SafetensorError) as error:
         raise _not_written(path, error) from error
 

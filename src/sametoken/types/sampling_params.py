@@ -26,6 +26,8 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
 MAX_STOP_TOKEN_IDS = 1024
 #: Entries of ``logit_bias``, and the largest magnitude: far above it fp32 overflows to infinity.
 MAX_LOGIT_BIAS, MAX_BIAS = 4096, 1e30
+#: Logits are divided by it: far below, fp32 takes it for 0 or overflows, the largest bias first.
+MIN_REPETITION_PENALTY = 1e-8
 #: Token ids in any other list; the vocabulary and ``max_model_len`` set tighter bounds.
 MAX_TOKEN_IDS = 2**20
 MAX_SEED = 2**63 - 1
@@ -140,8 +142,9 @@ class SamplingParams:
             fits = _is_number(value) and low <= value <= high
             _require(fits, name, value, f"use a number from {low} to {high}")
         _require(self.top_p > 0, "top_p", self.top_p, "use a number above 0 and up to 1")
-        positive = self.repetition_penalty > 0
-        _require(positive, "repetition_penalty", self.repetition_penalty, "use a number above 0")
+        divides = self.repetition_penalty >= MIN_REPETITION_PENALTY
+        remedy = f"use a number from {MIN_REPETITION_PENALTY} to 100"
+        _require(divides, "repetition_penalty", self.repetition_penalty, remedy)
         for name, low, high, otherwise in _INTEGERS:
             value = getattr(self, name)
             fits = _is_int(value) and low <= value <= high

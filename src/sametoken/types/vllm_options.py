@@ -138,11 +138,11 @@ VLLM_OPTIONS = (
         instead="leave the option out; --prefill-chunk-size is the largest chunk",
     ),
     VllmOptions(
-        "weights are used in bfloat16 or float32",
+        "a checkpoint's config.json says how its weights are quantized",
         values="quantization",
         accepted=("auto", "none"),
-        instead='use --dtype bfloat16; a draft head takes "quantization": "fp8" in '
-        "--speculative-config",
+        instead="leave the option out; sametoken quantize writes a copy in fp8 or 4 bits, and a "
+        'draft head takes "quantization": "fp8" in --speculative-config',
     ),
     VllmOptions(
         "scales of KV are the checkpoint's, or 1",

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from helpers.checkpoints import LLAMA
+from sametoken.bench import session
 from sametoken.bench.session import Session
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig
@@ -71,6 +72,26 @@ def test_prompts_of_a_file(target, tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=cause):
             open_session(target, Workload(output_len=4), prompts=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "dataset", "cause"),
+    [
+        ("[1, 2]\n3", None, "line 2 of .* is no prompt"),
+        ("[1, 2]\n[23]", None, "token id 23, which is not in the vocabulary"),
+        ("[1, 2]\n[" + "1, " * 70 + "1]", None, "requests of 75 tokens are longer than"),
+        ('"a"\n3', "custom", "line 2 of .* is no prompt"),
+    ],
+)
+def test_prompts_are_checked_before_anything_is_measured(
+    target, tmp_path, monkeypatch, text, dataset, cause
+):
+    monkeypatch.setattr(session, "read_bandwidth", lambda *given: pytest.fail("measured"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    source = {"dataset": (dataset, path)} if dataset else {"prompts": path}
+    with pytest.raises(ConfigError, match=cause):
+        open_session(target, Workload(output_len=4), **source)
 
 
 def test_another_workload_keeps_engine_and_prompts(target, tmp_path):

@@ -60,7 +60,11 @@ def test_the_peer_preset_is_what_peers_were_measured_with():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"input_len": 0}, {"output_len": 0}, {"concurrency": ()}, {"concurrency": (1, 0)}]
+    "changes",
+    [
+        *({"input_len": 0}, {"output_len": 0}, {"concurrency": ()}, {"concurrency": (1, 0)}),
+        *({"temperature": 200.0}, {"temperature": float("nan")}, {"seed": 2**64}),
+    ],
 )
 def test_impossible_numbers_are_refused(changes):
     with pytest.raises(ConfigError, match="is not possible"):
@@ -116,6 +120,7 @@ def test_impossible_values_are_refused(given):
 def test_a_servers_address():
     assert Server("http://host:1/v1/").url == "http://host:1"
     assert Server(extra_body='{"top_k": 3}').extra == {"top_k": 3}
-    for wrong in ({"url": "host:1"}, {"url": "http://"}, {"extra_body": "[1]"}):
+    addresses = ({"url": "host:1"}, {"url": "http://"}, {"extra_body": "[1]"})
+    for wrong in (*addresses, {"timeout": -1.0}, {"timeout": float("nan")}):
         with pytest.raises(ConfigError):
             Server(**wrong)

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.checkpoints import LLAMA
+from sametoken.bench import documents
 from sametoken.bench import session as session_module
 from sametoken.bench.memory import Memory, SwapLimits
 from sametoken.bench.roofline import Bandwidth
@@ -113,6 +114,7 @@ def test_what_makes_no_workload_is_refused(given, caching, cause):
         (("--dataset", "custom", "--path", "/no/file"), "/no/file cannot be read"),
         (("--output", "/dev/null/file.json"), "/dev/null cannot be made"),
         (("--output", "/"), "/ cannot be written (it is a directory)"),
+        (("--temperature", "200"), "temperature=200.0 is not possible"),
     ],
 )
 def test_files_and_datasets_are_looked_for_before_anything_is_loaded(arguments, cause, monkeypatch):
@@ -120,6 +122,17 @@ def test_files_and_datasets_are_looked_for_before_anything_is_loaded(arguments, 
     result = run("throughput", "model", *arguments)
     assert result.exit_code == 2
     assert cause in result.stderr
+
+
+def test_results_are_shown_where_the_file_cannot_be_written(target, tmp_path, monkeypatch):
+    def refuse(path, value):
+        raise ConfigError(f"{path} cannot be written", "make room")
+
+    monkeypatch.setattr(documents, "write_json", refuse)
+    result = run("latency", target, *SMALL, "--num-iters", "1", "--output", str(tmp_path / "kept"))
+    assert result.exit_code == 2
+    assert "decode step, median ms" in result.stdout
+    assert "cannot be written. make room" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,12 @@ def test_an_unknown_form_of_reasoning_is_refused_before_the_model_is_loaded(mode
     assert model.loaded == []
 
 
+def test_impossible_sampling_is_refused_before_the_model_is_loaded(model):
+    result = CliRunner().invoke(app, ["chat", "m", "--temperature", "200"])
+    assert "temperature=200.0 is not possible" in result.stderr
+    assert model.loaded == []
+
+
 def test_drafts_change_the_engine_and_not_the_request():
     talk = Talk(temperature=1.0)
     talk.say("abc")

@@ -244,6 +244,15 @@ def test_wrong_use_exits_with_2_and_no_traceback(llm, arguments):
     assert result.stdout == ""
 
 
+def test_impossible_sampling_is_refused_before_a_model_is_loaded(llm):
+    result = run("generate", "--prompt", "a", "--temperature", "200")
+    assert (
+        result.stderr
+        == "error: temperature=200.0 is not possible. use a number from 0.0 to 100.0\n"
+    )
+    assert llm.all == []
+
+
 def test_a_typed_error_is_one_line(llm):
     result = run("generate", "--prompt", "a", "--max-num-seqs", "-1")
     lines = result.stderr.strip().splitlines()
@@ -290,6 +299,34 @@ def test_an_output_without_room_is_one_line(command):
         )
     cause = "error: the output cannot be written (No space left on device). make room"
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
+
+
+WITH_A_STATUS_LINE = """
+from sametoken.cli import main, report
+main.app = lambda: (report.announce("lost"), print("kept"))
+main.main()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+@pytest.mark.parametrize(
+    ("arguments", "status", "shown"),
+    [
+        (("-c", WITH_A_STATUS_LINE), 0, "kept\n"),
+        (("-m", "sametoken", "env", "--no-such-option"), 2, ""),
+        (("-m", "sametoken", "bench", "latency", "--concurrency", "0"), 2, ""),
+    ],
+)
+def test_a_stderr_without_room_changes_no_result(arguments, status, shown):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            check=False,
+        )
+    assert (result.returncode, result.stdout) == (status, shown)
 
 
 @pytest.mark.parametrize("topic", [(), ("speculative",)])

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.checkpoints import write_llama
 from sametoken.cli.main import app
-from sametoken.models import quantize as quantize_module
+from sametoken.models import safetensors_file
 
 
 def test_the_command_writes_a_copy(tmp_path):
@@ -27,7 +27,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_and_is_one_line(tmp_path, 
     def fail(*given, **named):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(quantize_module, "save_file", fail)
+    monkeypatch.setattr(safetensors_file, "save_file", fail)
     done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
     assert (done.exit_code, done.stderr.count("\n"), out.exists()) == (2, 1, False)
     assert "out cannot be written (No space left on device). make room" in done.stderr

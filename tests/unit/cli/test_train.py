@@ -74,6 +74,35 @@ def test_text_then_a_head(target, prompts, tmp_path):
     assert config["draft_vocab_size"] == 20
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "cause"),
+    [
+        ({"prompt": "a"}, ("--max-seconds", "-1"), "max_seconds=-1.0 is not possible"),
+        ({"prompt": "a"}, ("--max-seconds", "nan"), "max_seconds=nan is not possible"),
+        ({"prompt": "a"}, ("--temperature", "-1"), "temperature=-1.0 is not possible"),
+        ({"text": "a"}, (), "line 2 of {path} is no prompt"),
+    ],
+)
+def test_options_and_prompts_are_checked_before_the_model_loads(
+    tmp_path, monkeypatch, row, options, cause
+):
+    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"a thing"\n{json.dumps(row)}\n')
+    refused = run("text", "model", tmp_path / "text.jsonl", "--prompts", path, *options)
+    assert refused.exit_code == 2
+    assert cause.format(path=path) in refused.stderr
+
+
+def test_a_prompt_that_the_model_refuses_is_placed(target, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    calls = {"role": "assistant", "tool_calls": 3}
+    path.write_text(f'"a thing"\n{json.dumps({"messages": [calls]})}\n')
+    refused = run("text", target, tmp_path / "text.jsonl", "--prompts", path, "--device", "cpu")
+    assert refused.exit_code == 2
+    assert f"line 2 of {path} cannot be answered (the chat template refuses" in refused.stderr
+
+
 def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("sametoken.llm.build_engine", None)
     text = tmp_path / "text.jsonl"

@@ -166,7 +166,7 @@ def test_in_python_options_are_keywords():
     )
     assert options == {"dtype": "float32"}
     assert take_vllm_options(options) is None
-    with pytest.raises(ConfigError, match=r"^quantization='fp8' is not offered: .*--dtype"):
+    with pytest.raises(ConfigError, match=r"^quantization='fp8' is not offered: .*config.json"):
         take_vllm_options({"quantization": "fp8"})
     offline = {"enable_sleep_mode": True, "disable_log_stats": True, "served_model_name": "a"}
     with pytest.raises(ConfigError, match="--weight-transfer-config"):

@@ -19,7 +19,8 @@ from sametoken.engine.load import Requested
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
-from sametoken.runner.stream import ImmediateStream, LaggingStream
+from sametoken.runner.cpu_stream import CpuStream
+from sametoken.runner.stream import LaggingStream
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
 
@@ -144,7 +145,7 @@ def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "stream"), [(0, ImmediateStream), (1, ImmediateStream), (3, LaggingStream)]
+    ("steps", "stream"), [(0, CpuStream), (1, CpuStream), (3, LaggingStream)]
 )
 def test_steps_in_flight_have_a_stream_and_a_buffer_each(target, steps, stream):
     core = build(target, steps_in_flight=steps)

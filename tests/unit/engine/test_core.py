@@ -160,6 +160,16 @@ def test_a_request_released_in_mid_flight_brings_nothing_more(steps_in_flight):
     core.scheduler.check_integrity()
 
 
+def test_a_request_released_after_new_weights_brings_nothing_to_the_next_of_its_id():
+    core = build(ToyModel(), Shape(steps_in_flight=2))
+    core.add_request(request("x", (1, 2, 3)))
+    assert core.step() == ()
+    core.use_weights(ScriptedWeights([]).load(None, "model"))
+    core.release("x", aborted=True)
+    following = request("x", (4, 5))
+    assert run(core, [following]).tokens == run(build(ToyModel(), Shape()), [following]).tokens
+
+
 class ScriptedWeights:
     """Weights that write down when they are written."""
 

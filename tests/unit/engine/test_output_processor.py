@@ -8,11 +8,15 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import NumericalError, StructuredOutputError
+from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import Logprob
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
@@ -143,6 +147,45 @@ def test_a_stop_string_counts_once_min_tokens_lie_before_it(run, tokenizer):
     output, _ = run(stop=["a"], min_tokens=2).emit(a, a, a, a)
     assert completion(output).token_ids == (a, a, a)
     assert completion(output).text == "aa"
+
+
+@pytest.fixture(scope="module")
+def byte_fallback():
+    """As Llama 2 and Mistral write: a line break is a byte token."""
+    words = ["</s>", "a", "b", "<0x0A>", "<0xC3>", "<0xA9>", "<0xFF>"]
+    # Padding up to the ids of the prompt.
+    words += [f"w{i}" for i in range(len(words), 64)]
+    backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+@pytest.mark.parametrize(
+    ("stop", "emitted", "text", "num_kept"),
+    [
+        ("\n", (1, 3, 2), "a", 2),
+        ("a\n", (2, 1, 3, 2), "b", 3),
+        ("é", (1, 3, 4, 5, 3, 2), "a\n", 4),
+        ("\n", (1, 6, 3, 2), "a\ufffd\ufffdb", 4),
+    ],
+)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_stop_string_of_byte_tokens_ends_at_the_last_of_them(
+    byte_fallback, stop, emitted, text, num_kept, one_by_one
+):
+    request = Run(byte_fallback, stop=[stop], max_tokens=num_kept)
+    for window in [(token,) for token in emitted] if one_by_one else [emitted]:
+        output, released = request.emit(*window)
+        if released:
+            break
+    found = completion(output)
+    assert (found.text, len(found.token_ids)) == (text, num_kept)
+    assert found.finish_reason == ("length" if "\ufffd" in text else "stop")
+
+
+def test_a_stop_string_of_byte_tokens_waits_for_min_tokens(byte_fallback):
+    output, _ = Run(byte_fallback, stop=["\n"], min_tokens=1).emit(3, 1, 3)
+    assert (completion(output).text, completion(output).token_ids) == ("\na", (3, 1, 3))
 
 
 def test_streamed_text_waits_where_a_stop_may_begin(run, tokenizer):

@@ -167,9 +167,21 @@ def test_an_explicit_length_is_never_shortened():
 
 @pytest.mark.parametrize("extra_tokens", [0, 64])
 def test_memory_for_less_than_a_block_is_refused(extra_tokens):
-    room = BLOCK_BYTES * (1 + extra_tokens // BLOCK) - 1
-    with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
-        plan(extra_tokens, kv_cache_memory_bytes=room)
+    least = BLOCK_BYTES * (1 + extra_tokens // BLOCK)
+    with pytest.raises(ConfigError, match="the KV memory holds 0 tokens") as caught:
+        plan(extra_tokens, kv_cache_memory_bytes=least - 1)
+    assert caught.value.remedy == f"use kv_cache_memory_bytes={least} or more"
+    assert plan(extra_tokens, kv_cache_memory_bytes=least).max_model_len == BLOCK
+
+
+@pytest.mark.parametrize("extra_tokens", [3, BLOCK, BLOCK + 1])
+def test_the_least_number_of_blocks_is_named(extra_tokens):
+    least = 1 + -(-extra_tokens // BLOCK)
+    for too_few in range(1, least):
+        with pytest.raises(ConfigError, match=f"even max_model_len={BLOCK} takes") as caught:
+            plan(extra_tokens, num_kv_blocks=too_few)
+        assert caught.value.remedy == f"use num_kv_blocks={least} or more"
+    assert plan(extra_tokens, num_kv_blocks=least).max_model_len >= BLOCK
 
 
 def test_a_short_model_needs_no_more_than_it_has():

@@ -258,3 +258,9 @@ def test_a_revision_is_of_a_hub_id(tmp_path, monkeypatch):
     for model in ("smollm2", "org/name@main", "org/here", "model.gguf"):
         with pytest.raises(ConfigError, match="'v1' is for a hub id without one"):
             at_revision(model, "v1")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/b"])
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(CheckpointError, match="cannot be looked up"):
+        resolve_model(name, print)

@@ -11,6 +11,7 @@ import torch
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
+from sametoken.ops import compile_ahead
 from sametoken.ops.compile_ahead import compiled_ahead
 
 
@@ -125,6 +126,22 @@ def test_an_error_within_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="no memory"):
         fail()
     assert launches.launch("a").launches == [("x",)]
+
+
+def test_an_interrupted_compilation_leaves_nobody_waiting(monkeypatch):
+    def interrupt(*given, **named):
+        raise KeyboardInterrupt
+
+    launches = Launches()
+
+    def compile_some():
+        with compiled_ahead():
+            launches.launch("a")
+            launches.launch("b", "another source")
+
+    monkeypatch.setattr(compile_ahead, "call_in_forks", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compile_some()
 
 
 def test_a_kernel_known_by_two_keys_runs_afterwards_by_both():

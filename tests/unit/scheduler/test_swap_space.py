@@ -112,7 +112,7 @@ def test_a_block_is_written_once_its_step_has_run_and_read_into_a_quiet_one():
     assert space.fetch([key(0)]) is Found.COMING
     file.ended.append((0, True))
     space.begin(2)
-    assert space.num_in_file == 1
+    assert len(space._filed) == 1
     assert space.save_prefix(key(0)) is None, "it is in the file"
     assert space.fetch([key(0)]) is Found.COMING
     assert file.log[1:] == [("read", 0, blocks[0])]
@@ -120,7 +120,7 @@ def test_a_block_is_written_once_its_step_has_run_and_read_into_a_quiet_one():
     space.begin(3)
     assert space.fetch([key(0)]) is Found.HERE
     assert space.host_blocks([key(0)]) == (blocks[0],)
-    assert space.num_in_file == 0
+    assert len(space._filed) == 0
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -149,7 +149,7 @@ def test_the_oldest_prefix_leaves_the_file_and_requests_stay():
     for n in range(20):
         planned(space, n + 1)
         assert space.save_prefix(key(n)) is not None
-    assert space.num_in_file in (2, 3)
+    assert len(space._filed) in (2, 3)
     assert space.fetch(request(0, 2)) is not Found.GONE
     kept = [n for n in range(20) if space.saved_prefix([key(n)])]
     assert kept == list(range(20 - len(kept), 20))
@@ -177,7 +177,7 @@ def test_half_of_host_memory_at_most_is_read_for_a_prefix():
     for n in range(16):
         planned(space, n)
         assert space.save_prefix(key(n)) is not None
-    assert space.num_in_file > 5
+    assert len(space._filed) > 5
     assert space.saved_prefix([key(n) for n in range(16)]) == tuple(key(n) for n in range(4))
     assert space.fetch([key(n) for n in range(4)]) is Found.COMING
     planned(space, 16)

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -115,6 +116,21 @@ def test_64_at_once_are_answered_as_alone_and_offline(served, offline):
     stats = served.llm.stats()
     assert stats.speculation.num_draft_tokens > 0
     assert sum(stats.num_finished.values()) == 64
+
+
+def test_an_id_that_is_used_again_at_once_gets_no_token_of_the_request_before(served, offline):
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    (expected,) = offline.generate([WORDS[1]], params)
+
+    async def scenario():
+        aborted = served.llm.generate(WORDS[0], replace(params, max_tokens=100), "again")
+        await anext(aborted)
+        # The loop is busy: reports of the first request pile up.
+        time.sleep(0.2)
+        await aborted.aclose()
+        return await last_of(served.llm.generate(WORDS[1], params, "again"))
+
+    assert essence(served.run(scenario())) == essence(expected)
 
 
 def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(served, offline):

@@ -61,10 +61,12 @@ class FakeProcess:
         self.sent = []
         self.ended = asyncio.Event()
         self.says = None
+        self.num_submits = 0
         self.cause = EngineDeadError("the fake died")
 
     def send(self, message) -> None:
         self.sent.append(message)
+        self.num_submits += isinstance(message, Submit)
 
     async def receive(self):
         await self.ended.wait()
@@ -108,8 +110,10 @@ class Kit:
         params = SamplingParams(**{"max_tokens": 4, **params})
         return self.client.begin(self.inputs.process(request_id, prompt, params))
 
-    def report(self, *updates, **load) -> None:
-        self.client.take(StepReport(updates, EngineLoad(**load), 0.01))
+    def report(self, *updates, num_submits=None, **load) -> None:
+        """A step, by default after all that was submitted has been taken."""
+        taken = self.process.num_submits if num_submits is None else num_submits
+        self.client.take(StepReport(updates, EngineLoad(**load), 0.01, taken))
 
 
 def update(request_id, *token_ids, **changes):
@@ -200,6 +204,18 @@ async def test_an_abort_is_sent_at_once_and_answered(open_kit):
         assert [one async for one in stream] == []
 
 
+async def test_an_id_that_is_used_again_gets_nothing_of_the_request_before(open_kit):
+    async with open_kit() as kit:
+        await kit.begin(n=2).aclose()
+        kit.begin("other")
+        stream = kit.begin(n=2)
+        kit.report(update("r.0", 20), update("other", 30), update("r.1", 21), num_submits=2)
+        assert kit.client.stats.num_output_tokens == 1
+        kit.client.take(Refused(("r.0", "r.1"), RequestError("of the first"), 2))
+        kit.report(update("r.0", 22), update("r.1", 23), num_submits=3)
+        assert [one.token_ids for one in (await anext(stream)).outputs] == [(22,), (23,)]
+
+
 async def test_a_dropped_stream_aborts_its_request(open_kit):
     async with open_kit() as kit:
         stream = kit.begin()
@@ -254,7 +270,7 @@ async def test_too_many_waiting_are_refused_and_counted(open_kit):
 async def test_what_the_engine_refuses_fails_alone(open_kit):
     async with open_kit() as kit:
         refused, other = kit.begin("refused"), kit.begin("other")
-        kit.client.take(Refused(("refused",), RequestError("too long")))
+        kit.client.take(Refused(("refused",), RequestError("too long"), 1))
         with pytest.raises(RequestError, match="too long"):
             await anext(refused)
         kit.report(update("other", 20))
@@ -306,7 +322,7 @@ async def test_a_process_without_work_may_be_silent(open_kit):
     async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()
         assert kit.client.awaits_report
-        kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01)
+        kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01, 1)
         kit.process.ended.set()
         assert (await anext(stream)).finished
         assert not kit.client.awaits_report
@@ -388,7 +404,7 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
-        kit.client.take(Refused(("r#replay#1",), RequestError("no")))
+        kit.client.take(Refused(("r#replay#1",), RequestError("no"), 2))
         assert kit.client.stats.audit.num_dropped == 1
         second = kit.begin("second")
         kit.report(update("second", 20, 21, 22, 23))

@@ -97,7 +97,7 @@ def test_without_work_messages_are_still_answered_with_the_load(start):
     engine, loop, sent = start()
     loop.run_iteration([Submit((request("a"),)), Release({"a": 5}, aborted=True)])
     assert engine.released == [("a", 5, True)]
-    assert sent == [StepReport((), sent[0].load, None)]
+    assert sent == [StepReport((), sent[0].load, None, 1)]
 
 
 def test_an_abort_is_taken_before_the_next_step(start):
@@ -123,6 +123,7 @@ def test_a_refused_prompt_leaves_nothing_behind(start):
     refused, report = sent
     assert isinstance(refused, Refused)
     assert (refused.request_ids, refused.error.cause) == (("b", "c"), "no room")
+    assert refused.num_submits == report.num_submits == 2
     assert report.load.num_received == 3
     loop.run_iteration([Release({"b": 2}), Release({"a": 2})])
     assert engine.released[1:] == [("a", 2, False)]
@@ -168,6 +169,7 @@ def test_a_grammar_is_compiled_while_others_are_stepped(start, inbox):
     loop.run_iteration([])
     assert engine.added == ["a"]
     assert sent[-1].load.num_received == 1, "the other is on its way"
+    assert sent[-1].num_submits == 2, "but its id is known"
     grammar.gate.set()
     loop.run_iteration([inbox.get(timeout=30)])
     assert engine.added == ["a", "g"]

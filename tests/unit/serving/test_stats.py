@@ -43,5 +43,4 @@ def test_step_times_fall_into_their_buckets():
         collector.count_step(seconds)
     times = collector.snapshot().step_time
     assert times.counts == (2, 1, *(0,) * (len(STEP_TIME_BOUNDS) - 2), 1)
-    assert times.count == 4
     assert times.total > 1e9

@@ -76,7 +76,7 @@ def test_layers_have_their_own_memory_and_alike_ones_lie_side_by_side():
     assert wide.keys.stride() == windowed.values.stride()
     assert wide.keys.untyped_storage().data_ptr() == windowed.keys.untyped_storage().data_ptr()
     assert (narrow.keys.shape, narrow.values.shape) == ((8, 1, 4, 8), (8, 1, 4, 4))
-    assert (latent.vectors.shape, latent.values.shape) == ((8, 4, 8), (8, 4, 5))
+    assert (latent.vectors.shape, latent.rank) == ((8, 4, 8), 5)
     assert (delta.states.shape, delta.history.shape) == ((3, 2, 4, 4), (3, 2, 16))
     assert (total.states.shape, total.history.shape) == ((3, 3), (3, 0, 0))
     assert delta.max_pending == total.max_pending == cache.folded.max_pending == 5

@@ -89,3 +89,19 @@ def test_pieces_of_the_embedded_model_make_the_whole(embedded, token_ids, skip):
 @pytest.fixture(scope="module")
 def embedded() -> Tokenizer:
     return load_tokenizer(resolve_model("smollm2", lambda line: None))
+
+
+def test_whole_characters_of_a_run_of_bytes_are_known_before_it_ends(spaced):
+    detokenizer = make_detokenizer(spaced, skip_special_tokens=True)
+    line, euro, invalid = 9, (10, 11, 12), 15
+    held = []
+    for token_id in (line, *euro, invalid, line):
+        detokenizer.append(token_id)
+        held.append(detokenizer.held)
+    assert held == ["\n", "", "", "\n€", "", ""]
+    detokenizer.append(4)
+    assert detokenizer.held == ""
+
+
+def test_replacement_characters_that_are_tokens_do_not_wait_for_others(spaced):
+    assert pieces(spaced, [4, 8, 8, 4], True) == ["cat", "�", "�", "cat", ""]

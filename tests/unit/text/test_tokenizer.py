@@ -109,6 +109,22 @@ def test_add_bos_token_puts_it_in_front(backend):
     assert built.encode("the", add_special_tokens=False).ids[0] != 1
 
 
+@pytest.mark.parametrize(
+    ("pre", "told", "begins"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("qwen2", {}, False),
+    ],
+)
+def test_texts_of_llama_3_begin_with_its_token_unless_a_file_says_otherwise(
+    backend, pre, told, begins
+):
+    metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 1, **told}
+    built = build_gguf_tokenizer(gguf_metadata(backend, **metadata))
+    assert (built.encode("the").ids[0] == 1) == begins
+
+
 @pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "x"}])
 def test_other_gguf_tokenizers_are_refused_by_name(backend, change):
     with pytest.raises(UnsupportedError, match=r"'(llama|x)'"):

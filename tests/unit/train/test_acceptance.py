@@ -36,11 +36,10 @@ def test_rates_multiply_to_a_length():
     found = Acceptance(torch.tensor([10, 5]), torch.tensor([5, 4]))
     assert found.conditional == (0.5, 0.8)
     assert found.per_position == (0.5, 0.4)
-    assert found.length() == 1.9
-    assert found.length(1) == 1.5
+    assert found.length == 1.9
     both = found + Acceptance.none(2, torch.device("cpu"))
     assert both.conditional == found.conditional
-    assert Acceptance.none(2, torch.device("cpu")).length() == 1.0
+    assert Acceptance.none(2, torch.device("cpu")).length == 1.0
 
 
 def test_a_walk_is_an_engine_s_steps():

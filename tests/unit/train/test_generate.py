@@ -97,6 +97,21 @@ def test_prompts_that_the_target_cannot_answer_are_named(target, tmp_path):
     assert not output.exists(), "a failure leaves an empty file"
 
 
+def test_a_prompt_that_cannot_be_answered_is_placed_before_any_is_answered(target, tmp_path):
+    path, output = tmp_path / "p.jsonl", tmp_path / "t.jsonl"
+    # More than are answered at a time.
+    asked = read_prompts(write_prompts(path, [*prompts_of(10), {"prompt_token_ids": [999]}]))
+    with pytest.raises(RequestError, match=f"line 11 of {path} cannot be answered .*holds 999"):
+        write_text(open_llm(target, max_num_seqs=1), asked, output, GREEDY)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_time_in_which_nothing_can_be_done_is_refused(tmp_path, seconds):
+    with pytest.raises(ConfigError, match=r"max_seconds=.* is not possible"):
+        write_text(None, [TextPrompt([1])], tmp_path / "t.jsonl", GREEDY, max_seconds=seconds)
+
+
 def test_an_output_that_cannot_be_written_is_found_first(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         write_text(None, [TextPrompt([1])], tmp_path / "no" / "t.jsonl", GREEDY)

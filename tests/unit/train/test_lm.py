@@ -122,6 +122,7 @@ def test_there_is_something_to_resume(sources, tmp_path):
         {"head_dim": 6},
         {"hidden_size": 0},
         {"mtp_weight": -1.0},
+        {"mtp_weight": float("nan")},
     ],
 )
 def test_impossible_models_are_refused(changes):

@@ -96,7 +96,7 @@ BEYOND = {
     "min_tokens": (-1, 1.5, True, 2**31),
     "presence_penalty": (-2.1, 2.1, NAN),
     "frequency_penalty": (-2.1, 2.1, INF),
-    "repetition_penalty": (0, -1, 100.1, NAN),
+    "repetition_penalty": (0, 1e-9, -1, 100.1, NAN),
     "num_speculative_tokens": (-1, 1.5, True),
     "logprobs": (-1, MAX_LOGPROBS + 1, 1.5, True),
     "prompt_logprobs": (-1, MAX_LOGPROBS + 1, True),

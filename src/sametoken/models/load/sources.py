@@ -81,5 +81,5 @@ class TensorsByName:
 
 
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
-    """Number of rows of ``row_elements`` to read at once: a multiple of ``multiple_of``."""
-    return max(CHUNK_ELEMENTS // (row_elements * multiple_of), 1) * multiple_of
+    """Number of rows of ``row_elements``, perhaps 0, to read at once: a multiple of another."""
+    return max(CHUNK_ELEMENTS // (max(row_elements, 1) * multiple_of), 1) * multiple_of

@@ -31,11 +31,32 @@ def gelu_of(gate):
 
 
 @triton.jit
+def activated(
+    sums,
+    up,
+    dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu" or "relu_squared"
+    ALPHA: tl.constexpr = 0.0,  # of "clamped_swiglu", as is LIMIT
+    LIMIT: tl.constexpr = 0.0,
+):
+    """The activation in fp32, of sums rounded to ``dtype``: fused and unfused bits are the same."""
+    rounded = sums.to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        return clamped_swiglu_of(rounded, up.to(dtype).to(tl.float32), ALPHA, LIMIT)
+    elif ACTIVATION == "gelu_mul":
+        return gelu_of(rounded) * up.to(dtype).to(tl.float32)
+    elif ACTIVATION == "silu_mul":
+        return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
+    else:
+        return tl.where(rounded < 0.0, 0.0, rounded * rounded)
+
+
+@triton.jit
 def _gated_kernel(
     gate_up,  # [T, 2 * WIDTH]
     out,  # [T, WIDTH]
-    KIND: tl.constexpr,  # "silu_mul", "gelu_mul" or "clamped_swiglu"
-    ALPHA: tl.constexpr,  # of "clamped_swiglu", as is LIMIT
+    KIND: tl.constexpr,  # as for ``activated``, as are the next two
+    ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,15 +67,11 @@ def _gated_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     source = gate_up + row * 2 * WIDTH + columns
-    gate = tl.load(source, inside, other=0.0).to(tl.float32)
-    up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
-    if KIND == "clamped_swiglu":
-        value = clamped_swiglu_of(gate, up, ALPHA, LIMIT)
-    elif KIND == "gelu_mul":
-        value = gelu_of(gate) * up
-    else:
-        value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
+    gate = tl.load(source, inside, other=0.0)
+    up = tl.load(source + WIDTH, inside, other=0.0)
+    dtype = out.dtype.element_ty
+    value = activated(gate, up, dtype, KIND, ALPHA, LIMIT)
+    tl.store(out + row * WIDTH + columns, value.to(dtype), inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -180,9 +197,10 @@ def _relu_squared_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place, inside = row * WIDTH + columns, columns < WIDTH
-    value = tl.load(x + place, inside, other=0.0).to(tl.float32)
-    value = tl.where(value < 0.0, 0.0, value * value)
-    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+    dtype = out.dtype.element_ty
+    value = tl.load(x + place, inside, other=0.0)
+    value = activated(value, value, dtype, "relu_squared")
+    tl.store(out + place, value.to(dtype), inside)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -194,24 +212,3 @@ def relu_squared(x: Tensor) -> Tensor:
         grid = (num_rows, cdiv(width, _BLOCK))
         _relu_squared_kernel[grid](x, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(x))
     return out
-
-
-@triton.jit
-def activated(
-    sums,
-    up,
-    dtype: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """The activation in fp32, of sums rounded to ``dtype``."""
-    rounded = sums.to(dtype).to(tl.float32)
-    if ACTIVATION == "clamped_swiglu":
-        return clamped_swiglu_of(rounded, up.to(dtype).to(tl.float32), ALPHA, LIMIT)
-    elif ACTIVATION == "gelu_mul":
-        return gelu_of(rounded) * up.to(dtype).to(tl.float32)
-    elif ACTIVATION == "silu_mul":
-        return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
-    else:
-        return tl.where(rounded < 0.0, 0.0, rounded * rounded)

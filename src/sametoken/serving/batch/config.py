@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
+from sametoken.types.option_values import require_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,13 @@ class BatchConfig:
     max_line_bytes: int = option(16 * 2**20, "longest line; a longer one gets an error")
     ray: bool = option(False, "run engines on a Ray cluster")
     replicas: int = option(1, "with ray: engines to run")
-    ray_num_cpus: float = option(1.0, "with ray: CPU cores that Ray sets aside for each engine")
+    ray_num_cpus: float = option(
+        1.0, "with ray: CPU cores that Ray sets aside for each engine", limits=(0.0, 1024.0)
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("concurrency", 0),
-            ("max_line_bytes", 1),
-            ("replicas", 1),
-            ("ray_num_cpus", 0),
-        ):
+        require_limits(self)
+        for name, least in (("concurrency", 0), ("max_line_bytes", 1), ("replicas", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name}={value!r} is not possible", f"use {least} or more")

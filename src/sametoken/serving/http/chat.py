@@ -22,12 +22,7 @@ from sametoken.serving.http.generation import (
     speculation_stats,
     usage,
 )
-from sametoken.serving.http.logprobs import (
-    LogprobsForm,
-    chat_logprobs,
-    positions,
-    prompt_logprobs,
-)
+from sametoken.serving.http.logprobs import prompt_logprobs
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.parsed import GrowingText, Parsed, with_one_call
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
@@ -158,15 +153,9 @@ class _Answer:
 
     def logprobs(self, completion: CompletionOutput, start: int) -> ChatLogprobs | None:
         """Log-probabilities of the tokens from ``start`` on, if they were requested."""
-        if completion.logprobs is None:
-            return None
-        found = positions(completion.token_ids[start:], completion.logprobs[start:])
-        form = LogprobsForm(
-            self.request.top_logprobs or 0,
-            bool(self.request.return_tokens_as_token_ids),
-            self.served.engine.get_tokenizer().token_bytes,
-        )
-        return chat_logprobs(found, form)
+        as_ids = bool(self.request.return_tokens_as_token_ids)
+        top = self.request.top_logprobs
+        return self.served.chat_logprobs(completion, start, top, as_ids=as_ids)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         parsed = self.use.parser(completion.text, True)

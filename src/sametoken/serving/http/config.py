@@ -107,7 +107,7 @@ class ServerConfig:
     weight_transfer_config: str | None = option(
         None,
         "answer vLLM's requests of trainers, to pause and to change weights: JSON with backend "
-        "(files, gloo, nccl), directory and timeout",
+        "(files, gloo, nccl, ipc), directory and timeout",
     )
 
     def __post_init__(self) -> None:

@@ -251,6 +251,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
         self._update_state()
 
+    def shutdown(self) -> None:
+        """See ``H11Protocol``; a request whose body has not come in whole is not waited for."""
+        # Its answer would be a refusal: the engine serves nothing new.
+        if self.conn.states == {h11.CLIENT: h11.SEND_BODY, h11.SERVER: h11.SEND_RESPONSE}:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def timeout_keep_alive_handler(self) -> None:
         """See ``H11Protocol``."""
         super().timeout_keep_alive_handler()

@@ -58,7 +58,7 @@ def completion_params(
         RequestError: a value is out of range.
     """
     if request.best_of is not None and request.best_of != request.n:
-        raise invalid(f"best_of is not supported. Leave it out, or use n={request.n}", "best_of")
+        raise invalid("best_of is not supported, unless it equals n. Leave it out", "best_of")
     max_tokens = request.max_tokens
     if max_tokens == 0 and request.echo:
         max_tokens = 1

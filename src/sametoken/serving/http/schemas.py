@@ -46,7 +46,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "add_special_tokens": "the chat template writes them",
     "audio": "only text is supported; leave it out",
     "cache_salt": "turn the prefix cache off where times may reveal prompts",
-    "chat_template": "give the template in the checkpoint",
+    "chat_template": "start the server with --chat-template FILE",
     "documents": "put the texts into the messages",
     "echo": "it belongs to /v1/completions",
     "function_call": "use tool_choice",

@@ -14,17 +14,19 @@ from sametoken.errors import shown
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
+from sametoken.serving.http.logprobs import LogprobsForm, chat_logprobs, positions
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.reasoning_parsers import (
     REASONING_FORMS,
     RenderedPrompt,
     with_marks,
 )
-from sametoken.serving.http.responses import ModelCard
+from sametoken.serving.http.responses import ChatLogprobs, ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, parser_of_template
 from sametoken.serving.http.tools import template_messages
+from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -240,6 +242,19 @@ class Served:
         )
         params = replace(params, structured_outputs=structured)
         return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser
+
+    def chat_logprobs(
+        self, completion: CompletionOutput, start: int, num_top: int | None, *, as_ids: bool = False
+    ) -> ChatLogprobs | None:
+        """Log-probabilities of the tokens from ``start`` on; None if they were not requested.
+
+        ``num_top`` and ``as_ids`` are as in ``LogprobsForm``.
+        """
+        if completion.logprobs is None:
+            return None
+        found = positions(completion.token_ids[start:], completion.logprobs[start:])
+        form = LogprobsForm(num_top or 0, as_ids, self.engine.get_tokenizer().token_bytes)
+        return chat_logprobs(found, form)
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:

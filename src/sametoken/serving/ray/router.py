@@ -86,11 +86,13 @@ def prefix_keys(body: bytes) -> tuple[int, ...]:
 
 
 def _text(request: dict[str, Any]) -> str:
-    """The prompt as one text; later messages of a conversation extend it."""
-    messages = request.get("messages")
+    """The prompt as one text; later messages and items of a conversation extend it."""
+    messages = request.get("messages", request.get("input"))
+    before = json.dumps([request.get("tools"), request.get("instructions")], sort_keys=True)
     if isinstance(messages, list):
-        tools = json.dumps(request.get("tools"), sort_keys=True)
-        return tools + "".join(json.dumps(message, sort_keys=True) for message in messages)
+        return before + "".join(json.dumps(message, sort_keys=True) for message in messages)
+    if isinstance(messages, str):
+        return before + messages
     prompt = request.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import OverloadedError, RequestError
+from sametoken.text.grammar.json_schema import compilable
 from sametoken.text.grammar.regular_expressions import plain_regex
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -198,7 +199,8 @@ def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.Compiled
     compiler = vocabulary.compiler
     try:
         if source.kind in ("json_schema", "json_object"):
-            return compiler.compile_json_schema(source.text, max_whitespace_cnt=MAX_WHITESPACE)
+            schema = compilable(source.text)
+            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
         if source.kind == "regex":
             return compiler.compile_regex(plain_regex(source.text))
         return compiler.compile_grammar(source.text)

@@ -72,6 +72,12 @@ _SINGLE = (
     *("items", "additionalProperties", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
+#: What restricts a value, and is ignored where all values are listed.
+_RESTRICTING = (
+    *_BY_TYPE,
+    *("properties", "patternProperties", "prefixItems", "required"),
+    *_SINGLE,
+)
 
 
 def check_schema(text: str) -> tuple[str, ...]:
@@ -92,6 +98,19 @@ def check_schema(text: str) -> tuple[str, ...]:
         patterns += schema.get("patternProperties", {})
         patterns += [schema["pattern"]] if "pattern" in schema else []
     return tuple(patterns)
+
+
+def compilable(text: str) -> str:
+    """A checked schema without ``format`` where a ``pattern`` is given too.
+
+    There it only annotates the value (draft 2020-12, section 7), but the compiler would ignore the
+    pattern. zod writes both.
+    """
+    root, is_whole = _parsed(text), True
+    for schema in _subschemas(root, 0):
+        if "pattern" in schema and schema.pop("format", None) is not None:
+            is_whole = False
+    return text if is_whole else json.dumps(root)
 
 
 def _parsed(text: str) -> Any:
@@ -150,6 +169,7 @@ def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
             raise _refused(key, "is not supported", "leave it out")
     _check_exclusive(schema)
     _check_types(schema)
+    _check_listed(schema)
     _check_counts(schema)
     unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
     if unknown:
@@ -200,8 +220,32 @@ def _check_types(schema: Mapping[str, Any]) -> None:
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
         raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
+    if "propertyNames" in schema and "patternProperties" in schema:
+        raise _refused("propertyNames", "excludes patternProperties", "state the names in one")
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
+
+
+def _check_listed(schema: Mapping[str, Any]) -> None:
+    """Refuse what would restrict the values that ``enum`` or ``const`` lists."""
+    values, types = _values(schema), _types(schema)
+    if values is None:
+        return
+    key = "const" if "const" in schema else "enum"
+    others = [name for name in _RESTRICTING if name in schema]
+    if others:
+        raise _refused(key, f"excludes {others[0]}", "list only the values that are meant")
+    if key == "const" and not values <= (_values({"enum": schema.get("enum")}) or values):
+        raise _refused("const", "is not in enum", "keep the one that is meant")
+    wrong = [text for text in sorted(values) if types and not types & _types_of(json.loads(text))]
+    if wrong:
+        raise _refused(key, f"holds {_short(wrong[0])}, not of its type", "correct one of them")
+
+
+def _types_of(value: Any) -> set[str]:
+    """The names of a value's type, as in ``_types``."""
+    by_class = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return {by_class.get(type(value), "null" if value is None else "object")}
 
 
 def _check_counts(schema: Mapping[str, Any]) -> None:

@@ -202,6 +202,7 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
         (("llama.rope.scaling.attn_factor", "add_float32", 2.0), "attn_factor=2.0"),
         (("llama.rope.dimension_count", "add_uint32", 16), "dimension_count=16 differs"),
         (("llama.attention.value_length", "add_uint32", 16), "value_length=16 differs"),
+        (("split.count", "add_uint16", 3), "one of 3 files of a split model"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path, metadata, message):

@@ -44,3 +44,9 @@ def test_a_directory_is_read_in_their_place(tmp_path):
     assert set(source_of(str(tmp_path)).names()) == {"w"}
     with pytest.raises(CheckpointError, match="no directory"):
         source_of(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_tensors_without_elements_have_no_chunk_with_any(shape):
+    source = SentTensors([("model.w", torch.zeros(shape))])
+    assert sum(chunk.numel() for chunk in source.chunks("model.w")) == 0

@@ -12,6 +12,7 @@ from sametoken.serving.batch.config import BatchConfig
         ({"concurrency": -1}, "concurrency=-1"),
         ({"ray": True, "replicas": 0}, "replicas=0"),
         ({"ray": True, "ray_num_cpus": -1.0}, "ray_num_cpus"),
+        ({"ray": True, "ray_num_cpus": float("nan")}, "ray_num_cpus"),
         ({"replicas": 2}, "add --ray"),
         ({"ray_num_cpus": 2.0}, "add --ray"),
     ],

@@ -15,6 +15,7 @@ from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
 from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.served import Served
 from sametoken.serving.http.tools import ToolUse
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
@@ -319,7 +320,8 @@ def test_long_reasoning_is_streamed_as_it_comes():
     prompt = RenderedPrompt("")
     parser = form.parser(prompt, parse_nothing, shows_marks=False, is_constrained=False)
     use = ToolUse(None, parser, None, reasoning="deepseek_r1")
-    writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", served=None), 0)
+    served = Served(engine=None, config=None, times=None, defaults=None)
+    writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", served), 0)
     for length in (6400, 6401):
         (piece,) = writer.write(CompletionOutput(0, "x" * length, ()))
     assert piece.delta.reasoning == "x"

@@ -80,6 +80,22 @@ async def test_a_second_signal_or_sigint_waits_for_nobody(signals):
     assert server.interrupted == (signal.SIGINT in signals)
 
 
+@pytest.mark.parametrize("begun", [b"", b'{"prompt"'])
+async def test_a_body_that_has_not_come_in_whole_is_not_waited_for(begun, caplog):
+    server, task, url = await started(FakeEngine())
+    address = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n"
+    writer.write(head.encode() + begun)
+    await asyncio.sleep(0.02)
+    server.handle_exit(signal.SIGINT, None)
+    # Less than ``_LAST_SECONDS``.
+    await asyncio.wait_for(task, 3)
+    assert await reader.read() == b""
+    writer.close()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("is_off", [False, True])
 def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
     told = []

@@ -105,6 +105,18 @@ def test_a_conversation_goes_on_with_the_keys_that_it_had():
     assert common(first, chat("x" * BLOCK_CHARS, tools=[{"name": "t"}])) == 0
 
 
+def test_a_conversation_of_items_goes_on_with_the_keys_that_it_had():
+    question = {"role": "user", "content": "x" * BLOCK_CHARS}
+    asked = {"instructions": "a" * BLOCK_CHARS}
+    first = keys_of(input=[question], **asked)
+    later = keys_of(input=[question, {"type": "reasoning", "summary": []}, question], **asked)
+    assert later[: len(first)] == first
+    assert len(later) > len(first)
+    text = keys_of(input="x" * BLOCK_CHARS, **asked)
+    assert common(text, keys_of(input="y" * BLOCK_CHARS, **asked)) == 1
+    assert common(text, keys_of(input="x" * BLOCK_CHARS)) == 0
+
+
 def test_the_rest_of_a_request_is_no_part_of_its_prompt():
     prompt = "a" * BLOCK_CHARS
     assert keys_of(prompt=prompt, seed=1) == keys_of(prompt=prompt, max_tokens=2)

@@ -52,6 +52,17 @@ def accepts(grammar, tokenizer, text: str) -> bool:
         ({"regex": "(cat|dog) [0-9]{2}"}, ["cat 10", "dog 99"], ["cat 1", "cow 10", ""]),
         ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
         ({"choice": ("schöne 🎉", 'q"\\\n', "a")}, ["schöne 🎉", 'q"\\\n', "a"], ["b", "aa"]),
+        (
+            # As zod writes them: the compiler would take the format for the rule.
+            {
+                "json_schema": {
+                    "type": "array",
+                    "items": {"type": "string", "format": "email", "pattern": "^c@(a|b)$"},
+                }
+            },
+            ['["c@a"]', '["c@a", "c@b"]'],
+            ['["d@a"]', '["c@example.org"]'],
+        ),
         ({"json_object": True}, ["{}", '{"a": [1, null]}', '{\n  "x": {}\n}'], ["[1]", "1", "{"]),
         (
             {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sametoken.errors import RequestError
-from sametoken.text.grammar.json_schema import MAX_DEPTH, check_schema
+from sametoken.text.grammar.json_schema import MAX_DEPTH, check_schema, compilable
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
@@ -38,6 +38,9 @@ INTEGER = {"type": "integer"}
         {"oneOf": [CAT, DOG]},
         {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": CAT, "d": DOG}},
         {"enum": [{"not": 1}], "default": {"minimum": 3}},
+        {"type": ["string", "null"], "enum": ["a", None], "format": "byte"},
+        {"type": "number", "enum": [1, 2.5], "nullable": True},
+        {"type": "string", "const": "a", "enum": ["a"]},
     ],
 )
 def test_what_is_honoured_passes(schema):
@@ -59,6 +62,16 @@ def test_what_is_honoured_passes(schema):
         ({"pattern": "a"}, "pattern needs the type to be string"),
         ({"type": "string", "pattern": "a", "minLength": 2}, "minLength excludes pattern"),
         ({"type": "string", "format": "date", "maxLength": 2}, "maxLength excludes format"),
+        ({"type": "integer", "enum": [1, 2], "minimum": 2}, "enum excludes minimum"),
+        ({"type": "string", "const": "a", "pattern": "b"}, "const excludes pattern"),
+        ({"enum": [{"a": 1}], "properties": {"a": INTEGER}}, "enum excludes properties"),
+        ({"type": "string", "enum": ["a", 1]}, "enum holds '1', not of its type"),
+        ({"type": "integer", "const": "a"}, "const holds '\"a\"', not of its type"),
+        ({"const": 1, "enum": [2]}, "const is not in enum"),
+        (
+            {"propertyNames": {"const": "a"}, "patternProperties": {"b": {}}},
+            "propertyNames excludes patternProperties",
+        ),
         ({"type": "array", "minItems": 2}, "minItems needs items"),
         ({"type": "array", "maxItems": 2}, "maxItems needs items"),
         ({"type": "array", "prefixItems": [INTEGER], "minItems": 2}, "minItems needs items"),
@@ -101,6 +114,18 @@ def test_what_would_be_ignored_is_refused_by_name(schema, cause):
 def test_what_is_no_schema_is_refused(text, cause):
     with pytest.raises(RequestError, match=cause):
         check_schema(text)
+
+
+def test_a_format_beside_a_pattern_is_an_annotation():
+    name = {"type": "string", "format": "email"}
+    schema = {"type": "object", "properties": {"a": name, "format": name | {"pattern": "x"}}}
+    found = json.loads(compilable(json.dumps(schema)))
+    assert found["properties"] == {"a": name, "format": {"type": "string", "pattern": "x"}}
+
+
+def test_other_schemas_are_compiled_as_they_were_written():
+    text = '{"type" : "number", "minimum": 1.50, "description": "pattern"}'
+    assert compilable(text) == text
 
 
 def test_regular_expressions_are_found_wherever_they_stand():

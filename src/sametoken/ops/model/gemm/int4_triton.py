@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS
+from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8_triton import shared_memory
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
@@ -267,8 +268,7 @@ def _int4_kernel(
     is_feature = feature < out_features
     if GATED:
         acc, up = gate_and_up(acc)
-        gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activated(acc, up, dtype, "silu_mul")
     if bias is not None:
         acc += tl.load(bias + feature, is_feature, other=0.0)[:, None]
     at = out + row.to(tl.int64)[None, :] * out_features + feature[:, None]

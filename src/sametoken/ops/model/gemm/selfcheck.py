@@ -91,12 +91,10 @@ class GemmReport:
 
     Attributes:
         shape: the weight and its epilogue.
-        num_row_counts: number of row counts at which bits were compared.
         refused: choices that were replaced.
     """
 
     shape: GemmShape
-    num_row_counts: int
     refused: tuple[Refusal, ...]
 
 
@@ -140,7 +138,7 @@ def check_gemm(
             elif not keeps_others:
                 config = default
         table = table.replaced(shape, bucket, config)
-    return table, GemmReport(shape, sum(map(len, buckets.values())), tuple(refused))
+    return table, GemmReport(shape, tuple(refused))
 
 
 def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.activation_triton import activated, silu_mul
 from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
 
@@ -368,7 +368,7 @@ def _product_kernel(
     if EPILOGUE == "bias":
         acc += tl.load(bias + feature, mask=is_feature, other=0)[:, None]
     elif EPILOGUE == "silu_mul":
-        acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+        acc = activated(acc, up, dtype, EPILOGUE)
     tl.store(out + at, acc.to(dtype), mask=is_row[None, :] & is_feature[:, None])
 
 
@@ -379,9 +379,3 @@ def scaled(acc, w_scale, x_scale):
     if x_scale is not None:
         factor *= x_scale[None, :]
     return acc * factor
-
-
-@triton.jit
-def _silu_mul(gate, up):
-    """The arithmetic of ``activation_triton``, so that fused and unfused bits agree."""
-    return gate / (1.0 + tl.exp(-gate)) * up

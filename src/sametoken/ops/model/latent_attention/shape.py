@@ -45,11 +45,6 @@ class LayerLatent:
     vectors: Tensor
     rank: int
 
-    @property
-    def values(self) -> Tensor:
-        """[num_blocks, block_size, rank], a view of ``vectors``."""
-        return self.vectors[..., : self.rank]
-
 
 @dataclass(frozen=True, slots=True)
 class LatentRotary:

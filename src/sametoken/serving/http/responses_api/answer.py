@@ -19,7 +19,6 @@ from sametoken.errors import RequestError
 from sametoken.serving.http.chat import begin_chat
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.generation import Generation, respond, speculation_stats
-from sametoken.serving.http.logprobs import LogprobsForm, chat_logprobs, positions
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.responses import TokenLogprob
@@ -144,12 +143,8 @@ class _Answer:
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> list[TokenLogprob]:
         """Those of the tokens from ``start`` on, if they were asked for."""
-        if completion.logprobs is None:
-            return []
-        found = positions(completion.token_ids[start:], completion.logprobs[start:])
-        token_bytes = self.served.engine.get_tokenizer().token_bytes
-        form = LogprobsForm(self.request.top_logprobs or 0, False, token_bytes)
-        return chat_logprobs(found, form).content
+        found = self.served.chat_logprobs(completion, start, self.request.top_logprobs)
+        return [] if found is None else found.content
 
     def _done(self, output: RequestOutput, items: list[OutputItem]) -> ResponseObject:
         """The response at its end."""

@@ -144,9 +144,7 @@ def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):
     assert ran.accepted == ran.offered
 
 
-@pytest.mark.parametrize(
-    ("steps", "stream"), [(0, CpuStream), (1, CpuStream), (3, LaggingStream)]
-)
+@pytest.mark.parametrize(("steps", "stream"), [(0, CpuStream), (1, CpuStream), (3, LaggingStream)])
 def test_steps_in_flight_have_a_stream_and_a_buffer_each(target, steps, stream):
     core = build(target, steps_in_flight=steps)
     assert isinstance(core._runner.stream, stream)

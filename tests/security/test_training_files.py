@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 import zipfile
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -18,9 +19,9 @@ from sametoken.bench.comparison import compare_runs
 from sametoken.bench.datasets import load_dataset
 from sametoken.bench.documents import read_json, render_report, write_json
 from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
+from sametoken.bench.sweep_spec import drafter_of
 from sametoken.bench.workload import Server
 from sametoken.bench.workload import read_prompts as read_bench_prompts
-from sametoken.cli.bench_sweep import _drafter
 from sametoken.errors import CheckpointError, ConfigError, RequestError
 from sametoken.train.acceptance import Acceptance
 from sametoken.train.corpus import Source
@@ -48,7 +49,7 @@ def as_documents(path):
 
 
 def as_bench_prompts(path):
-    return read_bench_prompts(path, lambda text: [ord(c) for c in text])
+    return read_bench_prompts(path, lambda text: [ord(c) for c in text], 128)
 
 
 def as_dataset(path):
@@ -278,13 +279,13 @@ def test_two_trainings_do_not_share_a_folder(tmp_path):
         num_heads=1,
         num_kv_heads=1,
         head_dim=16,
-        mtp_steps=0,
     )
     refused = []
 
-    def run(announce):
+    def run(announce, resume=False):
         quiet = {"report": lambda now: None, "announce": announce}
-        return train_lm(output, [Source(text, 1.0)], options, loop, **quiet)
+        chosen = replace(loop, resume=resume)
+        return train_lm(output, [Source(text, 1.0)], options, chosen, **quiet)
 
     def run_another(line: str) -> None:
         if not refused:
@@ -297,7 +298,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path):
     thread.start()
     thread.join(60)
     assert "training" in refused[0].remedy
-    assert run(lambda line: None).steps == 1
+    assert run(lambda line: None, resume=True).steps == 1
 
 
 RESULTS = {
@@ -351,7 +352,7 @@ def test_nested_options_are_refused():
         with pytest.raises(ConfigError, match="no JSON object"):
             Server(url="http://host", extra_body=text)
         with pytest.raises(ConfigError, match="no JSON object"):
-            _drafter(text)
+            drafter_of(text)
 
 
 @pytest.mark.parametrize(

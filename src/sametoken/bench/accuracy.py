@@ -110,8 +110,6 @@ def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = Fals
 
     from sametoken.bench.harness import EngineLM
 
-    # lm-eval warns about every option that a task leaves at its default.
-    logging.getLogger(_HARNESS).setLevel(logging.ERROR)
     model = EngineLM(llm, plain=plain, max_tokens=settings.max_tokens)
     output = run_tasks(
         model,
@@ -140,6 +138,8 @@ def load_tasks(settings: EvalSettings) -> Any:
     require_harness()
     from lm_eval.tasks import TaskManager
 
+    # lm-eval warns about data that it is given, and every option that a task leaves at its default.
+    logging.getLogger(_HARNESS).setLevel(logging.ERROR)
     others = [name for name in settings.tasks if name != GSM8K]
     manager = TaskManager(include_defaults=bool(others))
     configs: list[Any] = [_gsm8k(settings.path)] if GSM8K in settings.tasks else []

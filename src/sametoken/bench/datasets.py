@@ -26,13 +26,11 @@ class DatasetItem:
     Attributes:
         item_id: unique within the dataset.
         turns: the user's messages in order; at least one.
-        category: the dataset's category of the question; "" without categories.
         answer: the reference answer, if there is one.
     """
 
     item_id: str
     turns: tuple[str, ...]
-    category: str = ""
     answer: str | None = None
 
     @property
@@ -42,18 +40,17 @@ class DatasetItem:
 
 
 def _gsm8k(index: int, row: Mapping[str, Any]) -> DatasetItem:
-    return DatasetItem(f"gsm8k-{index}", (row["question"],), "math", row["answer"])
+    return DatasetItem(f"gsm8k-{index}", (row["question"],), row["answer"])
 
 
 def _humaneval(index: int, row: Mapping[str, Any]) -> DatasetItem:
     text = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
-    return DatasetItem(row["task_id"], (text,), "code", row["canonical_solution"])
+    return DatasetItem(row["task_id"], (text,), row["canonical_solution"])
 
 
 def _turns(index: int, row: Mapping[str, Any]) -> DatasetItem:
     """Parse a row of FastChat's or Spec-Bench's question files."""
-    item_id, category = _word(row["question_id"]), _word(row.get("category", ""))
-    return DatasetItem(item_id, _texts(row["turns"]), category)
+    return DatasetItem(_item_id(row["question_id"]), _texts(row["turns"]))
 
 
 _SHIPPED: dict[str, Callable[[int, Mapping[str, Any]], DatasetItem]] = {
@@ -136,12 +133,7 @@ def _of_file(path: Path, parse: Callable[[int, Any], DatasetItem]) -> list[Datas
 def _of_user(index: int, row: Any) -> DatasetItem:
     if isinstance(row, str):
         row = {"prompt": row}
-    return DatasetItem(
-        _word(row.get("id", index)),
-        _user_turns(row),
-        _word(row.get("category", "")),
-        row.get("answer"),
-    )
+    return DatasetItem(_item_id(row.get("id", index)), _user_turns(row), row.get("answer"))
 
 
 def _user_turns(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -160,8 +152,7 @@ def _texts(values: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _word(value: Any) -> str:
-    """Convert an id or a category."""
+def _item_id(value: Any) -> str:
     if not isinstance(value, str | int):
         raise ValueError(f"{type(value).__name__} in place of a name")
     return str(value)

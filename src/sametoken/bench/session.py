@@ -170,14 +170,7 @@ def _read(path: Path, requested: Requested) -> tuple[tuple[int, ...], ...]:
             raise ConfigError(f"{path} holds text, and there is no tokenizer", "give token ids")
         return loaded.encode(text)
 
-    prompts = read_prompts(path, encode)
-    highest, vocab_size = max(map(max, prompts)), requested.architecture.vocab_size
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"{path} holds token id {highest}, which is not in the vocabulary",
-            f"use ids from 0 to {vocab_size - 1}",
-        )
-    return prompts
+    return read_prompts(path, encode, requested.architecture.vocab_size)
 
 
 def _require_length(workload: Workload, max_model_len: int) -> None:

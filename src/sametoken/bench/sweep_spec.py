@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sametoken.bench.datasets import RANDOM, require_dataset
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
+from sametoken.io.json_text import parse_json
+from sametoken.types.option_values import listed
 from sametoken.types.speculative_config import cascade_label
 
 NO_DRAFTER = "none"
@@ -129,7 +131,9 @@ class Sweep:
     def __post_init__(self) -> None:
         for name, values in dataclasses.asdict(self).items():
             if isinstance(values, tuple) and not values:
-                raise ConfigError(f"the sweep has no {name}", f"give one by --{name}")
+                raise ConfigError(
+                    f"the sweep has no {name}", f"give one by --{name.replace('_', '-')}"
+                )
         for name, least in (("num_iters", 1), ("warmup", 0)):
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
@@ -182,15 +186,41 @@ def make_sweep(
 ) -> Sweep:
     """Build a sweep; flags override the file's values, which override the preset's.
 
+    Options of ``engine`` override one by one. Names may have hyphens.
+
     Raises:
         ConfigError: a name is unknown, or a value has the wrong type.
     """
     if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
+        raise ConfigError(f"preset {preset!r} is not known", f"use {listed(PRESETS)}")
     values = dict(PRESETS[preset]) if preset else {}
-    for name, value in {**(file or {}), **given}.items():
-        values[name] = _checked(name, value)
+    for axes in (file or {}, given):
+        for name, value in _underscored(axes).items():
+            checked = _checked(name, value)
+            values[name] = values.get(name, {}) | checked if name == "engine" else checked
     return Sweep(**values)
+
+
+def drafter_of(value: Any) -> Mapping[str, Any] | None:
+    """The speculative config that an object, JSON text or a method's name is; None for none.
+
+    Raises:
+        ConfigError: it is nothing of the kind.
+    """
+    if value is None or value == NO_DRAFTER:
+        return None
+    config = value
+    if isinstance(value, str):
+        try:
+            config = {"method": value} if value.isidentifier() else parse_json(value)
+        except ValueError:
+            config = None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"drafter {shown(value)} is no JSON object",
+            f"give one, a method's name, or {NO_DRAFTER}",
+        )
+    return config
 
 
 def changed_engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,40 +233,63 @@ def changed_engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_AXES: Mapping[str, type[Any] | tuple[type[Any], ...]] = {
-    "model": str,
-    "drafter": (dict, type(None)),
-    "num_speculative_tokens": int,
-    "tensor_parallel_size": int,
-    "input_len": int,
-    "output_len": int,
-    "concurrency": int,
-    "temperature": (int, float),
+class _Kind(NamedTuple):
+    """Types of a value, and what to write for one."""
+
+    types: tuple[type[Any], ...]
+    words: str
+
+
+_TEXT, _INTEGER = _Kind((str,), "a text"), _Kind((int,), "an integer")
+_NUMBER, _OBJECT = _Kind((int, float), "a number"), _Kind((dict,), "a JSON object")
+_DRAFTER = "drafter"
+#: Axes; those of ``_DRAFTER`` are read by ``drafter_of``.
+_AXES: Mapping[str, _Kind] = {
+    "model": _TEXT,
+    _DRAFTER: _OBJECT,
+    "num_speculative_tokens": _INTEGER,
+    "tensor_parallel_size": _INTEGER,
+    "input_len": _INTEGER,
+    "output_len": _INTEGER,
+    "concurrency": _INTEGER,
+    "temperature": _NUMBER,
 }
-_SINGLE: Mapping[str, type[Any]] = {
-    "num_iters": int,
-    "warmup": int,
-    "seed": int,
-    "dataset": str,
-    "path": str,
-    "engine": dict,
+_SINGLE: Mapping[str, _Kind] = {
+    "num_iters": _INTEGER,
+    "warmup": _INTEGER,
+    "seed": _INTEGER,
+    "dataset": _TEXT,
+    "path": _TEXT,
+    "engine": _OBJECT,
 }
 
 
 def _checked(name: str, value: Any) -> Any:
     """Check a value's type; a single value of an axis becomes a tuple of one."""
     if name in _SINGLE:
-        if not isinstance(value, _SINGLE[name]) or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} is not possible in a sweep", "see bench sweep")
-        return value
+        _require_kind(name, value, _SINGLE[name], "")
+        return _underscored(value) if name == "engine" else value
     if name not in _AXES:
         known = (*_AXES, *_SINGLE)
         raise ConfigError(f"a sweep has no {name!r}", f"use {', '.join(known)}")
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if name == _DRAFTER:
+        return tuple(map(drafter_of, values))
     for one in values:
-        if not isinstance(one, _AXES[name]) or isinstance(one, bool):
-            raise ConfigError(f"{name}={one!r} is not possible in a sweep", "see bench sweep")
+        _require_kind(name, one, _AXES[name], ", or a list with one for each engine or workload")
     return values
+
+
+def _require_kind(name: str, value: Any, kind: _Kind, alternative: str) -> None:
+    if not isinstance(value, kind.types) or isinstance(value, bool):
+        raise ConfigError(
+            f"{name}={shown(value)} is not possible in a sweep", f"give {kind.words}{alternative}"
+        )
+
+
+def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name, where names may be spelled as options of the command line."""
+    return {name.replace("-", "_"): value for name, value in values.items()}
 
 
 def _listed(value: Any) -> Any:

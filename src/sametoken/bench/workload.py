@@ -108,24 +108,34 @@ class RequestSource:
         return EngineRequest(f"bench-{index}", prompt, params, len(prompt) + output_len)
 
 
-def read_prompts(path: Path, encode: Encode) -> tuple[tuple[int, ...], ...]:
+def read_prompts(path: Path, encode: Encode, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Read prompts from a file with one JSON value per line.
 
     Args:
         path: each line is a string, a list of token ids, or an object with ``prompt`` or
             ``prompt_token_ids``.
         encode: text to token ids.
+        vocab_size: ids must be below it.
 
     Raises:
         ConfigError: the file cannot be read or a line is invalid.
     """
-    prompts = tuple(_token_ids(value, path, number, encode) for number, value in json_lines(path))
+    prompts = []
+    for number, value in json_lines(path):
+        place = f"line {number} of {path}"
+        token_ids = _token_ids(value, place, encode)
+        if max(token_ids) >= vocab_size:
+            raise ConfigError(
+                f"{place} holds token id {max(token_ids)}, which is not in the vocabulary",
+                f"use ids from 0 to {vocab_size - 1}",
+            )
+        prompts.append(token_ids)
     if not prompts:
         raise ConfigError(f"{path} holds no prompts", "give one JSON value a line")
-    return prompts
+    return tuple(prompts)
 
 
-def _token_ids(value: Any, path: Path, number: int, encode: Encode) -> tuple[int, ...]:
+def _token_ids(value: Any, place: str, encode: Encode) -> tuple[int, ...]:
     if isinstance(value, dict):
         ids = value.get("prompt_token_ids")
         value = value.get("prompt", None if isinstance(ids, str) else ids)
@@ -133,9 +143,7 @@ def _token_ids(value: Any, path: Path, number: int, encode: Encode) -> tuple[int
         value = list(encode(value))
     is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
     if not is_ids or not value:
-        raise ConfigError(
-            f"line {number} of {path} is no prompt", "give a text or a list of token ids"
-        )
+        raise ConfigError(f"{place} is no prompt", "give a text or a list of token ids")
     return tuple(value)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.bench.sweep_spec import (
-    NO_DRAFTER,
     PRESETS,
     Sweep,
     changed_engine_options,
@@ -22,8 +21,6 @@ from sametoken.bench.sweep_spec import (
 from sametoken.cli.options import AsJson, engine_options, numbers, options_of, take, with_options
 from sametoken.cli.report import status_console, wide_console
 from sametoken.config import option
-from sametoken.errors import ConfigError
-from sametoken.io.json_text import parse_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +102,7 @@ def sweep(
 
     axes = take(options, _AXES)
     file = read_json(spec) if spec is not None else None
-    cells = make_sweep(preset, file, _given(axes, options, file))
+    cells = make_sweep(preset, file, _given(axes, options))
     if not dry_run:
         show = status_console(markup=False).print
         run_sweep(cells, directory, retry_failed=retry_failed, announce=show)
@@ -118,40 +115,16 @@ def sweep(
         raise typer.Exit(SOME_FAILED)
 
 
-def _given(
-    axes: Mapping[str, Any], options: Mapping[str, Any], file: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _given(axes: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the given options to the axes of ``make_sweep``.
 
     Raises:
-        ConfigError: a list or a drafter cannot be read.
+        ConfigError: a list cannot be read.
     """
     given = {name: value for name, value in axes.items() if value not in (None, [])}
     for name in given.keys() & _LISTS.keys():
         given[name] = numbers(name, given[name], _LISTS[name])
-    if "drafter" in given:
-        given["drafter"] = [_drafter(text) for text in given["drafter"]]
-    named = (file or {}).get("engine", {})
-    if not isinstance(named, dict):
-        raise ConfigError(f"engine={named!r} is not possible in a sweep", "see bench sweep")
-    engine = {**named, **changed_engine_options(options)}
-    return {**given, "engine": engine}
-
-
-def _drafter(text: str) -> dict[str, Any] | None:
-    if text == NO_DRAFTER:
-        return None
-    if text.isidentifier():
-        return {"method": text}
-    try:
-        value = parse_json(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"drafter {text!r} is no JSON object", f"give one, a method's name, or {NO_DRAFTER}"
-        )
-    return value
+    return {**given, "engine": changed_engine_options(options)}
 
 
 def _rows(planned: Sweep, directory: Path) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def evaluate(
         float | None, typer.Option(help="exit with 1 if a task's score is below this, 0..1")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="lm-eval's metric name [default: the task's main metric]")
+        str | None, typer.Option(help="name of lm-eval's metric [default: the task's main metric]")
     ] = None,
     compare_plain: Annotated[
         bool,

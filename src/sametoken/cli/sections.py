@@ -14,19 +14,24 @@ from typer.core import TyperCommand, TyperGroup
 
 #: A word with a capital, a digit or an underscore in it.
 NAME = re.compile(r".+[A-Z0-9_].*")
+#: Begins a default that a help text states itself.
+_DEFAULT = " [default: "
 #: Characters, more than any first sentence of a command's help has.
 _FIRST_SENTENCE = 200
 _OPTIONS, _COMMANDS, _ARGUMENTS = "Options", "Commands", "Arguments"
 
 
 def as_sentence(text: str) -> str:
-    """A help text with a capital letter and a full stop.
+    """A help text with a capital letter and a full stop, which a default in brackets follows.
 
     Names at its beginning, such as vLLM and gsm8k, keep their spelling.
     """
-    first, _, _ = text.partition(" ")
-    start = text[:1] if NAME.fullmatch(first) else text[:1].upper()
-    return start + text[1:] + ("." if text and text[-1] not in ".]" else "")
+    sentence, bracket, default = text.partition(_DEFAULT)
+    first, _, _ = sentence.partition(" ")
+    start = sentence[:1] if NAME.fullmatch(first) else sentence[:1].upper()
+    stop = "." if sentence and sentence[-1] not in ".]" else ""
+    # Two spaces, as before the defaults that Typer writes.
+    return f"{start}{sentence[1:]}{stop}" + (f" {bracket}{default}" if bracket else "")
 
 
 class SectionedCommand(TyperCommand):

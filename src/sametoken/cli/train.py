@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,9 +142,11 @@ def token_map(
 ) -> None:
     """Choose the tokens that a draft head may propose: the most frequent ones in answers."""
     from sametoken.models.names import resolve_model
+    from sametoken.train.text import require_text
     from sametoken.train.token_map import write_token_map
 
     _require_new(output)
+    require_text(text)
     path = resolve_model(model, announce)
     chosen = TokenMapOptions(**take(options, TokenMapOptions))
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
@@ -207,6 +209,7 @@ def _train_drafter(
     """Train a drafter for a target and report the result."""
     from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
+    from sametoken.train.text import require_text
 
     given = take(options, _SOURCE)
     text, prompts = given["text"], given["generate_from"]
@@ -217,7 +220,9 @@ def _train_drafter(
         )
     drafter, loop = kind(**take(options, kind)), LoopOptions(**options)
     if prompts is not None:
-        text = _generated(model, prompts, output, given["answer_tokens"], loop.device)
+        text = _generated(model, prompts, output, given["answer_tokens"], loop)
+    elif text is not None:
+        require_text(text)
     path = resolve_model(model, announce)
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
     with _progress() as report:
@@ -253,13 +258,13 @@ def _measured_on(held_back: int) -> str:
     return f"measured on {held_back} held-back answers"
 
 
-def _generated(model: str, prompts: Path, output: Path, max_tokens: int, device: str) -> Path:
+def _generated(model: str, prompts: Path, output: Path, max_tokens: int, loop: LoopOptions) -> Path:
     """Write answers to the prompts beside the head, and free the engine."""
     from sametoken.train.results import output_directory
 
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
-    options = {"max_num_seqs": 256, "device": device}
-    with output_directory(output):
+    options = {"max_num_seqs": 256, "device": loop.device}
+    with output_directory(output, resume=loop.resume):
         _write_text(model, prompts, output / _TEXT, params, None, options)
     return output / _TEXT
 
@@ -334,11 +339,15 @@ def _progress() -> Iterator[Callable[[Report], None]]:
         TextColumn("{task.fields[figures]}"),
     )
     console, last_line = status_console(), 0.0
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=None, figures="")
+    progress = Progress(*columns, console=console)
+    task = progress.add_task("training", total=None, figures="")
+    with ExitStack() as shown:
 
         def report(now: Report) -> None:
             nonlocal last_line
+            # A training that is refused shows no empty bar.
+            if not progress.live.is_started:
+                shown.enter_context(progress)
             figures = _figures(now)
             progress.update(task, completed=now.step, total=now.steps, figures=figures)
             # The bar is drawn only on terminals; logs get lines.

@@ -209,7 +209,8 @@ def read_material(
     trained, held = sequences.split(loop.validation)
     counts = sequences.answer_counts(target.config.vocab_size, trained)
     announce(
-        f"{len(trained)} sequences with {int(counts.sum())} answer tokens, {len(held)} held back"
+        f"sequences to train on: {len(trained)}, with {int(counts.sum())} answer tokens; "
+        f"held back: {len(held)}"
     )
     return Material(sequences, states, trained, held, counts, loop, compute.device)
 

@@ -115,7 +115,7 @@ def train_draft(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    with output_directory(output):
+    with output_directory(output, resume=loop.resume):
         compute = choose_compute(loop)
         longest = padded_length(loop.max_length)
         target = FrozenTarget(
@@ -136,10 +136,10 @@ def train_draft(
                     shutil.copyfile(model / name, output / name)
 
         ready = Run(
-            objective=DraftObjective(network, target, draft.judged_drafts, compute),
+            objective=DraftObjective(network, target, draft.verified_drafts, compute),
             material=material,
             settings={"kind": "draft", "model": model.name} | asdict(draft),
-            k=draft.judged_drafts,
+            k=draft.verified_drafts,
             coverage=1.0,
             write=write,
         )

@@ -174,7 +174,7 @@ def train_eagle3(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    with output_directory(output):
+    with output_directory(output, resume=loop.resume):
         compute = choose_compute(loop)
         config = read_config(model)
         layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)

@@ -110,7 +110,7 @@ class LMObjective:
             states = self.network(token_ids)
             logits = functional.linear(states, self.network.head)
             main = _next_token_loss(logits, token_ids, 1)
-            if self.options.mtp_steps == 0:
+            if self.options.module_steps == 0:
                 none = Acceptance.none(1, token_ids.device)
                 return main, torch.zeros_like(main), none
             drafts, acceptance = self._module(token_ids, states, logits.detach().argmax(-1))
@@ -120,7 +120,7 @@ class LMObjective:
         self, token_ids: Tensor, states: Tensor, greedy: Tensor
     ) -> tuple[Tensor, Acceptance]:
         """The module's loss; draft i of row r is compared with the model's token at r + 1 + i."""
-        k, length = self.options.mtp_steps, token_ids.shape[1]
+        k, length = self.options.module_steps, token_ids.shape[1]
         losses, correct, goes_on = [], [], []
         # Rows whose last draft still has a token of the window to compare with.
         num_rows = length - k - 1
@@ -166,7 +166,7 @@ def train_lm(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    with output_directory(output):
+    with output_directory(output, resume=loop.resume):
         compute = choose_compute(loop)
         tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
         ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
@@ -180,13 +180,13 @@ def train_lm(
         config = lm_config(options, len(tokenizer), ends, loop.max_length)
         network = DecoderNetwork(
             model_config(Settings(config, "the new model")),
-            mtp=options.mtp_steps > 0,
+            mtp=options.module_steps > 0,
         )
         network.initialise(loop.seed)
         network = network.to(compute.device)
         objective = LMObjective(network, corpus, options, loop, compute)
         settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
-        settings |= asdict(options)
+        settings |= asdict(options) | {"mtp_steps": options.module_steps}
         announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
         identity = settings | {"tokens": corpus.num_tokens}
         last = run_loop(objective, loop, output, report, identity=identity, began=began)
@@ -223,7 +223,7 @@ def _result(objective: LMObjective, last: Report, corpus: Corpus, began: float) 
         tokens=corpus.num_tokens,
         trained_tokens=last.step * objective.tokens_per_step,
         perplexity=perplexity,
-        acceptance=acceptance.conditional if objective.options.mtp_steps else (),
+        acceptance=acceptance.conditional if objective.options.module_steps else (),
         average_length=acceptance.length,
     )
 
@@ -266,7 +266,7 @@ def lm_config(
         "linear_value_head_dim": options.linear_head_dim,
         "linear_num_key_heads": options.linear_key_heads,
         "linear_num_value_heads": options.linear_value_heads,
-        "mtp_num_hidden_layers": int(options.mtp_steps > 0),
+        "mtp_num_hidden_layers": int(options.module_steps > 0),
         "mtp_use_dedicated_embeddings": False,
         "rope_parameters": rope | {"partial_rotary_factor": 0.5},
         "partial_rotary_factor": 0.5,
@@ -296,7 +296,7 @@ def _nemotron_h(options: LMOptions) -> dict[str, Any]:
         "num_experts_per_tok": options.num_experts_per_tok,
         "moe_intermediate_size": options.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": options.intermediate_size,
-        "num_nextn_predict_layers": int(options.mtp_steps > 0),
+        "num_nextn_predict_layers": int(options.module_steps > 0),
         "mtp_layers_block_type": [LAYER_TYPES["*"], LAYER_TYPES["E"]],
     }
 

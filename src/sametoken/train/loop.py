@@ -194,7 +194,7 @@ class _Loop:
         if found != _FORMAT or differing:
             raise ConfigError(
                 f"{self._path} is of a training with other settings: {differing or found}",
-                "give the same settings, or train again without resume",
+                "give the same settings, or choose another output",
             )
 
     def _take(self, state: dict[str, Any]) -> None:

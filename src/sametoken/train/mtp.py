@@ -23,6 +23,7 @@ from sametoken.train.options import LoopOptions, MTPOptions
 from sametoken.train.results import output_directory, write_with_module
 from sametoken.train.target import TargetStates
 from sametoken.train.unrolled import DraftModule
+from sametoken.types.option_values import listed
 
 
 class FrozenHybrid:
@@ -99,7 +100,7 @@ def train_mtp(
     if architecture not in WITH_MODULE or not model.is_dir():
         raise UnsupportedError(
             f"{model} is a {architecture}, for which no module for further tokens is trained",
-            f"use a checkpoint directory of one of {WITH_MODULE}",
+            f"use a checkpoint directory of a {listed(WITH_MODULE)}",
         )
     if model.resolve() == output.resolve():
         raise ConfigError(f"{output} is the target itself", "choose another output")
@@ -108,7 +109,7 @@ def train_mtp(
             f"{model} holds pickled weights, beside which no module is written",
             "convert them to safetensors",
         )
-    with output_directory(output):
+    with output_directory(output, resume=loop.resume):
         compute = choose_compute(loop)
         network = load_decoder(model, mtp=True)
         initialise_module(network, loop.seed)

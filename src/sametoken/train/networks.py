@@ -26,6 +26,7 @@ from sametoken.train import nemotron_h, qwen3_5
 from sametoken.train.compute import generator_of
 from sametoken.train.llama import llama_model
 from sametoken.train.unrolled import DraftModule
+from sametoken.types.option_values import listed
 
 # What published checkpoints of some families have in place of "model.".
 _PREFIXES = ("model.", "model.language_model.", "backbone.")
@@ -77,12 +78,12 @@ class DecoderNetwork(nn.Module):
         if family is None or config.attention_bias:
             raise UnsupportedError(
                 f"a {config.architecture} of this form cannot be trained",
-                f"use one of {tuple(FAMILIES)}, without biases",
+                f"use a {listed(FAMILIES)}, without biases",
             )
         if mtp and family.module is None:
             raise UnsupportedError(
                 f"a {config.architecture} has no module for further tokens",
-                f"use one of {WITH_MODULE}",
+                f"use a {listed(WITH_MODULE)}",
             )
         if config.rope["rope_type"] == LONGROPE:
             raise UnsupportedError(

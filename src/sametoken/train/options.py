@@ -8,6 +8,7 @@ from typing import Any
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
+from sametoken.types.option_values import listed
 
 MAX_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32")
@@ -56,7 +57,7 @@ class LoopOptions:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r} is not possible", f"use one of {DTYPES}")
+            raise ConfigError(f"dtype={self.dtype!r} is not possible", f"use {listed(DTYPES)}")
         for name, least in (
             ("steps", 1),
             ("batch_tokens", 1),
@@ -176,11 +177,11 @@ class DraftOptions:
     num_layers: int = option(4, "decoder layers")
     num_heads: int = option(4, "attention heads")
     intermediate_size: int | None = option(None, "of the MLP; default 4 hidden sizes")
-    judged_drafts: int = option(4, "drafts in a row whose acceptance is shown")
+    verified_drafts: int = option(4, "drafts in a row whose acceptance is shown")
     cache_states: bool = option(True, "keep the target's hidden states in memory if they fit")
 
     def __post_init__(self) -> None:
-        sizes = (self.hidden_size, self.num_layers, self.num_heads, self.judged_drafts)
+        sizes = (self.hidden_size, self.num_layers, self.num_heads, self.verified_drafts)
         if min(sizes) < 1 or self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
                 f"{self.num_heads} heads of {self.num_layers} layers over {self.hidden_size} "
@@ -223,13 +224,17 @@ class LMOptions:
     num_experts: int = option(8, "experts of a nemotron_h's layer, beside the shared one")
     num_experts_per_tok: int = option(2, "experts that a token meets")
     moe_intermediate_size: int = option(384, "of an expert's MLP; the shared one has the MLP's")
-    mtp_steps: int = option(3, "drafts in a row of the multi-token-prediction module; 0: none")
+    mtp_steps: int | None = option(
+        None,
+        "drafts in a row of the multi-token-prediction module; 0: none; default 3, "
+        "and 0 for a llama, which has no module",
+    )
     mtp_weight: float = option(0.3, "weight of the module's loss")
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(
-                f"architecture={self.architecture!r} is not known", f"use one of {ARCHITECTURES}"
+                f"architecture={self.architecture!r} is not known", f"use {listed(ARCHITECTURES)}"
             )
         if self.pattern is not None and (not self.pattern or set(self.pattern) - set("M*E-")):
             raise ConfigError(
@@ -242,14 +247,14 @@ class LMOptions:
                 "use at least 1 of each, and no more than there are",
             )
         if self.architecture == "llama" and self.mtp_steps:
-            raise ConfigError("a llama has no multi-token-prediction module", "set mtp_steps to 0")
+            raise ConfigError("a llama has no multi-token-prediction module", "leave mtp_steps out")
         sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_kv_heads)
         linear = (self.linear_key_heads, self.linear_value_heads, self.linear_head_dim)
         if min(*sizes, *linear) < 1:
             raise ConfigError("a size of the model is below 1", "use sizes of at least 1")
-        if self.mtp_steps < 0 or not 0 <= self.mtp_weight < math.inf:
+        if self.module_steps < 0 or not 0 <= self.mtp_weight < math.inf:
             raise ConfigError(
-                f"mtp_steps={self.mtp_steps} and mtp_weight={self.mtp_weight} are not both "
+                f"mtp_steps={self.module_steps} and mtp_weight={self.mtp_weight} are not both "
                 "possible",
                 "use 0 or more of each",
             )
@@ -263,6 +268,13 @@ class LMOptions:
                 )
         if self.head_dim % 4:
             raise ConfigError(f"head_dim={self.head_dim} is not possible", "use a multiple of 4")
+
+    @property
+    def module_steps(self) -> int:
+        """``mtp_steps``, or the architecture's own."""
+        if self.mtp_steps is None:
+            return 0 if self.architecture == "llama" else 3
+        return self.mtp_steps
 
     @property
     def layer_letters(self) -> str:

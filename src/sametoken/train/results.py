@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.io.files import LOCK, DirectoryLock
+from sametoken.io.files import LOCK, DirectoryLock, is_there
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE
@@ -29,17 +29,21 @@ from sametoken.models.safetensors_file import write_safetensors
 from sametoken.train.loop import CHECKPOINT
 from sametoken.train.networks import DecoderNetwork
 
-RESULT = "training.json"
+RESULT, _CONFIG = "training.json", "config.json"
 #: Names that no checkpoint's own shards have.
 _TARGET_FILE, _MODULE_FILE = "model-target.safetensors", "model-mtp.safetensors"
 
 
 @contextmanager
-def output_directory(directory: Path) -> Iterator[None]:
+def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
     """Create the output directory and lock it for one training.
 
+    Args:
+        directory: the output.
+        resume: the training goes on from a checkpoint, and may replace its own result.
+
     Raises:
-        ConfigError: it cannot be created, or another training writes to it.
+        ConfigError: it cannot be created, holds a model, or another training writes to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,6 +52,12 @@ def output_directory(directory: Path) -> Iterator[None]:
             f"{directory} cannot be made ({error})", "choose another output"
         ) from error
     with DirectoryLock(directory, "wait for that training's end, or choose another output"):
+        # A result may have taken hours.
+        if not resume and is_there(directory / _CONFIG):
+            raise ConfigError(
+                f"{directory} holds a model already",
+                "choose another output, remove it, or give --resume to go on from its checkpoint",
+            )
         yield
 
 
@@ -72,7 +82,7 @@ def write_decoder(
     tensors = _rounded(network, dtype)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     _save(tensors, directory / SINGLE)
-    _write_text(directory / "config.json", text)
+    _write_text(directory / _CONFIG, text)
 
 
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
@@ -151,7 +161,7 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
     except OSError as error:
         raise _not_written(directory, error) from error
     _save(tensors, directory / SINGLE)
-    _write_text(directory / "config.json", config)
+    _write_text(directory / _CONFIG, config)
 
 
 def _config(layout: HeadLayout) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import open_checkpoint
+from sametoken.types.option_values import listed
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 
@@ -76,7 +77,7 @@ class FrozenTarget:
         if self.config.architecture not in _ARCHITECTURES:
             raise UnsupportedError(
                 f"{path} is a {self.config.architecture}, which cannot be a target in training",
-                f"use one of {_ARCHITECTURES}",
+                f"use a {listed(_ARCHITECTURES)}",
             )
         require_supported(self.config, frozenset(("full_attention",)), source.location)
         require_layers(aux_layers, self.config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sametoken.io.json_text import json_lines
 Encode = Callable[[Any], Sequence[int]]
 _REMEDY = (
     'give one JSON value a line: {"prompt_token_ids": [..], "output_token_ids": [..]}, '
-    'or {"prompt": text, "answer": text}'
+    '{"prompt": text, "answer": text}, or {"messages": [..]} that end with the answer'
 )
 
 
@@ -96,6 +97,26 @@ class Sequences:
         return int.from_bytes(digest, "little") / 2**64
 
 
+def require_text(path: Path) -> None:
+    """Refuse a file with a line that is no training text, before anything is loaded for it.
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    for number, row in json_lines(path):
+        with _placed(path, number):
+            _parts_of(row)
+
+
+@contextmanager
+def _placed(path: Path, number: int) -> Iterator[None]:
+    """Name the line that holds no text."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"line {number} of {path} is no text ({error})", _REMEDY) from error
+
+
 def read_sequences(
     path: Path, *, vocab_size: int, max_length: int, encode: Encode | None = None
 ) -> Sequences:
@@ -114,10 +135,8 @@ def read_sequences(
     """
     pairs: list[tuple[Sequence[int], int]] = []
     for number, row in json_lines(path):
-        try:
+        with _placed(path, number):
             token_ids, prompt_len = _tokens_of(row, encode)
-        except ValueError as error:
-            raise ConfigError(f"line {number} of {path} is no text ({error})", _REMEDY) from error
         if not all(0 <= i < vocab_size for i in token_ids):
             raise ConfigError(
                 f"line {number} of {path} holds token ids outside 0..{vocab_size - 1}",
@@ -193,14 +212,25 @@ def token_ids_in(row: dict[str, Any], name: str) -> list[int]:
     return value
 
 
-def _tokens_of(row: Any, encode: Encode | None) -> tuple[list[int], int]:
+def _parts_of(row: Any) -> tuple[list[int], list[int]] | list[dict[str, Any]]:
+    """The token ids of a row's prompt and answer, or its conversation.
+
+    Raises:
+        ValueError: the row has neither.
+    """
     if isinstance(row, dict) and "prompt_token_ids" in row:
-        prompt = token_ids_in(row, "prompt_token_ids")
-        return prompt + token_ids_in(row, "output_token_ids"), len(prompt)
-    messages = conversation_in(row)
+        return token_ids_in(row, "prompt_token_ids"), token_ids_in(row, "output_token_ids")
+    return conversation_in(row)
+
+
+def _tokens_of(row: Any, encode: Encode | None) -> tuple[list[int], int]:
+    parts = _parts_of(row)
+    if isinstance(parts, tuple):
+        prompt, answer = parts
+        return prompt + answer, len(prompt)
     if encode is None:
         raise ValueError("it has no prompt_token_ids, and there is no tokenizer")
-    whole, prompt = list(encode(messages)), list(encode(messages[:-1]))
+    whole, prompt = list(encode(parts)), list(encode(parts[:-1]))
     if whole[: len(prompt)] != prompt:
         raise ValueError("the conversation does not begin with its prompt")
     return whole, len(prompt)

@@ -23,7 +23,6 @@ def test_answers_and_turns_are_kept():
     assert "has_close_elements" in load_dataset("humaneval", limit=1)[0].turns[0]
     first = load_dataset("mt-bench", limit=1)[0]
     assert len(first.turns) == 2
-    assert first.category == "writing"
     assert first.messages == [{"role": "user", "content": first.turns[0]}]
 
 
@@ -37,7 +36,7 @@ def test_a_users_file(tmp_path):
     lines = [
         "plain text",
         {"prompt": "a", "id": "mine", "answer": "7"},
-        {"question": "b", "category": "math"},
+        {"question": "b"},
         {"turns": ["c", "d"]},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "e"}]},
     ]
@@ -46,7 +45,6 @@ def test_a_users_file(tmp_path):
     assert [item.turns for item in items] == [("plain text",), ("a",), ("b",), ("c", "d"), ("e",)]
     assert items[1].item_id == "mine"
     assert items[1].answer == "7"
-    assert items[2].category == "math"
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path):
@@ -61,7 +59,7 @@ def test_spec_bench_reads_its_file(tmp_path):
     path = tmp_path / "question.jsonl"
     path.write_text(json.dumps({"question_id": 81, "category": "qa", "turns": ["x"]}))
     (item,) = load_dataset("spec-bench", path=path)
-    assert (item.item_id, item.category, item.turns) == ("81", "qa", ("x",))
+    assert (item.item_id, item.turns) == ("81", ("x",))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_prompts_of_a_file(target, tmp_path):
     ("text", "dataset", "cause"),
     [
         ("[1, 2]\n3", None, "line 2 of .* is no prompt"),
-        ("[1, 2]\n[23]", None, "token id 23, which is not in the vocabulary"),
+        ("[1, 2]\n[23]", None, "line 2 of .* holds token id 23, which is not in the vocabulary"),
         ("[1, 2]\n[" + "1, " * 70 + "1]", None, "requests of 75 tokens are longer than"),
         ('"a"\n3', "custom", "line 2 of .* is no prompt"),
     ],

@@ -86,15 +86,39 @@ def test_flags_override_a_file_and_a_file_a_preset():
     assert json.loads(json.dumps(dataclasses.asdict(cells(sweep)[0])))["output_len"] == 7
 
 
+def test_a_file_takes_drafters_and_names_as_the_command_line_does():
+    asked = {"model": "m", "drafter": ["ngram", "none", '{"method": "ngram"}', None]}
+    sweep = make_sweep(None, asked | {"tensor-parallel-size": 2, "output-len": [7]}, {})
+    assert sweep.drafter == (NGRAM, None, NGRAM, None)
+    assert (sweep.tensor_parallel_size, sweep.output_len) == ((2,), (7,))
+    assert make_sweep(None, asked | {"drafter": "ngram"}, {}).drafter == (NGRAM,)
+
+
+def test_options_of_all_engines_override_one_by_one():
+    file = {"model": "m", "engine": {"dtype": "float32", "max-model-len": 64}}
+    sweep = make_sweep(None, file, {"engine": {"dtype": "bfloat16"}})
+    assert sweep.engine == {"dtype": "bfloat16", "max_model_len": 64}
+
+
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
         ({}, "has no model"),
-        ({"model": ["m"], "output_len": []}, "has no output_len"),
+        ({"model": ["m"], "output_len": []}, "has no output_len. give one by --output-len"),
         ({"model": ["m"], "output_lens": [1]}, "has no 'output_lens'"),
-        ({"model": ["m"], "output_len": ["1"]}, "output_len='1'"),
+        (
+            {"model": ["m"], "output_len": ["1"]},
+            "output_len='1' is not .* give an integer, or a list",
+        ),
         ({"model": ["m"], "concurrency": [True]}, "concurrency=True"),
-        ({"model": ["m"], "num_iters": "3"}, "num_iters='3'"),
+        (
+            {"model": ["m"], "num_iters": "3"},
+            "num_iters='3' is not possible in a sweep. give an integer$",
+        ),
+        ({"model": ["m"], "temperature": ["hot"]}, "temperature='hot' .* give a number"),
+        ({"model": ["m"], "engine": 3}, "engine=3 is not possible in a sweep. give a JSON object"),
+        ({"model": ["m"], "drafter": [3]}, "give one, a method's name, or none"),
+        ({"model": ["m"], "drafter": ["{"]}, "give one, a method's name, or none"),
         ({"model": ["m"], "num_iters": 0}, "num_iters=0 is not possible. use at least 1"),
         ({"model": ["m"], "warmup": -1}, "warmup=-1 is not possible. use at least 0"),
         ({"model": ["m"], "input_len": [8, 0]}, "input_len"),

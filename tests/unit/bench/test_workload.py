@@ -75,7 +75,7 @@ def test_prompts_come_as_texts_ids_and_objects(tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = ["ab", [1, 2], {"prompt": "b"}, {"prompt_token_ids": [7]}]
     path.write_text("\n\n".join(map(json.dumps, lines)))
-    prompts = read_prompts(path, lambda text: [ord(letter) for letter in text])
+    prompts = read_prompts(path, lambda text: [ord(letter) for letter in text], 128)
     assert prompts == ((97, 98), (1, 2), (98,), (7,))
 
 
@@ -84,9 +84,9 @@ def test_files_of_anything_else_are_refused(tmp_path, text):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"prompts\.jsonl"):
-        read_prompts(path, lambda text: [])
+        read_prompts(path, lambda text: [], 9)
     with pytest.raises(ConfigError, match="nowhere"):
-        read_prompts(tmp_path / "nowhere", lambda text: [])
+        read_prompts(tmp_path / "nowhere", lambda text: [], 9)
 
 
 def test_a_small_dataset_is_used_again(tmp_path):

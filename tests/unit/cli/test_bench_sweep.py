@@ -81,6 +81,17 @@ def test_a_file_gives_axes_that_options_override(tmp_path, engine):
     assert rows[0]["cell"]["engine"]["dtype"] == "float32"
 
 
+def test_a_file_names_drafters_as_the_command_line_does(tmp_path):
+    spec = tmp_path / "sweep.json"
+    spec.write_text('{"model": "m", "drafter": ["none", "ngram"], "output-len": 8}')
+    found = run(tmp_path, "--spec", str(spec), "--dry-run", "--json")
+    assert found.exit_code == 0, found.output
+    arguments = ("--model", "m", "--drafter", "none", "--drafter", "ngram", "--output-len", "8")
+    assert json.loads(found.stdout) == json.loads(
+        run(tmp_path, *arguments, "--dry-run", "--json").stdout
+    )
+
+
 def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_measured(
     tmp_path, monkeypatch
 ):

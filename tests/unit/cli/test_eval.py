@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -40,13 +41,16 @@ def fake(monkeypatch, score, drafted=(1, 2), plain=(1, 2)):
     monkeypatch.setattr(accuracy, "evaluate", evaluate)
 
 
-def test_questions_of_a_file_with_drafts_and_without(model, tmp_path):
+def test_questions_of_a_file_with_drafts_and_without(model, tmp_path, caplog):
+    # Another test may have silenced it.
+    logging.getLogger("lm_eval").setLevel(logging.NOTSET)
     path = tmp_path / "questions.jsonl"
     rows = [{"question": f"the inner {i}", "answer": f"#### {i}"} for i in range(3)]
     path.write_text("\n".join(map(json.dumps, rows)))
     arguments = ("--path", str(path), "--limit", "2", "--num-fewshot", "1", "--max-tokens", "8")
     result = run(model, *arguments, *NGRAM, "--compare-plain", "--json")
     assert result.exit_code == 0, result.output
+    assert not [one.getMessage() for one in caplog.records if one.name.startswith("lm_eval")]
     value = json.loads(result.stdout[result.stdout.index("{") :])
     assert (value["num_answers"], value["answers_that_differ"]) == (2, 0)
     assert set(value["scores"]["gsm8k"]) == {

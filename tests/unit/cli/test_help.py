@@ -120,7 +120,7 @@ def test_every_option_is_explained():
         ("seed of the noise", "Seed of the noise."),
         ("gsm8k or humaneval", "gsm8k or humaneval."),
         ("vLLM option", "vLLM option."),
-        ("number of requests [default: 3]", "Number of requests [default: 3]"),
+        ("number of requests [default: 3]", "Number of requests.  [default: 3]"),
         ("Done.", "Done."),
         ("", ""),
     ],

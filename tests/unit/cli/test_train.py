@@ -103,6 +103,68 @@ def test_a_prompt_that_the_model_refuses_is_placed(target, tmp_path):
     assert f"line 2 of {path} cannot be answered (the chat template refuses" in refused.stderr
 
 
+def forbid(name):
+    def used(*given, **options):
+        pytest.fail(f"{name} was used")
+
+    return used
+
+
+@pytest.mark.parametrize("name", ["eagle3", "token-map"])
+def test_bad_text_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, name):
+    for place in (
+        "sametoken.models.names.resolve_model",
+        "sametoken.text.tokenizer.load_tokenizer",
+    ):
+        monkeypatch.setattr(place, forbid(place))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    refused = run(name, "model", tmp_path / "out", "--text", text)
+    assert refused.exit_code == 2, refused.output
+    assert f"line 2 of {text} is no text (answer is no text)" in refused.stderr
+    assert '{"messages": [..]}' in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_cannot_begin_shows_no_bar(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"texts": "a"}\n')
+    refused = run("lm", tmp_path / "lm", "--text", text, "--device", "cpu")
+    assert refused.exit_code == 2
+    assert f"line 1 of {text}" in refused.stderr
+    assert "0/?" not in refused.output
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft"])
+@pytest.mark.parametrize("source", ["--text", "--generate-from"])
+def test_a_finished_result_is_kept(target, tmp_path, monkeypatch, name, source):
+    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    path, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    path.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+    output.mkdir()
+    (output / "config.json").write_text("kept")
+    refused = run(name, target, output, source, path, "--device", "cpu")
+    assert refused.exit_code == 2, refused.output
+    assert f"{output} holds a model already. choose another output, remove it" in refused.stderr
+    assert {one.name for one in output.iterdir()} == {"config.json", ".lock"}
+    assert (output / "config.json").read_text() == "kept"
+
+
+def test_a_llama_needs_no_word_about_the_module(tmp_path):
+    text, sizes = tmp_path / "text.txt", []
+    text.write_text("the rain in the car " * 20)
+    for name in ("hidden-size", "intermediate-size", "head-dim", "max-length"):
+        sizes += [f"--{name}", 16]
+    sizes += ["--num-heads", 2, "--num-layers", 1, "--vocab-size", 300]
+    sizes += ["--batch-tokens", 16, "--steps", 1]
+    options = ["--text", text, "--architecture", "llama", *sizes, "--device", "cpu"]
+    trained = run("lm", tmp_path / "lm", *options)
+    assert trained.exit_code == 0, trained.output
+    assert json.loads((tmp_path / "lm" / "training.json").read_text())["settings"]["mtp_steps"] == 0
+    refused = run("lm", tmp_path / "lm", *options)
+    assert f"{tmp_path / 'lm'} holds a model already" in refused.stderr
+
+
 def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("sametoken.llm.build_engine", None)
     text = tmp_path / "text.jsonl"
@@ -166,8 +228,13 @@ def test_a_drafter_and_a_language_model(target, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
     sizes = ["--hidden-size", 16, "--num-layers", 1, "--num-heads", 2, "--intermediate-size", 16]
-    drafted = run("draft", target, tmp_path / "draft", "--text", text, *sizes, *QUICK)
+    drafted = run(
+        "draft", target, tmp_path / "draft", "--text", text, *sizes, *QUICK, "--verified-drafts", 2
+    )
     assert drafted.exit_code == 0, drafted.output
+    assert "sequences to train on: 1, with " in drafted.output
+    result = json.loads((tmp_path / "draft" / "training.json").read_text())["result"]
+    assert len(result["acceptance"]) == 2
     assert "acceptance length" in drafted.output
     assert (tmp_path / "draft" / "tokenizer.json").is_file()
 

@@ -16,7 +16,7 @@ from sametoken.train.draft import train_draft
 from sametoken.train.options import DraftOptions
 
 K = 2
-DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, judged_drafts=K)
+DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, verified_drafts=K)
 LOOP = replace(training.LOOP, learning_rate=5e-3)
 
 

@@ -232,6 +232,17 @@ def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path, cut_
     assert_equal_heads(tmp_path / "a", tmp_path / "b")
 
 
+def test_a_finished_head_is_kept_or_resumed(target, text, tmp_path):
+    first = train(target, tmp_path, text)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"}
+    with pytest.raises(ConfigError, match="holds a model already") as refused:
+        train(target, tmp_path, text, loop=replace(LOOP, seed=1))
+    assert "remove it" in refused.value.remedy
+    assert all((tmp_path / name).read_bytes() == data for name, data in written.items())
+    again = train(target, tmp_path, text, loop=replace(LOOP, resume=True))
+    assert (again.steps, again.loss) == (first.steps, first.loss)
+
+
 def test_it_trains_on_extracted_states(target, text, tmp_path):
     speculative = {
         "method": "extract_hidden_states",

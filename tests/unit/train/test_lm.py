@@ -29,7 +29,7 @@ SMALL = LMOptions(
     linear_head_dim=16,
     mtp_steps=2,
 )
-LLAMA = replace(SMALL, architecture="llama", mtp_steps=0)
+LLAMA = replace(SMALL, architecture="llama", mtp_steps=None)
 NEMOTRON = replace(
     SMALL, architecture="nemotron_h", pattern="ME*-", num_experts=4, moe_intermediate_size=24
 )
@@ -114,7 +114,8 @@ def test_there_is_something_to_resume(sources, tmp_path):
     "changes",
     [
         {"architecture": "gpt"},
-        {"architecture": "llama"},
+        {"architecture": "llama", "mtp_steps": 3},
+        {"mtp_steps": -1},
         {"pattern": "MX"},
         {"num_experts_per_tok": 9},
         {"num_heads": 3},
@@ -128,6 +129,12 @@ def test_there_is_something_to_resume(sources, tmp_path):
 def test_impossible_models_are_refused(changes):
     with pytest.raises(ConfigError):
         LMOptions(**changes)
+
+
+def test_the_architecture_decides_whether_there_is_a_module():
+    options = [LMOptions(architecture=name) for name in ("hybrid", "nemotron_h", "llama")]
+    assert [one.module_steps for one in options] == [3, 3, 0]
+    assert LMOptions(mtp_steps=0).module_steps == 0
 
 
 def test_mixed_precision_runs(sources, tmp_path):

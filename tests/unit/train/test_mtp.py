@@ -67,6 +67,8 @@ def test_the_checkpoint_is_the_target_s_with_a_module_beside_it(target, text, tm
     again = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
     assert again["weight_map"].keys() == index["weight_map"].keys()
     open_llm(tmp_path / "two", speculative_config=SPECULATION)
+    with pytest.raises(ConfigError, match="holds a model already"):
+        train(target, tmp_path / "two", text)
 
 
 def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp_path, cut_off):

@@ -93,6 +93,7 @@ def test_a_tied_target_has_one_embedding(tmp_path):
     ("changes", "error", "says"),
     [
         ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, UnsupportedError, "or 'Qwen3For"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, UnsupportedError, "cannot be a target"),
         ({"num_hidden_layers": 5}, CheckpointError, r"layers\.4"),
         ({"num_hidden_layers": 3}, ConfigError, "no layers"),

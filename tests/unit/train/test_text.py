@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sametoken.errors import ConfigError
-from sametoken.train.text import Sequences, read_sequences
+from sametoken.train.text import Sequences, read_sequences, require_text
 
 
 def write_lines(path, rows):
@@ -75,6 +75,18 @@ def test_bad_lines_are_named(tmp_path, text, says):
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_sequences(path, vocab_size=9, max_length=8)
+
+
+def test_every_form_of_a_line_is_named_and_checked_without_a_tokenizer(tmp_path):
+    rows = [row([1], [2, 3]), {"prompt": "a", "answer": "b"}]
+    rows.append({"messages": [{"role": "assistant", "content": "b"}]})
+    path = write_lines(tmp_path / "t.jsonl", rows)
+    require_text(path)
+    path.write_text(path.read_text() + '{"text": "a"}')
+    with pytest.raises(ConfigError, match=r"line 4 of .*t\.jsonl is no text") as refused:
+        require_text(path)
+    for form in rows:
+        assert all(f'"{name}": ' in refused.value.remedy for name in form)
 
 
 def test_a_missing_file_and_a_broken_archive_are_named(tmp_path):

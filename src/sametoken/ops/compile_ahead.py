@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock, get_ident
@@ -103,7 +103,8 @@ class _Recorded(Executor):
         finally:
             # After an interrupt nobody may wait for the others.
             for kernel, _ in self._compilations:
-                kernel.cancel()
+                if not kernel.done():
+                    kernel.set_exception(CancelledError())
 
 
 def _build(compile_fn: Callable[[], Any]) -> None:

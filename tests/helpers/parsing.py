@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sametoken.serving.http.parsed import Parsed, Parser
+from sametoken.serving.http.parsed import FoundText, GrowingAnswer, Parsed, Parser, parsed_of
 
 
 def extends(early: Parsed, late: Parsed) -> bool:
@@ -28,3 +28,23 @@ def assert_adds_up(parser: Parser, text: str) -> None:
         assert extends(parsed, parser(text[:length], True)), (text[:length], parsed)
         shown = parsed
     assert extends(shown, whole), (text, shown, whole)
+    for size in (1, 5, len(text) + 1):
+        answer = GrowingAnswer(parser)
+        found = []
+        for start in range(0, len(text), size):
+            found += answer.read(text[start : start + size], finished=False)
+        streamed = parsed_of([*found, *answer.read("", finished=True)])
+        assert streamed == whole, (text, size)
+        assert joined(streamed) == joined(whole), (text, size)
+
+
+def joined(parsed: Parsed) -> list:
+    """The parts in order, with texts that follow each other put together."""
+    found: list = []
+    for part in parsed.parts:
+        last = found[-1] if found else None
+        if isinstance(last, FoundText) and isinstance(part, FoundText) and last.kind == part.kind:
+            found[-1] = FoundText(part.kind, last.text + part.text)
+        else:
+            found.append(part)
+    return found

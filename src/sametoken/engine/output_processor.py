@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from sametoken.engine.failures import failure_of
 from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
 from sametoken.text.detokenizer import Detokenizer, make_detokenizer
 from sametoken.text.stop_strings import StopCursor, StopMatch, StopStrings
 from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.growing import Beginning, GrowingText
 from sametoken.types.outputs import (
     CompletionOutput,
     PositionLogprobs,
@@ -20,7 +21,6 @@ from sametoken.types.outputs import (
     RequestOutput,
 )
 from sametoken.types.request import EngineRequest, RequestUpdate
-from sametoken.types.structured_outputs import MASK_CREDIT_S, MASK_SECONDS, MaskFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _Request:
         ]
         self._processed = processed
         self._metrics = RequestMetrics(arrival_time=now)
-        self._prompt_logprobs: list[PositionLogprobs | None] = [None]
+        self._prompt_logprobs: tuple[PositionLogprobs | None, ...] = (None,)
         self._weight_versions: tuple[int, int] | None = None
 
     @property
@@ -127,7 +127,8 @@ class _Request:
 
     def take(self, completion: _Completion, update: RequestUpdate, now: float) -> None:
         if completion.index == 0:
-            self._prompt_logprobs.extend(map(completion.named, update.prompt_logprobs or ()))
+            # By chunks of the prompt, so the copies are few.
+            self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs or ()))
             self._metrics = replace(self._metrics, num_cached_tokens=update.num_cached)
         if update.samples and not update.failed:
             counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
@@ -155,7 +156,7 @@ class _Request:
             outputs=tuple(completion.output() for completion in self.completions),
             finished=self.finished,
             metrics=self._metrics,
-            prompt_logprobs=tuple(self._prompt_logprobs) if wanted else None,
+            prompt_logprobs=self._prompt_logprobs if wanted else None,
             weight_versions=self._weight_versions,
         )
 
@@ -173,7 +174,11 @@ class _Completion:
         self.finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
-        self._text = ""
+        self._text = GrowingText()
+        self._ends: list[int] = []
+        #: Of the text, once it has ended: what follows a stop string is none of it.
+        self._num_characters: int | None = None
+        self._last_output: CompletionOutput | None = None
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer: Detokenizer | None = None
         if self._tokenizer is not None:
@@ -190,7 +195,7 @@ class _Completion:
     def take(self, update: RequestUpdate) -> None:
         """Add the update's tokens up to the first that ends the completion."""
         if update.failed:
-            self._error = _failure(update)
+            self._error = failure_of(update)
             self.end("error")
             return
         if update.routed_experts is not None:
@@ -203,6 +208,7 @@ class _Completion:
                 self._logprobs.append(self.named(update.logprobs[offset]))
                 self._cumulative_logprob += update.logprobs[offset][token_id].logprob
             self._add(token_id)
+            self._ends.append(len(self._text))
             if self.finish_reason is not None:
                 return
 
@@ -211,12 +217,12 @@ class _Completion:
         is_stop_token = token_id in self._stop_ids
         held = self._held
         # At the end of the text, an incomplete character is final.
-        before = self._text + (self._held_back() if is_stop_token else "")
-        with_token = before + self._piece(token_id)
-        if self._ends_at_stop_string(with_token, held):
+        before = self._held_back() if is_stop_token else ""
+        added = before + self._piece(token_id)
+        if self._ends_at_stop_string(added, held):
             return
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
-        self._text = with_token if is_kept else before
+        self._text.append(added if is_kept else before)
         if is_stop_token:
             requested = token_id in (self.request.params.stop_token_ids or ())
             self._stop_reason = token_id if requested else None
@@ -224,31 +230,36 @@ class _Completion:
         elif self.num_kept_tokens >= self.request.max_total_tokens:
             self.end("length")
 
-    def _ends_at_stop_string(self, with_token: str, held: str) -> bool:
+    def _ends_at_stop_string(self, added: str, held: str) -> bool:
         """End at a stop string whose last character came with the newest token, if there is one.
 
         Args:
-            with_token: the text with this token.
+            added: what the text gets with this token.
             held: characters that were held back before it, in which none has ended.
         """
+        if not self.request.params.stop:
+            return False
         # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
         has_min_tokens = len(self.token_ids) > self.request.params.min_tokens
-        new = with_token[len(self._text) :]
-        known = len(held) if new.startswith(held) else 0
-        self._stops.feed(new[:known], checked=False)
-        match = self._stops.feed(new[known:], checked=has_min_tokens)
+        known = len(held) if added.startswith(held) else 0
+        self._stops.feed(added[:known], checked=False)
+        match = self._stops.feed(added[known:], checked=has_min_tokens)
         now_held = self._held
         if match is None and has_min_tokens and now_held and now_held != held:
-            with_token += now_held
-            match = self._ending_in(with_token)
+            added += now_held
+            match = self._at_the_end_with(added)
         if match is not None:
-            self._end_at(match, with_token)
+            self._end_at(match, added)
         return match is not None
 
-    def _ending_in(self, text: str) -> StopMatch | None:
-        """The longest stop string that a text ends in."""
-        sizes = [len(stop) for stop in self.request.params.stop or () if text.endswith(stop)]
-        return StopMatch(len(text) - max(sizes), len(text)) if sizes else None
+    def _at_the_end_with(self, added: str) -> StopMatch | None:
+        """The longest stop string that the text ends in with what is added."""
+        stops = self.request.params.stop or ()
+        size = len(self._text)
+        end = self._text.part(max(size - max(map(len, stops)), 0), size) + added
+        sizes = [len(stop) for stop in stops if end.endswith(stop)]
+        size += len(added)
+        return StopMatch(size - max(sizes), size) if sizes else None
 
     @property
     def num_kept_tokens(self) -> int:
@@ -258,24 +269,33 @@ class _Completion:
     def end(self, reason: str) -> None:
         """Finish, and flush the text that was held back."""
         self.finish_reason = reason
-        self._text += self._held_back()
+        self._text.append(self._held_back())
+        self._num_characters = len(self._text)
 
     def output(self) -> CompletionOutput:
-        text = self._text
-        held_back = self.finish_reason is None
-        if held_back and not self.request.params.include_stop_str_in_output:
-            text = text[: len(text) - self._stops.num_held]
+        """The output so far."""
+        if self._last_output is None:
+            output = self._output()
+            if self.finish_reason is None:
+                return output
+            self._last_output = output
+        return self._last_output
+
+    def _output(self) -> CompletionOutput:
+        size, finished = self._num_characters, self.finish_reason is not None
+        if size is None:
+            included = self.request.params.include_stop_str_in_output
+            size = len(self._text) - (0 if included else self._stops.num_held)
         has_logprobs = self.request.params.logprobs is not None
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=tuple(self.token_ids),
+        logprobs = self._logprobs if has_logprobs else None
+        return CompletionOutput.of(
+            Beginning(self._text, size, self.token_ids, len(self.token_ids), logprobs, self._ends),
+            self.index,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
-            logprobs=tuple(self._logprobs) if has_logprobs else None,
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
             error=self._error,
-            windows=() if self.finish_reason is None else tuple(self._windows),
+            windows=tuple(self._windows) if finished else (),
             routed_experts=None if self.finish_reason in (None, "error") else self._experts(),
         )
 
@@ -293,10 +313,11 @@ class _Completion:
             for token_id, candidate in candidates.items()
         }
 
-    def _end_at(self, match: StopMatch, text: str) -> None:
+    def _end_at(self, match: StopMatch, added: str) -> None:
+        self._text.append(added)
         included = self.request.params.include_stop_str_in_output
-        self._text = text[: match.end if included else match.start]
-        self._stop_reason = text[match.start : match.end]
+        self._num_characters = match.end if included else match.start
+        self._stop_reason = self._text.part(match.start, match.end)
         self.finish_reason = "stop"
 
     def _piece(self, token_id: int) -> str:
@@ -308,30 +329,3 @@ class _Completion:
 
     def _held_back(self) -> str:
         return self._detokenizer.finish() if self._detokenizer else ""
-
-
-def _failure(update: RequestUpdate) -> SametokenError:
-    """The error of a failed request."""
-    if update.mask_fault in _MASK_FAULTS:
-        return StructuredOutputError(*_MASK_FAULTS[update.mask_fault])
-    return NumericalError(
-        "the model's logits were NaN", "check the checkpoint, or use dtype float32"
-    )
-
-
-#: Cause and remedy.
-_MASK_FAULTS = {
-    MaskFault.NO_VALID_TOKEN: (
-        "no token satisfies the grammar of structured_outputs and the other parameters",
-        "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
-    ),
-    MaskFault.SLOW: (
-        "the masks of the structured_outputs grammar took longer than "
-        f"{MASK_CREDIT_S} s and {MASK_SECONDS * 1000:.0f} ms a token",
-        "make the grammar less ambiguous: give each text one way to match",
-    ),
-    MaskFault.BROKEN: (
-        "the grammar library failed on the grammar of structured_outputs",
-        "this is a defect; report the grammar, and write it another way",
-    ),
-}

@@ -112,15 +112,19 @@ class ShadowAudit:
             running = self._running
             if running is None or update.request_id != running.case.replay.request_id:
                 continue
+            num_compared = len(running.token_ids)
             running.token_ids.extend(update.token_ids)
-            if self._compare(running, failed=update.failed):
+            if self._compare(running, num_compared, failed=update.failed):
                 return running.case.replay.request_id
         return None
 
-    def _compare(self, running: _Replay, *, failed: bool) -> bool:
-        """Count a replay that has differed or ended; returns whether it has."""
+    def _compare(self, running: _Replay, num_compared: int, *, failed: bool) -> bool:
+        """Count a replay that has differed or ended; returns whether it has.
+
+        The first ``num_compared`` of its tokens are known to be the same.
+        """
         case, replayed = running.case, running.token_ids
-        position = _first_difference(case.served, replayed)
+        position = _first_difference(case.served, replayed, num_compared)
         if position is None and len(replayed) < len(case.served) and not failed:
             return False
         if position is None and failed:
@@ -163,6 +167,7 @@ def _replay_of(completion: EngineRequest, num_tokens: int) -> EngineRequest:
     )
 
 
-def _first_difference(served: tuple[int, ...], replayed: list[int]) -> int | None:
-    pairs = zip(served, replayed, strict=False)
-    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+def _first_difference(served: tuple[int, ...], replayed: list[int], start: int) -> int | None:
+    """The first place from ``start`` on where both have a token, and not the same."""
+    places = range(start, min(len(served), len(replayed)))
+    return next((place for place in places if served[place] != replayed[place]), None)

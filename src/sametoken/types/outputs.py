@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sametoken.types.growing import Beginning
 from sametoken.types.structured_outputs import MaskFault
 
 if TYPE_CHECKING:
@@ -143,9 +144,40 @@ class RequestMetrics:
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
+class _MadeOnRead:
+    """Makes the text, the tokens and the log-probabilities of a ``Beginning`` once they are read.
+
+    Their slots stay empty until then. ``_beginning`` is None in an output that was made of whole
+    values, as by a user or by ``pickle``.
+    """
+
+    __slots__ = ("_beginning",)
+
+    _beginning: Beginning | None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of an empty slot."""
+            if name == "_beginning":
+                return None
+            if name not in _OF_BEGINNING or self._beginning is None:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            value = getattr(self._beginning, name)()
+            object.__setattr__(self, name, value)
+            return value
+
+
+_OF_BEGINNING = frozenset({"text", "token_ids", "logprobs"})
+
+
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(_MadeOnRead):
     """One completion of a request.
+
+    A stream's outputs are cumulative. To read only what is new, use ``num_characters`` and
+    ``num_tokens`` with ``text_from``, ``token_ids_from`` and ``logprobs_from``, which cost only
+    what they return.
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while
     running; ``stop_reason`` is the stop string or stop token id that ended it, if any.
@@ -168,6 +200,56 @@ class CompletionOutput:
     error: Exception | None = None
     windows: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
     routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, beginning: Beginning, index: int, **fields: Any) -> CompletionOutput:
+        """The output of a beginning, with the other fields given."""
+        output = cls(index, "", (), **fields)
+        for name in _OF_BEGINNING:
+            object.__delattr__(output, name)
+        object.__setattr__(output, "_beginning", beginning)
+        return output
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the text."""
+        return len(self.text) if self._beginning is None else self._beginning.num_characters
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        return len(self.token_ids) if self._beginning is None else self._beginning.num_tokens
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities were requested."""
+        return self.logprobs_from(self.num_tokens) is not None
+
+    def text_from(self, start: int) -> str:
+        """The text from a character on."""
+        return self.text[start:] if self._beginning is None else self._beginning.text(start)
+
+    def pieces_from(self, first_token: int, start: int) -> list[str]:
+        """The text from ``start`` on, parted by the tokens from ``first_token`` on, if known.
+
+        Returns:
+            One piece at least.
+        """
+        if self._beginning is None:
+            return [self.text[start:]]
+        return self._beginning.pieces(first_token, start)
+
+    def token_ids_from(self, start: int) -> tuple[int, ...]:
+        """The tokens from ``start`` on."""
+        if self._beginning is None:
+            return self.token_ids[start:]
+        return self._beginning.token_ids(start)
+
+    def logprobs_from(self, start: int) -> tuple[PositionLogprobs, ...] | None:
+        """The log-probabilities of ``token_ids_from(start)``, if they were requested."""
+        if self._beginning is None:
+            return None if self.logprobs is None else self.logprobs[start:]
+        return self._beginning.logprobs(start)
 
 
 @dataclass(frozen=True, slots=True)

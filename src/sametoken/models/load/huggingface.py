@@ -57,6 +57,8 @@ _DTYPES = {
 }
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+#: torch has no dtype for these.
+_NOT_IN_TORCH = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class HuggingFaceCheckpoint:
@@ -345,14 +347,14 @@ class SafetensorsSource:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in the file's header."""
-        with self._kept.reading(self._stored[name]) as file:
+        with self._kept.reading(self._known(name)) as file:
             tensor = file.get_slice(name)
             rows: Tensor = tensor[:0] if tensor.get_shape() else file.get_tensor(name)
             return rows.dtype
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype; a scalar is one row."""
-        with self._kept.reading(self._stored[name]) as file:
+        with self._kept.reading(self._known(name)) as file:
             tensor = file.get_slice(name)
             shape = tensor.get_shape()
             if not shape:
@@ -361,6 +363,15 @@ class SafetensorsSource:
             step = rows_per_chunk(math.prod(shape[1:]))
             for first in range(0, shape[0], step):
                 yield tensor[first : first + step]
+
+    def _known(self, name: str) -> _Stored:
+        stored = self._stored[name]
+        if stored.dtype in _NOT_IN_TORCH:
+            raise CheckpointError(
+                f"tensor {name} of {stored.path} has dtype {stored.dtype}, which torch lacks",
+                "use a checkpoint that packs such numbers into bytes (U8), or an unquantized one",
+            )
+        return stored
 
 
 class _KeptFile:

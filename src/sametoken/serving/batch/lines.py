@@ -65,11 +65,13 @@ class InputLine:
         number: counted from 1.
         raw: its bytes without the line's end; their digest if the line is too long.
         refusal: an error found while reading the file.
+        refused_id: its custom_id, if it has one and was refused.
     """
 
     number: int
     raw: bytes
     refusal: BatchError | None = None
+    refused_id: str | None = None
 
     @cached_property
     def key(self) -> str:
@@ -84,7 +86,7 @@ class InputLine:
     def parse(self) -> BatchRequest | BatchResult:
         """The request, or a result with the error."""
         if self.refusal is not None:
-            return self._refused(None, self.refusal)
+            return self._refused(self.refused_id, self.refusal)
         try:
             given = parse_json(self.raw)
         except ValueError as error:
@@ -100,9 +102,9 @@ class InputLine:
             named = custom_id if isinstance(custom_id, str) else None
             return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
 
-    def refused(self, code: str, message: str) -> InputLine:
+    def refused(self, code: str, message: str, custom_id: str | None = None) -> InputLine:
         """The line with an error."""
-        return replace(self, refusal=self._error(code, message))
+        return replace(self, refusal=self._error(code, message), refused_id=custom_id)
 
     def _error(self, code: str, message: str) -> BatchError:
         return BatchError(code=code, message=f"line {self.number}: {message}")
@@ -165,4 +167,5 @@ def _with_unique_ids(lines: Iterable[InputLine]) -> Iterator[InputLine]:
         if first == line.number:
             yield line
         else:
-            yield line.refused("duplicate_custom_id", f"its custom_id is that of line {first}")
+            message = f"its custom_id is that of line {first}"
+            yield line.refused("duplicate_custom_id", message, custom_id)

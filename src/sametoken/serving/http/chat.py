@@ -24,7 +24,13 @@ from sametoken.serving.http.generation import (
 )
 from sametoken.serving.http.logprobs import prompt_logprobs
 from sametoken.serving.http.params import chat_params, structured_outputs
-from sametoken.serving.http.parsed import GrowingText, Parsed, with_one_call
+from sametoken.serving.http.parsed import (
+    FoundCall,
+    FoundText,
+    GrowingAnswer,
+    NewPart,
+    with_one_call,
+)
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -137,15 +143,13 @@ class _Answer:
         if last:
             yield self._make(ChatChunk, [], **last)
 
-    def finish_reason(self, completion: CompletionOutput, parsed: Parsed) -> FinishReason | None:
+    def finish_reason(
+        self, completion: CompletionOutput, *, has_calls: bool
+    ) -> FinishReason | None:
         """The finish reason in OpenAI's words; None if the completion goes on."""
-        if completion.finish_reason == "stop" and parsed.calls and self.use.reports_calls:
+        if completion.finish_reason == "stop" and has_calls and self.use.reports_calls:
             return "tool_calls"
         return completion.finish_reason  # type: ignore[return-value]
-
-    def reasoning(self, parsed: Parsed) -> str:
-        """The reasoning that is shown."""
-        return parsed.reasoning if self.request.include_reasoning else ""
 
     def call_id(self, choice_index: int, call_index: int) -> str:
         """The globally unique id of a tool call."""
@@ -163,7 +167,7 @@ class _Answer:
         message = ChatMessage(role="assistant", content=None if is_empty else parsed.content)
         message.refusal = None
         if self.use.reasoning is not None:
-            message.reasoning = self.reasoning(parsed) or None
+            message.reasoning = (self.request.include_reasoning and parsed.reasoning) or None
         if parsed.calls:
             message.tool_calls = [
                 ToolCall(
@@ -177,7 +181,9 @@ class _Answer:
             index=completion.index,
             message=message,
             logprobs=self.logprobs(completion, 0),
-            finish_reason=self.finish_reason(completion, parsed),  # type: ignore[arg-type]
+            finish_reason=self.finish_reason(  # type: ignore[arg-type]
+                completion, has_calls=bool(parsed.calls)
+            ),
             stop_reason=completion.stop_reason,
         )
         if self.request.return_token_ids:
@@ -224,7 +230,8 @@ class _ChoiceWriter:
     def __init__(self, answer: _Answer, index: int) -> None:
         self._answer = answer
         self._index = index
-        self._text = GrowingText(answer.use.parser)
+        self._text = GrowingAnswer(answer.use.parser)
+        self._num_calls = self._num_characters = 0
         self._num_tokens = 0
         self._finished = False
 
@@ -237,11 +244,11 @@ class _ChoiceWriter:
         if self._finished:
             return []
         self._finished = completion.finish_reason is not None
-        sent = self._text.parsed
-        parsed = self._text.read(completion.text, finished=self._finished)
-        deltas = self._deltas(sent, parsed)
-        has_tokens = len(completion.token_ids) > self._num_tokens
-        sends_tokens = completion.logprobs is not None or self._answer.request.return_token_ids
+        piece = completion.text_from(self._num_characters)
+        self._num_characters += len(piece)
+        deltas = self._deltas(self._text.read(piece, finished=self._finished))
+        has_tokens = completion.num_tokens > self._num_tokens
+        sends_tokens = completion.has_logprobs or self._answer.request.return_token_ids
         if not deltas and has_tokens and sends_tokens:
             deltas = [ChatMessage()]
         pieces = [self._piece(delta) for delta in deltas]
@@ -249,29 +256,29 @@ class _ChoiceWriter:
             self._add_tokens(pieces[0], completion)
         if self._finished:
             last = self._piece(ChatMessage())
-            last.finish_reason = self._answer.finish_reason(completion, parsed)
+            last.finish_reason = self._answer.finish_reason(
+                completion, has_calls=self._num_calls > 0
+            )
             last.stop_reason = completion.stop_reason
             note_experts(last, completion)
             pieces.append(last)
         return pieces
 
-    def _deltas(self, sent: Parsed, parsed: Parsed) -> list[ChatMessage]:
+    def _deltas(self, parts: list[NewPart]) -> list[ChatMessage]:
         deltas = []
-        more = self._answer.reasoning(parsed)[len(sent.reasoning) :]
-        if more:
-            deltas.append(ChatMessage(reasoning=more))
-        more = parsed.content[len(sent.content) :]
-        if more:
-            deltas.append(ChatMessage(content=more))
-        for position, call in enumerate(parsed.calls):
-            is_new = position >= len(sent.calls)
-            before = "" if is_new else sent.calls[position].arguments
-            added = call.arguments[len(before) :]
-            if is_new:
-                deltas.append(ChatMessage(tool_calls=[self._first(position, call.name, added)]))
-            elif added:
-                function = CalledFunction(arguments=added)
-                deltas.append(ChatMessage(tool_calls=[ToolCall(index=position, function=function)]))
+        for part in parts:
+            if isinstance(part, FoundCall):
+                call = self._first(self._num_calls, part.name, part.arguments)
+                self._num_calls += 1
+                deltas.append(ChatMessage(tool_calls=[call]))
+            elif not isinstance(part, FoundText):
+                function = CalledFunction(arguments=part.text)
+                call = ToolCall(index=self._num_calls - 1, function=function)
+                deltas.append(ChatMessage(tool_calls=[call]))
+            elif part.kind == "content":
+                deltas.append(ChatMessage(content=part.text))
+            elif self._answer.request.include_reasoning:
+                deltas.append(ChatMessage(reasoning=part.text))
         return deltas
 
     def _first(self, position: int, name: str, arguments: str) -> ToolCall:
@@ -285,8 +292,8 @@ class _ChoiceWriter:
     def _add_tokens(self, piece: ChatChunkChoice, completion: CompletionOutput) -> None:
         piece.logprobs = self._answer.logprobs(completion, self._num_tokens)
         if self._answer.request.return_token_ids:
-            piece.token_ids = list(completion.token_ids[self._num_tokens :])
-        self._num_tokens = len(completion.token_ids)
+            piece.token_ids = list(completion.token_ids_from(self._num_tokens))
+        self._num_tokens = completion.num_tokens
 
     def _piece(self, delta: ChatMessage) -> ChatChunkChoice:
         return ChatChunkChoice(index=self._index, delta=delta, logprobs=None, finish_reason=None)

@@ -173,13 +173,13 @@ class _ChoiceWriter:
         """Whether the completion has parts that were not sent."""
         return not self._finished and (
             completion.finish_reason is not None
-            or len(completion.token_ids) > self._num_tokens
-            or len(completion.text) > self._num_characters
+            or completion.num_tokens > self._num_tokens
+            or completion.num_characters > self._num_characters
         )
 
     def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """The part of the completion that was not sent yet."""
-        new_text = completion.text[self._num_characters :]
+        new_text = completion.text_from(self._num_characters)
         echoed = self._echo() if self._request.echo and not self._begun else ""
         choice = CompletionChoice(
             index=self._index,
@@ -189,7 +189,7 @@ class _ChoiceWriter:
             stop_reason=completion.stop_reason,
         )
         if self._request.return_token_ids:
-            choice.token_ids = list(completion.token_ids[self._num_tokens :])
+            choice.token_ids = list(completion.token_ids_from(self._num_tokens))
             if not self._begun:
                 choice.prompt_token_ids = list(self._prompt.token_ids)
         if self._request.prompt_logprobs is not None and not self._begun:
@@ -199,17 +199,17 @@ class _ChoiceWriter:
         note_experts(choice, completion)
         self._begun = True
         self._finished = completion.finish_reason is not None
-        self._num_characters = len(completion.text)
-        self._num_tokens = len(completion.token_ids)
+        self._num_characters = completion.num_characters
+        self._num_tokens = completion.num_tokens
         return choice
 
     def _logprobs(
         self, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionLogprobs | None:
-        if completion.logprobs is None:
+        logprobs = completion.logprobs_from(self._num_tokens)
+        if logprobs is None:
             return None
-        new = slice(self._num_tokens, None)
-        found = positions(completion.token_ids[new], completion.logprobs[new])
+        found = positions(completion.token_ids_from(self._num_tokens), logprobs)
         if self._request.echo and not self._begun:
             first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
             of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)

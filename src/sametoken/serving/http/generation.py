@@ -170,7 +170,7 @@ def _raise_failure(completion: CompletionOutput) -> None:
 def usage(outputs: Sequence[RequestOutput]) -> Usage:
     """Token counts of prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    completion = sum(one.num_tokens for output in outputs for one in output.outputs)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=prompt,

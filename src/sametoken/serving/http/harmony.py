@@ -13,8 +13,21 @@ the format is content, so that no text is lost.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
-from sametoken.serving.http.parsed import Encode, FoundCall, Parsed, Parser, num_safe
+from sametoken.serving.http.parsed import (
+    Encode,
+    FoundCall,
+    FoundText,
+    Kind,
+    MoreArguments,
+    NewPart,
+    Parsed,
+    Parser,
+    Rest,
+    num_safe,
+    parsed_of,
+)
 from sametoken.types.structured_outputs import Reasoning
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -61,25 +74,56 @@ def harmony_parser(
         is_constrained: whether a grammar holds in channel final, so that commentary, where it does
             not, is reasoning.
     """
-    begun = _begun(prompt)
     reasoning = (_ANALYSIS, _COMMENTARY) if is_constrained else (_ANALYSIS,)
+    form = _Form(reasoning, finds_calls=finds_calls, shows_marks=shows_marks)
+    return form.parser(_Message(), _begun(prompt))
 
-    def parse(text: str, finished: bool) -> Parsed:
-        whole = begun + text
-        known = len(whole) if finished else num_safe(whole, *MARKS)
-        reader = _Reader(
-            whole, len(begun), reasoning, finds_calls=finds_calls, shows_marks=shows_marks
-        )
-        place = 0
-        for found in _MARK.finditer(whole, 0, known):
-            reader.read_text(place, found.start())
-            reader.read_mark(found)
-            place = found.end()
-        reader.read_text(place, known)
-        reader.stop(known, finished=finished)
-        return reader.parsed()
 
-    return parse
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """The message that is being read, outside of its header.
+
+    Attributes:
+        destination: where its text goes; a call's is told by its function.
+        is_new: whether it has no text yet.
+        shown: the kinds of the texts before it.
+    """
+
+    destination: Kind | FoundCall = "content"
+    is_new: bool = True
+    shown: frozenset[Kind] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How answers are read.
+
+    Attributes:
+        reasoning: the channels of reasoning.
+        finds_calls, shows_marks: see ``harmony_parser``.
+    """
+
+    reasoning: tuple[str, ...]
+    finds_calls: bool
+    shows_marks: bool
+
+    def parser(self, message: _Message, begun: str = "") -> Parser:
+        """The parser of a text that goes on in a message, or after a begun header."""
+
+        def parse(text: str, finished: bool) -> Parsed:
+            whole = begun + text
+            known = len(whole) if finished else num_safe(whole, *MARKS)
+            reader = _Reader(self, message, whole, len(begun))
+            place = 0
+            for found in _MARK.finditer(whole, 0, known):
+                reader.read_text(place, found.start())
+                reader.read_mark(found)
+                place = found.end()
+            reader.read_text(place, known)
+            reader.stop(known, finished=finished)
+            return reader.parsed(known)
+
+        return parse
 
 
 def _begun(prompt: str) -> str:
@@ -112,32 +156,24 @@ class _Reader:
     """Reads the texts and marks of an answer in order.
 
     Args:
+        form: how they are read.
+        message: what the text begins in.
         whole: the begun message and the answer.
         num_begun: number of leading characters that are not shown.
-        reasoning_in: the channels of reasoning.
     """
 
-    def __init__(
-        self,
-        whole: str,
-        num_begun: int,
-        reasoning_in: tuple[str, ...],
-        *,
-        finds_calls: bool,
-        shows_marks: bool,
-    ) -> None:
+    def __init__(self, form: _Form, message: _Message, whole: str, num_begun: int) -> None:
+        self._form = form
         self._whole = whole
         self._num_begun = num_begun
-        self._reasoning_in = reasoning_in
-        self._finds_calls = finds_calls
-        self._shows_marks = shows_marks
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[tuple[str, list[str]]] = []
-        #: Where a header begins, in a header; what follows it goes to ``_target``.
+        self._message = message
+        self._parts: list[NewPart] = []
+        #: Where the arguments of the newest call begin, if it is the newest message.
+        self._arguments = 0
+        #: Where a header begins, in a header.
         self._header: int | None = None
-        self._target = self._content
-        self._is_new = True
+        if isinstance(message.destination, FoundCall):
+            self._parts.append(message.destination)
 
     def read_text(self, start: int, end: int) -> None:
         """Read the text between two marks."""
@@ -151,14 +187,14 @@ class _Reader:
         if begins or mark in _ENDS:
             if header is not None:
                 self._end_header(header, found.start(), _CUT)
-            self._turn_to(self._content)
+            self._turn_to("content")
             # A channel belongs to its header; the other marks do not.
             self._header = found.start() if mark == _CHANNEL else found.end() if begins else None
         elif mark == _MESSAGE and header is not None:
             self._end_header(header, found.start(), _WHOLE)
             self._turn_to(self._destination(self._whole[header : found.start()]))
-            self._header = None
-        elif header is None and self._shows_marks:
+            self._header, self._arguments = None, found.end()
+        elif header is None and self._form.shows_marks:
             self._add(found.start(), found.end())
 
     def stop(self, end: int, *, finished: bool) -> None:
@@ -166,10 +202,15 @@ class _Reader:
         if self._header is not None and (finished or end - self._header > _MAX_HEADER):
             self._end_header(self._header, end, _CUT)
 
-    def parsed(self) -> Parsed:
-        """What was found."""
-        calls = tuple(FoundCall(name, "".join(parts)) for name, parts in self._calls)
-        return Parsed("".join(self._content), calls, "".join(self._reasoning))
+    def parsed(self, end: int) -> Parsed:
+        """What was found up to ``end``."""
+        message, num_parts = self._message, 0
+        if isinstance(message.destination, FoundCall):
+            end, num_parts = self._arguments, 1
+        if self._header is not None or end < self._num_begun:
+            return parsed_of(self._parts)
+        rest = Rest(end - self._num_begun, self._form.parser(message), num_parts)
+        return parsed_of(self._parts, rest)
 
     def _takes_channel(self, end: int) -> bool:
         """Whether a channel at ``end`` belongs to the header before it."""
@@ -186,35 +227,38 @@ class _Reader:
             return
         for found in _MARK.finditer(self._whole, start, end):
             self._add(start, found.start())
-            if self._shows_marks:
+            if self._form.shows_marks:
                 self._add(found.start(), found.end())
             start = found.end()
         self._add(start, end)
 
-    def _destination(self, header: str) -> list[str]:
+    def _destination(self, header: str) -> Kind | FoundCall:
         """Where the text of a message with this header goes."""
         of, recipient = _channel_in(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1]
         if name.startswith(_FUNCTION) and name != _FUNCTION:
-            if not self._finds_calls:
-                return self._content
-            self._calls.append((name.removeprefix(_FUNCTION), []))
-            return self._calls[-1][1]
-        reasons = of in self._reasoning_in or (name and of != _FINAL)
-        return self._reasoning if reasons else self._content
+            is_call = self._form.finds_calls
+            return FoundCall(name.removeprefix(_FUNCTION), "") if is_call else "content"
+        reasons = of in self._form.reasoning or (name and of != _FINAL)
+        return "reasoning" if reasons else "content"
 
-    def _turn_to(self, target: list[str]) -> None:
-        self._target, self._is_new = target, True
+    def _turn_to(self, destination: Kind | FoundCall) -> None:
+        self._message = replace(self._message, destination=destination, is_new=True)
+        if isinstance(destination, FoundCall):
+            self._parts.append(destination)
 
     def _add(self, start: int, end: int) -> None:
         """Show a text; messages are parted by a line break."""
         piece = self._whole[max(start, self._num_begun) : end]
         if not piece:
             return
-        if self._is_new and self._target:
-            self._target.append("\n")
-        self._target.append(piece)
-        self._is_new = False
+        kind, shown = self._message.destination, self._message.shown
+        if isinstance(kind, FoundCall):
+            self._parts.append(MoreArguments(piece))
+            return
+        parted = "\n" if self._message.is_new and kind in shown else ""
+        self._parts.append(FoundText(kind, parted + piece))
+        self._message = replace(self._message, is_new=False, shown=shown | {kind})
 
 
 #: For calls in answers to prompts that end where the assistant's message begins.

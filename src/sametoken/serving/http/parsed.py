@@ -7,8 +7,19 @@ result for the text, so a stream of differences adds up to the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["content", "reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """A text of the message or of its reasoning."""
+
+    kind: Kind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +31,52 @@ class FoundCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MoreArguments:
+    """What the arguments of the newest call have grown by."""
+
+    text: str
+
+
+Part = FoundText | FoundCall
+#: A part that begins or goes on.
+NewPart = Part | MoreArguments
+
+
+@dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed text: the message content, the calls in order, and the reasoning."""
+    """A parsed text: the message content, the calls in order, and the reasoning.
+
+    Attributes:
+        order: the parts as they come: "call", or a kind of text with a number of characters.
+            Empty: the reasoning, the content and the calls are one after the other.
+        rest: from where on the text is to be read once it has grown; None: all of it.
+    """
 
     content: str
     calls: tuple[FoundCall, ...] = ()
     reasoning: str = ""
+    order: tuple[tuple[Kind | Literal["call"], int], ...] = field(default=(), compare=False)
+    rest: Rest | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts in the order in which they come."""
+        order = self.order or (
+            ("reasoning", len(self.reasoning)),
+            ("content", len(self.content)),
+            *(("call", 1) for _ in self.calls),
+        )
+        texts = {"content": self.content, "reasoning": self.reasoning}
+        places: dict[str, int] = {}
+        found: list[Part] = []
+        for kind, size in order:
+            start = places.get(kind, 0)
+            places[kind] = start + size
+            if kind == "call":
+                found.append(self.calls[start])
+            elif size:
+                found.append(FoundText(kind, texts[kind][start : start + size]))
+        return tuple(found)
 
 
 #: Maps the text so far, and whether it is finished, to its parts.
@@ -34,46 +85,129 @@ Parser = Callable[[str, bool], Parsed]
 Encode = Callable[[str], tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The end of a text, which alone decides what follows the parts before it.
+
+    Attributes:
+        start: its first character.
+        parser: of the rest.
+        num_parts: parts of the result that are the rest's own.
+    """
+
+    start: int
+    parser: Parser
+    num_parts: int = 0
+
+
+def parsed_of(parts: Iterable[NewPart], rest: Rest | None = None) -> Parsed:
+    """The result that has these parts in this order."""
+    texts: dict[Kind, list[str]] = {"content": [], "reasoning": []}
+    calls: list[tuple[str, list[str]]] = []
+    order: list[tuple[Kind | Literal["call"], int]] = []
+    for part in parts:
+        if isinstance(part, MoreArguments):
+            calls[-1][1].append(part.text)
+        elif isinstance(part, FoundCall):
+            calls.append((part.name, [part.arguments]))
+            order.append(("call", 1))
+        else:
+            texts[part.kind].append(part.text)
+            order.append((part.kind, len(part.text)))
+    found = tuple(FoundCall(name, "".join(pieces)) for name, pieces in calls)
+    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+    return Parsed(content, found, reasoning, tuple(order), rest)
+
+
 def parse_nothing(text: str, finished: bool) -> Parsed:
     """For answers without calls: the whole text is content."""
-    return Parsed(text)
+    return Parsed(text, rest=Rest(len(text), parse_nothing))
 
 
-#: A growing text's calls are parsed again once they have grown by 1/64 of their length.
+#: Text that is read again and again is read once it has grown by 1/64 of its length.
 _REPARSE_DIVISOR = 64
 
 
-class GrowingText:
-    """A text that is parsed as it grows.
+class GrowingAnswer:
+    """An answer's text that is parsed as it grows, in nearly linear time.
 
-    A parser reads the whole text, so parsing at every step would take quadratic time: within calls
-    a text is parsed again only after it has grown enough.
-
-    Attributes:
-        parsed: what was found so far.
+    Each time a parser reads only the rest of the text. Where the rest is long, as within calls, it
+    waits until the text has grown enough.
     """
 
     def __init__(self, parser: Parser) -> None:
-        self.parsed = Parsed("")
-        self._parser, self._num_parsed = parser, 0
+        self._parser = parser
+        self._pieces: list[str] = []
+        self._size = self._num_parsed = 0
+        #: What was told of the text in ``_pieces``.
+        self._told = Parsed("")
 
-    def read(self, text: str, *, finished: bool) -> Parsed:
-        """What is found in the text so far."""
-        in_calls = self._num_parsed - len(self.parsed.content) - len(self.parsed.reasoning)
-        if finished or len(text) - self._num_parsed >= in_calls // _REPARSE_DIVISOR:
-            self._num_parsed = len(text)
-            self.parsed = self._parser(text, finished)
-        return self.parsed
+    def read(self, piece: str, *, finished: bool) -> list[NewPart]:
+        """What is found with one more piece of the text; with ``finished``, the last one."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if not finished and self._size - self._num_parsed < self._num_parsed // _REPARSE_DIVISOR:
+            return []
+        text = "".join(self._pieces)
+        parsed = self._parser(text, finished)
+        new = _new_parts(self._told, parsed.parts)
+        rest = parsed.rest or Rest(0, self._parser, len(parsed.parts))
+        self._parser, self._pieces = rest.parser, [text[rest.start :]]
+        self._size = self._num_parsed = len(text) - rest.start
+        self._told = parsed_of(parsed.parts[len(parsed.parts) - rest.num_parts :])
+        return new
+
+
+def _new_parts(told: Parsed, parts: Sequence[Part]) -> list[NewPart]:
+    """What was not told yet, in order."""
+    left = {"content": len(told.content), "reasoning": len(told.reasoning)}
+    num_calls = 0
+    new: list[NewPart] = []
+    for part in parts:
+        if isinstance(part, FoundText):
+            size = min(left[part.kind], len(part.text))
+            left[part.kind] -= size
+            if size < len(part.text):
+                new.append(FoundText(part.kind, part.text[size:]))
+            continue
+        num_calls += 1
+        if num_calls > len(told.calls):
+            new.append(part)
+        elif more := part.arguments[len(told.calls[num_calls - 1].arguments) :]:
+            new.append(MoreArguments(more))
+    return new
 
 
 def with_one_call(parser: Parser) -> Parser:
     """The parser without the calls after the first."""
+    return _with_calls(parser, 1)
 
+
+def _with_calls(parser: Parser, most: int) -> Parser:
     def parse(text: str, finished: bool) -> Parsed:
         parsed = parser(text, finished)
-        return replace(parsed, calls=parsed.calls[:1])
+        rest, end = parsed.rest, len(parsed.parts)
+        if rest is not None:
+            end -= rest.num_parts
+        before, left = _with_first_calls(parsed.parts[:end], most)
+        own, _ = _with_first_calls(parsed.parts[end:], left)
+        if rest is not None:
+            rest = Rest(rest.start, _with_calls(rest.parser, left), len(own))
+        return parsed_of((*before, *own), rest)
 
     return parse
+
+
+def _with_first_calls(parts: Iterable[Part], most: int) -> tuple[list[Part], int]:
+    """The parts without the calls after some, and how many more of these there could be."""
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, FoundText):
+            found.append(part)
+        elif most:
+            found.append(part)
+            most -= 1
+    return found, most
 
 
 def num_safe(text: str, *marks: str) -> int:

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
-from sametoken.serving.http.parsed import Encode, Parsed, Parser, num_safe, parse_nothing
+from sametoken.serving.http.parsed import (
+    Encode,
+    FoundText,
+    GrowingAnswer,
+    NewPart,
+    Parsed,
+    Parser,
+    Rest,
+    num_safe,
+    parse_nothing,
+    parsed_of,
+)
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Reasoning
 
@@ -100,6 +111,13 @@ class ThinkForm:
         # A grammar begins at the mark alone.
         ends_at_calls = not is_constrained
 
+        def think(text: str, finished: bool, start: int = 0) -> Parsed:
+            end, rest = _end_of_reasoning(text, start, ends_at_calls=ends_at_calls)
+            if end < 0:
+                known = len(text) if finished else _num_safe(text, ends_at_calls=ends_at_calls)
+                return Parsed("", reasoning=text[start:known], rest=Rest(known, think))
+            return _then(text[start:end], content(text[rest:], finished), rest, content)
+
         def parse(text: str, finished: bool) -> Parsed:
             first = len(text) - len(text.lstrip())
             if not finished and _THINK.startswith(text[first:]):
@@ -107,12 +125,7 @@ class ThinkForm:
             is_marked = text.startswith(_THINK, first)
             if not is_marked and not has_begun:
                 return content(text, finished)
-            start = first + len(_THINK) if is_marked else 0
-            end, rest = _end_of_reasoning(text, start, ends_at_calls=ends_at_calls)
-            if end < 0:
-                known = len(text) if finished else _num_safe(text, ends_at_calls=ends_at_calls)
-                return Parsed("", reasoning=text[start:known])
-            return replace(content(text[rest:], finished), reasoning=text[start:end])
+            return think(text, finished, first + len(_THINK) if is_marked else 0)
 
         return parse
 
@@ -123,6 +136,13 @@ class ThinkForm:
         if len(start) != 1 or len(end) != 1 or newest == _END:
             return None
         return Reasoning(end, begins=() if self.thinks_first or newest == _THINK else start)
+
+
+def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
+    """Reasoning, and what its parser found in the content from ``start`` on."""
+    own = found.rest or Rest(0, content, len(found.parts))
+    parts = (FoundText("reasoning", reasoning), *found.parts)
+    return parsed_of(parts, replace(own, start=start + own.start))
 
 
 def _newest_mark(prompt: RenderedPrompt) -> str | None:
@@ -180,18 +200,34 @@ class HarmonyForm:
             is_constrained=is_constrained,
         )
 
-        def parse_constrained(text: str, finished: bool) -> Parsed:
-            found = parse(text, finished)
-            if not found.content:
-                return found
-            inner = content(found.content, finished)
-            return Parsed(inner.content, (*found.calls, *inner.calls), found.reasoning)
-
-        return parse_constrained if is_constrained else parse
+        return _with_content(parse, content) if is_constrained else parse
 
     def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """See ``ReasoningForm``."""
         return before_final(prompt.text, encode)
+
+
+def _with_content(parser: Parser, content: Parser) -> Parser:
+    """The parser, with another one that reads the content that it finds."""
+    if content is parse_nothing:
+        return parser
+
+    def parse(text: str, finished: bool) -> Parsed:
+        found = parser(text, finished)
+        if not found.content:
+            rest = found.rest
+            if rest is not None:
+                rest = replace(rest, parser=_with_content(rest.parser, content))
+            return replace(found, rest=rest)
+        answer, parts = GrowingAnswer(content), list[NewPart]()
+        for part in found.parts:
+            if isinstance(part, FoundText) and part.kind == "content":
+                parts += answer.read(part.text, finished=False)
+            else:
+                parts.append(part)
+        return parsed_of((*parts, *(answer.read("", finished=True) if finished else ())))
+
+    return parse
 
 
 #: By the values of ``--reasoning-parser``.

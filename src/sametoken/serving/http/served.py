@@ -250,9 +250,10 @@ class Served:
 
         ``num_top`` and ``as_ids`` are as in ``LogprobsForm``.
         """
-        if completion.logprobs is None:
+        logprobs = completion.logprobs_from(start)
+        if logprobs is None:
             return None
-        found = positions(completion.token_ids[start:], completion.logprobs[start:])
+        found = positions(completion.token_ids_from(start), logprobs)
         form = LogprobsForm(num_top or 0, as_ids, self.engine.get_tokenizer().token_bytes)
         return chat_logprobs(found, form)
 

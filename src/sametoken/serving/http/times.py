@@ -54,8 +54,8 @@ class RequestTimes:
         """Observe an output, given the request's previous output and the seconds between them."""
         metrics = output.metrics
         for index, completion in enumerate(output.outputs):
-            count = len(completion.token_ids)
-            count_before = len(before.outputs[index].token_ids) if before is not None else 0
+            count = completion.num_tokens
+            count_before = before.outputs[index].num_tokens if before is not None else 0
             if count_before and count > count_before:
                 self._between.observe(gap_s / (count - count_before))
         had_first = before is not None and before.metrics.first_token_time is not None
@@ -66,7 +66,7 @@ class RequestTimes:
 
     def _finish(self, output: RequestOutput) -> None:
         metrics = output.metrics
-        counts = [len(completion.token_ids) for completion in output.outputs]
+        counts = [completion.num_tokens for completion in output.outputs]
         self._prompt_tokens.observe(len(output.prompt_token_ids))
         self._output_tokens.observe(sum(counts))
         if metrics.finished_time is None:

@@ -27,7 +27,17 @@ from sametoken.serving.http.json_spans import (
     skip_space,
     string_value,
 )
-from sametoken.serving.http.parsed import FoundCall, Parsed, Parser, num_safe
+from sametoken.serving.http.parsed import (
+    FoundCall,
+    FoundText,
+    Parsed,
+    Parser,
+    Part,
+    Rest,
+    num_safe,
+    parse_nothing,
+    parsed_of,
+)
 
 #: Maps the text between a call's tags, and whether it is complete, to the call.
 _CallReader = Callable[[str, bool], FoundCall | None]
@@ -64,28 +74,50 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
     return parse
 
 
-def _parse_marked(text: str, finished: bool, call_in: _CallReader) -> Parsed:
-    """Calls between tags, and the text around them."""
-    content, aside, calls = "", "", []
-    place = 0
+def _parse_marked(
+    text: str, finished: bool, call_in: _CallReader, *, follows_call: bool = False
+) -> Parsed:
+    """Calls between tags, and the text around them.
+
+    Args:
+        text: the text, or its rest.
+        finished: whether it is whole.
+        call_in: reads what is between the tags.
+        follows_call: whether there was a call before the text.
+    """
+    parts: list[Part] = []
+    # The text from ``begin`` to ``place`` is content, except spaces before a call.
+    begin = place = 0
+
+    def read_rest(text: str, finished: bool) -> Parsed:
+        return _parse_marked(text, finished, call_in, follows_call=follows_call)
+
     while (start := text.find(_START, place)) >= 0:
-        aside += text[place:start]
         body = start + len(_START)
         end = text.find(_END, body)
-        place = len(text) if end < 0 else end + len(_END)
         known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
         call = call_in(text[body:known], end >= 0)
         if call is not None:
-            content += aside.rstrip()
-            aside = ""
-            calls.append(call)
+            parts += _content(text[begin:start].rstrip())
+            parts.append(call)
+            if end < 0:
+                return parsed_of(parts, Rest(start, read_rest, num_parts=1))
+            follows_call = True
+            begin = place = end + len(_END)
         elif end < 0 and not finished:
-            return Parsed(content + aside.rstrip(), tuple(calls))
+            place = start
+            break
         else:
-            aside += text[start:place]
-    aside += text[place:] if finished else text[place : num_safe(text, _START)]
-    shown = aside if finished and not calls else aside.rstrip()
-    return Parsed(content + shown, tuple(calls))
+            place = len(text) if end < 0 else end + len(_END)
+    else:
+        place = len(text) if finished else max(num_safe(text, _START), place)
+    aside = text[begin:place]
+    shown = aside if finished and not follows_call else aside.rstrip()
+    return parsed_of((*parts, *_content(shown)), Rest(begin + len(shown), read_rest))
+
+
+def _content(text: str) -> list[Part]:
+    return [FoundText("content", text)] if text else []
 
 
 def parse_llama3_json(text: str, finished: bool) -> Parsed:
@@ -104,7 +136,17 @@ def parse_llama3_json(text: str, finished: bool) -> Parsed:
     rest = text[place:].rstrip() if calls else text
     begins = text[place : place + 1]
     undecided = not begins or (begins == "{" and _may_become_call(read_object(text, place)))
-    return Parsed("" if undecided and not finished else rest, calls)
+    if undecided:
+        return parsed_of((*calls, *_content(rest if finished else "")))
+    start = place + len(rest) if calls else len(text)
+    follows = _parse_stripped if calls else parse_nothing
+    return parsed_of((*calls, *_content(rest)), Rest(start, follows))
+
+
+def _parse_stripped(text: str, finished: bool) -> Parsed:
+    """Content without the spaces at its end."""
+    shown = text.rstrip()
+    return Parsed(shown, rest=Rest(len(shown), _parse_stripped))
 
 
 def parse_required(text: str, finished: bool) -> Parsed:

@@ -519,3 +519,15 @@ def test_a_file_is_opened_once_for_many_tensors(tmp_path, monkeypatch):
         assert torch.equal(torch.cat(list(source.chunks(name))), tensor)
     # A dtype and the rows of eight tensors, four readings each time.
     assert len(opened) == 4
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("F4", 4), ("F6_E2M3", 6)])
+def test_a_dtype_that_torch_lacks_is_named(tmp_path, dtype, num_bytes):
+    tensor = {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"w": tensor}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    source = open_weights(tmp_path)
+    for read in (source.stored_dtype, lambda name: list(source.stored_chunks(name))):
+        with pytest.raises(CheckpointError, match=rf"tensor w .* dtype {dtype}.* bytes \(U8\)"):
+            read("w")

@@ -66,7 +66,7 @@ def test_a_custom_id_that_comes_again_refuses_that_line_with_both_numbers(tmp_pa
     assert isinstance(first.parse(), BatchRequest)
     refused = last.parse()
     assert isinstance(refused, BatchResult)
-    assert refused.error.code == "duplicate_custom_id"
+    assert (refused.error.code, refused.custom_id) == ("duplicate_custom_id", "a")
     assert refused.error.message == "line 3: its custom_id is that of line 1"
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from helpers.fake_engine import FakeEngine
 from sametoken.errors import NumericalError
-from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
+from sametoken.serving.http.parsed import FoundCall, FoundText, parse_nothing, parsed_of
 from sametoken.serving.http.responses_api.conversation import chat_request
 from sametoken.serving.http.responses_api.items import ItemWriter
 from sametoken.serving.http.responses_api.request import ResponsesRequest
@@ -83,6 +83,7 @@ def text_of(item) -> str:
     return part.text
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 CASES = {
     "text": (TEXT, {}, {}),
     "nothing": ("", {}, {}),
@@ -91,6 +92,16 @@ CASES = {
     "only reasoning": ("<think>Let me", {"reasoning_parser": "deepseek_r1"}, {}),
     "call": (f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
     "calls": (CALL + CALL, {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
+    "text after a call": (
+        f"Sure.\n{CALL}\nAnd{CALL} done",
+        {"tool_call_parser": "hermes"},
+        {"tools": [ADD]},
+    ),
+    "log-probabilities of several items": (
+        f"<think>Hm.</think>Sure.\n{CALL}\nAnd{CALL} done",
+        {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"},
+        {"tools": [ADD], **LOGPROBS},
+    ),
 }
 
 
@@ -122,6 +133,8 @@ def test_items_of_every_kind(serve):
     assert thought.output[0].content[0].text == "Let me héar."
     assert thought.output_text == "It is 3."
     assert thought.usage.output_tokens_details.reasoning_tokens == len("Let me héar.".encode())
+    between = whole(serve, f"Sure.\n{CALL} and more", {"tool_call_parser": "hermes"}, tools=[ADD])
+    assert [item.type for item in between.output] == ["message", "function_call", "message"]
     called = whole(serve, f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, tools=[ADD])
     assert [item.type for item in called.output] == ["message", "function_call"]
     assert called.output[1].name == "add"
@@ -326,25 +339,27 @@ def test_an_error_in_a_stream_is_an_event(serve):
     assert last.message
 
 
-def write(parsed: list[Parsed]) -> list[str]:
-    """The texts of the items of an answer that is parsed as given, step by step."""
-    steps = iter(parsed)
-    writer = ItemWriter(lambda text, finished: next(steps), "k", with_logprobs=False)
-    for step in range(1, len(parsed)):
-        list(writer.write("x" * 100 * step, []))
-    list(writer.finish("x" * 100 * len(parsed), [], is_cut=False))
+def write(steps: list[tuple]) -> list[str]:
+    """The texts of the items of an answer in which these parts are found, step by step."""
+    found = iter(parsed_of(step) for step in steps)
+    writer = ItemWriter(lambda text, finished: next(found), "k", with_logprobs=False)
+    for _ in steps[1:]:
+        list(writer.write("x" * 100, []))
+    list(writer.finish("x" * 100, [], is_cut=False))
     return [f"{item.type}: {text_of(item)}" for item in writer.items]
 
 
 def test_a_part_that_goes_on_after_another_is_an_item_of_its_own():
     call, longer = FoundCall("f", "{"), FoundCall("f", "{}")
+    one, more = FoundText("reasoning", "one"), FoundText("reasoning", ", two")
+    a, b, c = (FoundText("content", text) for text in "abc")
     assert write(
         [
-            Parsed("a", (), "one"),
-            Parsed("ab", (call,), "one"),
-            Parsed("abc", (longer,), "one"),
-            Parsed("abc", (longer, call), "one, two"),
-            Parsed("abc", (longer, longer), "one, two"),
+            (one, a),
+            (one, a, b, call),
+            (one, a, b, longer, c),
+            (one, a, b, longer, c, more, call),
+            (one, a, b, longer, c, more, longer),
         ]
     ) == [
         "reasoning: one", "message: ab", "function_call: {}", "message: c",

@@ -107,13 +107,14 @@ class _Answer:
         (output,) = outputs
         (completion,) = output.outputs
         writer = self._writer()
-        for _ in self._finish(writer, completion, 0):
+        for _ in self._finish(writer, completion):
             pass
         return self._done(output, writer.items)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The response in events: of the response, of its items, and of their parts."""
-        writer, num_tokens, begun = self._writer(), 0, False
+        writer, begun = self._writer(), False
+        num_tokens = num_characters = 0
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
                 if not begun:
@@ -123,13 +124,14 @@ class _Answer:
                     begun = True
                 (completion,) = one.output.outputs
                 if completion.finish_reason is None:
-                    logprobs = self._logprobs(completion, num_tokens)
-                    for each in writer.write(completion.text, logprobs):
-                        yield each
-                    num_tokens = len(completion.token_ids)
+                    for step in self._steps(completion, num_tokens, num_characters):
+                        for each in writer.write(*step):
+                            yield each
+                    num_tokens = completion.num_tokens
+                    num_characters = completion.num_characters
         (output,) = generation.outputs
         (completion,) = output.outputs
-        for each in self._finish(writer, completion, num_tokens):
+        for each in self._finish(writer, completion, num_tokens, num_characters):
             yield each
         done = await asyncio.to_thread(self._done, output, writer.items)
         yield event(done.status, response=done)
@@ -137,9 +139,34 @@ class _Answer:
     def _writer(self) -> ItemWriter:
         return ItemWriter(self.parser, self.key, with_logprobs=self.request.wants_logprobs)
 
-    def _finish(self, writer: ItemWriter, completion: CompletionOutput, start: int) -> Events:
-        logprobs = self._logprobs(completion, start)
-        return writer.finish(completion.text, logprobs, is_cut=_is_cut(completion))
+    def _finish(
+        self,
+        writer: ItemWriter,
+        completion: CompletionOutput,
+        num_tokens: int = 0,
+        num_characters: int = 0,
+    ) -> Events:
+        """The last events, given the size of what was written."""
+        *steps, last = self._steps(completion, num_tokens, num_characters)
+        for step in steps:
+            yield from writer.write(*step)
+        yield from writer.finish(*last, is_cut=_is_cut(completion))
+
+    def _steps(
+        self, completion: CompletionOutput, num_tokens: int, num_characters: int
+    ) -> list[tuple[str, list[TokenLogprob]]]:
+        """What follows the first tokens and characters: at least one text and its tokens.
+
+        With log-probabilities it is parted by tokens, so that these belong to the same items
+        whatever the steps of the engine were.
+        """
+        logprobs = self._logprobs(completion, num_tokens)
+        if not logprobs:
+            return [(completion.text_from(num_characters), [])]
+        pieces = completion.pieces_from(num_tokens, num_characters)
+        if len(pieces) < len(logprobs):
+            return [(pieces[0], logprobs)]
+        return [(piece, [one]) for piece, one in zip(pieces, logprobs, strict=True)]
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> list[TokenLogprob]:
         """Those of the tokens from ``start`` on, if they were asked for."""
@@ -165,7 +192,7 @@ class _Answer:
             part.text for item in items if isinstance(item, ReasoningItem) for part in item.content
         ]
         num_reasoning = sum(len(encode(text, add_special_tokens=False)) for text in reasoning)
-        num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        num_input, num_output = len(output.prompt_token_ids), output.outputs[0].num_tokens
         return ResponseUsage(
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(cached_tokens=output.metrics.num_cached_tokens),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sametoken.serving.http.parsed import FoundCall, GrowingText, Parser
+from sametoken.serving.http.parsed import FoundCall, GrowingAnswer, MoreArguments, Parser
 from sametoken.serving.http.responses import TokenLogprob
 from sametoken.serving.http.responses_api.objects import (
     CallItem,
@@ -29,11 +29,26 @@ def event(kind: str, /, **fields: Any) -> ResponseEvent:
 
 
 @dataclass(slots=True)
-class _Reasoning:
-    """An item of reasoning that grows."""
+class _Item:
+    """An item that grows.
+
+    Attributes:
+        pieces: of its text; joined once it is read, as a long text has many.
+    """
 
     item_id: str
-    text: str = ""
+    pieces: list[str] = field(default_factory=list, kw_only=True)
+
+    @property
+    def text(self) -> str:
+        """Its text so far."""
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class _Reasoning(_Item):
+    """An item of reasoning that grows."""
+
     name: ClassVar[str] = "reasoning_text"
 
     def object(self, status: Status) -> ReasoningItem:
@@ -51,7 +66,7 @@ class _Reasoning:
 
 
 @dataclass(slots=True)
-class _Message:
+class _Message(_Item):
     """An item of text that grows.
 
     Attributes:
@@ -59,9 +74,7 @@ class _Message:
         with_logprobs: whether they were asked for.
     """
 
-    item_id: str
     with_logprobs: bool
-    text: str = ""
     logprobs: Logprobs = field(default_factory=list)
     name: ClassVar[str] = "output_text"
 
@@ -83,13 +96,11 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Call:
+class _Call(_Item):
     """A call whose arguments grow."""
 
-    item_id: str
     call_id: str
     function: str
-    text: str = ""
 
     def object(self, status: Status) -> CallItem:
         """The item; one in progress has no arguments yet."""
@@ -116,74 +127,74 @@ class ItemWriter:
 
     def __init__(self, parser: Parser, key: str, *, with_logprobs: bool) -> None:
         self.items: list[OutputItem] = []
-        self._text, self._key, self._with_logprobs = GrowingText(parser), key, with_logprobs
+        self._answer, self._key, self._with_logprobs = GrowingAnswer(parser), key, with_logprobs
         self._open: _Reasoning | _Message | _Call | None = None
         self._num_calls = 0
         self._logprobs: Logprobs = []
 
-    def write(self, text: str, logprobs: Logprobs) -> Events:
-        """Events of what is new in the answer so far.
+    def write(self, piece: str, logprobs: Logprobs) -> Events:
+        """Events of what is new in the answer.
 
         Args:
-            text: the answer so far.
+            piece: the text that is new.
             logprobs: of the tokens that are new.
         """
-        return self._write(text, logprobs, finished=False)
+        return self._write(piece, logprobs, finished=False)
 
-    def finish(self, text: str, logprobs: Logprobs, *, is_cut: bool) -> Events:
+    def finish(self, piece: str, logprobs: Logprobs, *, is_cut: bool) -> Events:
         """The last events of an answer; with ``is_cut`` its last item is incomplete."""
-        yield from self._write(text, logprobs, finished=True)
+        yield from self._write(piece, logprobs, finished=True)
         if self._open is None:
             yield from self._begin(self._new_message())
         if isinstance(self._open, _Message):
             self._open.logprobs += self._logprobs
         yield from self._end("incomplete" if is_cut else "completed")
 
-    def _write(self, text: str, logprobs: Logprobs, *, finished: bool) -> Events:
+    def _write(self, piece: str, logprobs: Logprobs, *, finished: bool) -> Events:
         self._logprobs += logprobs
-        sent, parsed = self._text.parsed, self._text.read(text, finished=finished)
-        # A call that goes on comes before what is new.
-        for before, call in zip(sent.calls, parsed.calls, strict=False):
-            yield from self._grow_call(call.arguments[len(before.arguments) :])
-        yield from self._grow_reasoning(parsed.reasoning[len(sent.reasoning) :])
-        yield from self._grow_message(parsed.content[len(sent.content) :])
-        yield from self._add_calls(parsed.calls[len(sent.calls) :])
-        if not isinstance(self._open, _Message) and parsed != sent:
+        parts = self._answer.read(piece, finished=finished)
+        for part in parts:
+            if isinstance(part, FoundCall):
+                yield from self._add_call(part)
+            elif isinstance(part, MoreArguments):
+                yield from self._grow_call(part.text)
+            elif part.kind == "content":
+                yield from self._grow_message(part.text)
+            else:
+                yield from self._grow_reasoning(part.text)
+        if parts and not isinstance(self._open, _Message):
             # They were of the other items.
             self._logprobs = []
 
     def _grow_reasoning(self, added: str) -> Events:
-        if added:
-            if not isinstance(self._open, _Reasoning):
-                yield from self._begin(_Reasoning(f"rs_{self._key}_{self._next_number}"))
-            yield from self._grow_text(added, [])
+        if not isinstance(self._open, _Reasoning):
+            yield from self._begin(_Reasoning(f"rs_{self._key}_{self._next_number}"))
+        yield from self._grow_text(added, [])
 
     def _grow_message(self, added: str) -> Events:
-        if added:
-            if not isinstance(self._open, _Message):
-                yield from self._begin(self._new_message())
-            logprobs, self._logprobs = self._logprobs, []
-            yield from self._grow_text(added, logprobs)
-            assert isinstance(self._open, _Message)
-            self._open.logprobs += logprobs
+        if not isinstance(self._open, _Message):
+            yield from self._begin(self._new_message())
+        logprobs, self._logprobs = self._logprobs, []
+        yield from self._grow_text(added, logprobs)
+        assert isinstance(self._open, _Message)
+        self._open.logprobs += logprobs
 
-    def _add_calls(self, calls: tuple[FoundCall, ...]) -> Events:
-        for call in calls:
-            number = f"{self._key}_{self._num_calls}"
-            self._num_calls += 1
-            yield from self._begin(_Call(f"fc_{number}", f"call_{number}", call.name))
-            yield from self._grow_call(call.arguments)
+    def _add_call(self, call: FoundCall) -> Events:
+        number = f"{self._key}_{self._num_calls}"
+        self._num_calls += 1
+        yield from self._begin(_Call(f"fc_{number}", f"call_{number}", call.name))
+        yield from self._grow_call(call.arguments)
 
     def _grow_call(self, added: str) -> Events:
         if added:
             assert isinstance(self._open, _Call)
-            self._open.text += added
+            self._open.pieces.append(added)
             yield self._placed("function_call_arguments.delta", delta=added)
 
     def _grow_text(self, added: str, logprobs: Logprobs) -> Events:
         item = self._open
         assert isinstance(item, _Reasoning | _Message)
-        item.text += added
+        item.pieces.append(added)
         more = item.of_tokens(logprobs)
         yield self._placed(f"{item.name}.delta", content_index=0, delta=added, **more)
 

@@ -47,36 +47,24 @@ class Parsed:
     """A parsed text: the message content, the calls in order, and the reasoning.
 
     Attributes:
-        order: the parts as they come: "call", or a kind of text with a number of characters.
-            Empty: the reasoning, the content and the calls are one after the other.
+        ordered: all parts as they come. Empty: the reasoning, the content and the calls are one
+            after the other.
         rest: from where on the text is to be read once it has grown; None: all of it.
     """
 
     content: str
     calls: tuple[FoundCall, ...] = ()
     reasoning: str = ""
-    order: tuple[tuple[Kind | Literal["call"], int], ...] = field(default=(), compare=False)
+    ordered: tuple[Part, ...] = field(default=(), compare=False, repr=False)
     rest: Rest | None = field(default=None, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts in the order in which they come."""
-        order = self.order or (
-            ("reasoning", len(self.reasoning)),
-            ("content", len(self.content)),
-            *(("call", 1) for _ in self.calls),
-        )
-        texts = {"content": self.content, "reasoning": self.reasoning}
-        places: dict[str, int] = {}
-        found: list[Part] = []
-        for kind, size in order:
-            start = places.get(kind, 0)
-            places[kind] = start + size
-            if kind == "call":
-                found.append(self.calls[start])
-            elif size:
-                found.append(FoundText(kind, texts[kind][start : start + size]))
-        return tuple(found)
+        """All parts in the order in which they come; no text is empty."""
+        if self.ordered:
+            return self.ordered
+        texts = FoundText("reasoning", self.reasoning), FoundText("content", self.content)
+        return (*(one for one in texts if one.text), *self.calls)
 
 
 #: Maps the text so far, and whether it is finished, to its parts.
@@ -102,21 +90,28 @@ class Rest:
 
 def parsed_of(parts: Iterable[NewPart], rest: Rest | None = None) -> Parsed:
     """The result that has these parts in this order."""
-    texts: dict[Kind, list[str]] = {"content": [], "reasoning": []}
-    calls: list[tuple[str, list[str]]] = []
-    order: list[tuple[Kind | Literal["call"], int]] = []
+    ordered: list[Part] = []
+    #: Of calls: places, names, and pieces of their arguments.
+    calls: list[tuple[int, str, list[str]]] = []
     for part in parts:
         if isinstance(part, MoreArguments):
-            calls[-1][1].append(part.text)
-        elif isinstance(part, FoundCall):
-            calls.append((part.name, [part.arguments]))
-            order.append(("call", 1))
-        else:
-            texts[part.kind].append(part.text)
-            order.append((part.kind, len(part.text)))
-    found = tuple(FoundCall(name, "".join(pieces)) for name, pieces in calls)
-    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
-    return Parsed(content, found, reasoning, tuple(order), rest)
+            calls[-1][2].append(part.text)
+            continue
+        if isinstance(part, FoundCall):
+            calls.append((len(ordered), part.name, [part.arguments]))
+        elif not part.text:
+            continue
+        ordered.append(part)
+    for place, name, pieces in calls:
+        ordered[place] = FoundCall(name, "".join(pieces))
+    texts = [one for one in ordered if isinstance(one, FoundText)]
+    return Parsed(
+        "".join(one.text for one in texts if one.kind == "content"),
+        tuple(one for one in ordered if isinstance(one, FoundCall)),
+        "".join(one.text for one in texts if one.kind == "reasoning"),
+        tuple(ordered),
+        rest,
+    )
 
 
 def parse_nothing(text: str, finished: bool) -> Parsed:

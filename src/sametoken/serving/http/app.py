@@ -69,7 +69,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"model": ErrorResponse, "description": "The model or the server failed"},
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
 }
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+#: Of each event, not of the whole stream, as FastAPI documents streams of its own.
+_EVENTS = {
+    "text/event-stream": {
+        "itemSchema": {
+            "type": "object",
+            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Requests are not accepted now"}
 }

@@ -26,7 +26,6 @@ from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,
-    GatedConfig,
     GemmConfig,
     GemmShape,
     TritonConfig,
@@ -256,8 +255,6 @@ def library_agrees(
 def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
         return "cublas"
-    if isinstance(config, GatedConfig):
-        return f"gated{config.block_features}"
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     tma = ("t" if config.tma_rows else "w") if config.tma else ""
     tma += "f" if config.weights_first else ""

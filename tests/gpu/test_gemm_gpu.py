@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.ops.hopper import is_hopper
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.gemm.selfcheck import ProvenTable
 from sametoken.ops.model.gemm.triton import product
@@ -13,7 +12,6 @@ from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,
-    GatedConfig,
     GemmShape,
     TritonConfig,
     TuningTable,
@@ -25,9 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-needs_hopper = pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="a Hopper's kernel"
-)
 
 CONFIGS = [
     TritonConfig(16, 16, 256, num_warps=2, num_stages=4),
@@ -94,41 +89,6 @@ def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue, hopper)
         config = in_order_config(GemmShape(features, 1024, epilogue), rows, hopper)
         out = product(config, x[:rows], matrix, epilogue, bias)
         assert torch.equal(out, expected[:rows]), config
-
-
-@needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("features", "depth"), [(1024, 4096), (1000, 1552), (8, 16), (72, 80)])
-def test_hopper_s_gate_and_up_have_the_same_rows(features, depth, dtype, monkeypatch):
-    """Beside NaN in memory, before which it stops to read, and to write."""
-    memory = torch.full((2 * features + 1100, depth), torch.nan, dtype=dtype, device="cuda")
-    matrix, x = memory[: 2 * features], memory[2 * features + 200 :][:700]
-    matrix.copy_(normal(2 * features, depth, dtype=dtype, seed=1))
-    x.copy_(normal(700, depth, dtype=dtype))
-    expected = by_canonical(x, matrix, "silu_mul", None)
-    written = torch.empty(900, features, dtype=dtype, device="cuda")
-    monkeypatch.setattr(torch, "empty", lambda rows, *_, **__: written[:rows])
-    for config in (GatedConfig(64), GatedConfig(128)):
-        for rows in [1, 2, 63, 64, 65, 127, 128, 129, 300, 511, 700]:
-            written.fill_(3)
-            out = product(config, x[:rows], matrix, "silu_mul")
-            assert torch.equal(out, expected[:rows]), (config, rows)
-            assert (written[rows:] == 3).all()
-
-
-@needs_hopper
-@pytest.mark.parametrize("features", [12288, 1408])
-def test_gate_and_up_of_a_whole_prompt_have_the_same_rows(features):
-    x, matrix = normal(4096, 2048), normal(2 * features, 2048, seed=1)
-    shape = GemmShape(2 * features, 2048, "silu_mul")
-    table = TuningTable(hopper=True)
-    expected = by_canonical(x, matrix, "silu_mul", None)
-    chosen = set()
-    for rows in [256, 512, 768, 1024, 2048, 3000, 4096]:
-        config = table.choose(shape, rows)
-        chosen.add(config)
-        assert torch.equal(product(config, x[:rows], matrix, "silu_mul"), expected[:rows]), config
-    assert chosen & {GatedConfig(64), GatedConfig(128)}
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -1,9 +1,9 @@
 """fp8 products on a GPU: a float8 e4m3 matrix, activations rounded to it or not, sums fp32.
 
-The kernel is that of ``gemm.triton``, or ``hopper``'s. Tensor cores keep about 14 bits of a sum of
-float8 products. With a scale a row and a feature they add up the whole sum, in one order, whatever
-the tiles; scales of groups end a sum every ``DEPTH`` elements. So all configurations have the same
-bits (tests/gpu/test_fp8_gpu.py).
+The kernel is that of ``gemm.triton``. Tensor cores keep about 14 bits of a sum of float8 products.
+With a scale a row and a feature they add up the whole sum, in one order, whatever the tiles; scales
+of groups end a sum every ``DEPTH`` elements. So all configurations have the same bits
+(tests/gpu/test_fp8_gpu.py).
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
+from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import (
     EXPONENT,
@@ -29,15 +29,8 @@ from sametoken.ops.model.gemm.fp8 import (
     TINY,
     Fp8Weight,
 )
-from sametoken.ops.model.gemm.hopper import gated_product
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
-from sametoken.ops.model.gemm.tuning import (
-    Epilogue,
-    GatedConfig,
-    GemmShape,
-    TritonConfig,
-    gated_config,
-)
+from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import BY_ROW, Rounding
 
@@ -208,7 +201,7 @@ def product(
     weight: Fp8Weight,
     epilogue: Epilogue = "none",
     bias: Tensor | None = None,
-    config: TritonConfig | GatedConfig | None = None,
+    config: TritonConfig | None = None,
 ) -> Tensor:
     """One product with quantized activations.
 
@@ -216,8 +209,7 @@ def product(
         x: [T, K], contiguous.
         weight: [N, K].
         epilogue, bias: as in ``gemm.triton.product``.
-        config: by default ``default_config``, or on Hopper ``gated_config`` where scales are of
-            rows; a Triton kernel's depth must be ``DEPTH`` if scales are of groups.
+        config: by default ``default_config``; its depth must be ``DEPTH`` if scales are of groups.
     """
     rows, in_features = x.shape
     assert in_features == weight.in_features
@@ -227,13 +219,6 @@ def product(
     if weight.rounding is not None:
         values, x_scale = rounded(x, weight.rounding)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
-    if x_scale is not None and not scaling.grouped and is_hopper(x.device):
-        config = config or gated_config(shape, rows)
-    if isinstance(config, GatedConfig):
-        return gated_product(
-            config, values, weight.matrix,
-            feature_scales=weight.scale, row_scales=x_scale, dtype=x.dtype,
-        )  # fmt: skip
     config = config or default_config(
         shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped
     )

@@ -14,7 +14,6 @@ from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     CublasConfig,
     Epilogue,
-    GatedConfig,
     GemmConfig,
     GemmShape,
     TuningTable,
@@ -57,8 +56,7 @@ class ProvenTable:
         reports = []
         for matrix, shape in self._compared(matrices):
             self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
-            differing = (one.row_counts for one in report.refused if one.config == CublasConfig())
-            agreed = set(row_counts).difference(*differing)
+            agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
             self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
             reports.append(report)
         return tuple(reports)
@@ -106,9 +104,8 @@ def check_gemm(
     """Compare the chosen kernels with the canonical one on random rows.
 
     cuBLAS may pick another kernel at any row count, so pass every count that will be served. It
-    is refused at the counts where it differs, other kernels wholly. The choice without Hopper's
-    kernel takes the place of that; else the default kernel does, or the canonical one if that
-    differs too.
+    is refused at the counts where it differs, a Triton kernel wholly. The default kernel takes
+    their place, or the canonical one if that differs too.
 
     Args:
         weight: [N, K] on the device, bf16 or fp16.
@@ -120,21 +117,16 @@ def check_gemm(
         A table whose choices for this shape all passed, and the report.
     """
     shape = GemmShape(weight.shape[0], weight.shape[1], epilogue)
-    row_counts = sorted(set(row_counts))
-    x, bias = _random_inputs(weight, epilogue, row_counts[-1])
-    inputs, expected = (x, weight, epilogue, bias), _by_canonical(x, weight, epilogue, bias)
+    buckets: dict[int, list[int]] = {}
+    for rows in sorted(set(row_counts)):
+        buckets.setdefault(row_bucket(rows), []).append(rows)
+    largest = max(counts[-1] for counts in buckets.values())
+    x, bias = _random_inputs(weight, epilogue, largest)
+    expected = _by_canonical(x, weight, epilogue, bias)
 
     refused: list[Refusal] = []
-    for gated, counts in _gated(table, shape, row_counts).items():
-        if differing := _differing(gated, counts, inputs, expected):
-            refused.append(Refusal(gated, differing))
-            table = table.without_gated(shape)
-    buckets: dict[int, list[int]] = {}
-    for rows in row_counts:
-        if not isinstance(table.choose(shape, rows), GatedConfig):
-            buckets.setdefault(row_bucket(rows), []).append(rows)
     for bucket, counts in buckets.items():
-        config = table.choose(shape, counts[-1])
+        config, inputs = table.choose(shape, counts[-1]), (x, weight, epilogue, bias)
         if differing := _differing(config, counts, inputs, expected):
             refused.append(Refusal(config, differing))
             keeps_others = isinstance(config, CublasConfig) and len(differing) < len(counts)
@@ -147,18 +139,6 @@ def check_gemm(
                 config = default
         table = table.replaced(shape, bucket, config)
     return table, GemmReport(shape, tuple(refused))
-
-
-def _gated(
-    table: TuningTable, shape: GemmShape, row_counts: Sequence[int]
-) -> dict[GatedConfig, list[int]]:
-    """The row counts that Hopper's kernel of gate and up serves, by its choice."""
-    found: dict[GatedConfig, list[int]] = {}
-    for rows in row_counts:
-        config = table.choose(shape, rows)
-        if isinstance(config, GatedConfig):
-            found.setdefault(config, []).append(rows)
-    return found
 
 
 def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Iterable[int]) -> None:

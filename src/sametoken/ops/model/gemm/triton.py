@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: one Triton kernel, ``hopper``'s, and cuBLAS where its bits match.
+"""Matrix products on a GPU: one Triton kernel, and cuBLAS where its bits match.
 
 No kernel uses split-K, and all add over in_features in order, so a row's bits do not depend on
 the row count, the tiles, or the kernel (tests/gpu/test_gemm_gpu.py).
@@ -18,14 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.activation_triton import activated, silu_mul
-from sametoken.ops.model.gemm.hopper import gated_product
-from sametoken.ops.model.gemm.tuning import (
-    CublasConfig,
-    Epilogue,
-    GatedConfig,
-    GemmConfig,
-    TritonConfig,
-)
+from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
 
 
@@ -217,9 +210,6 @@ def product(
     assert (bias is not None) == (epilogue == "bias")
     if isinstance(config, CublasConfig):
         return _cublas_product(x, matrix, epilogue, bias)
-    if isinstance(config, GatedConfig):
-        assert epilogue == "silu_mul"
-        return gated_product(config, x, matrix)
     return tiled_product(config, x, matrix, epilogue, bias)
 
 

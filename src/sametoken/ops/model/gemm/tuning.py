@@ -17,8 +17,6 @@ from importlib.resources.abc import Traversable
 from typing import Any, Literal, Protocol, get_args
 
 from sametoken.errors import ConfigError
-from sametoken.ops.hopper import MULTIPROCESSORS
-from sametoken.ops.launch_sizes import cdiv
 
 #: Operation on a product before its store; "logits" leaves it in fp32.
 Epilogue = Literal["none", "bias", "silu_mul", "logits"]
@@ -86,24 +84,7 @@ class CublasConfig:
     """cuBLAS, where it does not use split-K."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatedConfig:
-    """The kernel of ``hopper``, for ``silu_mul`` of many rows alone.
-
-    Attributes:
-        block_features: of a tile, of gate and of up each: 64 or 128.
-    """
-
-    block_features: int
-
-
-GemmConfig = TritonConfig | CublasConfig | GatedConfig
-
-#: Rows of a tile of ``GatedConfig``, and how busy each kind of tile must keep a chip to be taken.
-#: Small tiles read shared memory twice as often: they serve launches of few rounds.
-GATED_ROWS = 128
-GATED_BUSY = {128: 0.92, 64: 0.95}
-MOST_ROWS_OF_SMALL = 1024
+GemmConfig = TritonConfig | CublasConfig
 
 #: The kernel whose bits define the result; every other choice must equal it.
 CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
@@ -127,19 +108,15 @@ class TuningTable:
     """Choices by shape and row bucket; other shapes get ``default_config``.
 
     Attributes:
-        entries: measured choices; ``gated_config`` comes before them.
+        entries: measured choices.
         hopper: as for ``default_config``.
-        ungated: shapes that ``gated_config`` does not serve, as its bits differed.
     """
 
     entries: Mapping[GemmShape, Mapping[int, GemmConfig]] = field(default_factory=dict)
     hopper: bool = False
-    ungated: frozenset[GemmShape] = frozenset()
 
     def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
         """The kernel for ``rows`` rows of activations."""
-        if self.hopper and shape not in self.ungated and (gated := gated_config(shape, rows)):
-            return gated
         measured = self.entries.get(shape, {})
         chosen = measured.get(row_bucket(rows))
         return chosen if chosen is not None else default_config(shape, rows, self.hopper)
@@ -152,10 +129,6 @@ class TuningTable:
         """This table with another choice for one bucket of one shape."""
         choices = {**self.entries.get(shape, {}), bucket: config}
         return replace(self, entries={**self.entries, shape: choices})
-
-    def without_gated(self, shape: GemmShape) -> TuningTable:
-        """This table without ``gated_config`` for a shape."""
-        return replace(self, ungated=self.ungated | {shape})
 
     def to_json(self) -> str:
         """The table as JSON text for ``from_json``."""
@@ -201,25 +174,6 @@ def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
         hopper: the chip has the wgmma, TMA and programmatic launches of a Hopper.
     """
     return CublasConfig() if hopper and rows > 64 else in_order_config(shape, rows, hopper)
-
-
-def gated_config(shape: GemmShape, rows: int) -> GatedConfig | None:
-    """Hopper's kernel for gate and up, if it serves and its tiles keep the chip busy.
-
-    Tiles are computed in rounds of one a multiprocessor, and the last may be nearly empty. Then
-    cuBLAS, with tiles of more sizes, is faster, though it leaves SiLU to another kernel.
-    """
-    features = shape.out_features // 2
-    # TMA reads and writes rows that begin at multiples of 16 bytes.
-    if shape.epilogue != "silu_mul" or shape.in_features % 16 or features % 8:
-        return None
-    for width, least in GATED_BUSY.items():
-        tiles = cdiv(rows, GATED_ROWS) * cdiv(features, width)
-        room = cdiv(tiles, MULTIPROCESSORS) * MULTIPROCESSORS * GATED_ROWS * width
-        few = width == max(GATED_BUSY) or rows <= MOST_ROWS_OF_SMALL
-        if few and rows * features >= least * room:
-            return GatedConfig(width)
-    return None
 
 
 def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:

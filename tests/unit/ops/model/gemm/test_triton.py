@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.gemm import selfcheck, tuning
+from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.selfcheck import ProvenTable, Refusal, check_gemm
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     CublasConfig,
-    GatedConfig,
     GemmShape,
     TritonConfig,
     TuningTable,
@@ -153,33 +152,6 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
     assert report.refused == (Refusal(CublasConfig(), (3,)),)
     assert table.choose(SHAPE, 2) == table.choose(SHAPE, 4) == CublasConfig()
     assert table.choose(SHAPE, 3) == default_config(SHAPE, 3, hopper=False)
-
-
-def test_selfcheck_proves_cublas_where_the_kernel_of_gate_and_up_differs(monkeypatch):
-    """Not where that serves: no library is compared there."""
-    shape, counts = GemmShape(64, 32, "silu_mul"), (100, 128, 256)
-    gated = {128: GatedConfig(128), 256: GatedConfig(64)}
-    monkeypatch.setattr(tuning, "gated_config", lambda shape, rows: gated.get(rows))
-    compared, wrong = [], None
-
-    def product(config, x, matrix, epilogue, bias):
-        compared.append((config, len(x)))
-        return gemm.product(CANONICAL, x, matrix, epilogue, bias) + (config == wrong)
-
-    monkeypatch.setattr(selfcheck, "product", product)
-    matrix, entries = integers(64, 32), {shape: {128: CublasConfig(), 256: CublasConfig()}}
-    table = ProvenTable(TuningTable(entries, hopper=True))
-    (report,) = table.prove([matrix], counts)
-    assert report.refused == ()
-    assert [table.choose(shape, rows) for rows in counts] == [CublasConfig(), *gated.values()]
-    assert {rows for config, rows in compared if config == CublasConfig()} == {100}
-
-    wrong = GatedConfig(64)
-    table = ProvenTable(TuningTable(entries, hopper=True))
-    (report,) = table.prove([matrix], counts)
-    assert report.refused == (Refusal(wrong, (256,)),)
-    assert {table.choose(shape, rows) for rows in counts} == {CublasConfig()}
-    assert {rows for config, rows in compared if config == CublasConfig()} == set(counts)
 
 
 def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():

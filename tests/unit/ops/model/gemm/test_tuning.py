@@ -10,12 +10,10 @@ from sametoken.errors import ConfigError
 from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     CublasConfig,
-    GatedConfig,
     GemmShape,
     TritonConfig,
     TuningTable,
     default_config,
-    gated_config,
     in_order_config,
     load_table,
     row_bucket,
@@ -64,38 +62,6 @@ def test_defaults_of_hopper_take_tma_where_rows_allow_it_and_cublas_for_many_row
     table = TuningTable({SHAPE: {4: CONFIG}}, hopper=True)
     assert table.replaced(SHAPE, 64, CONFIG).choose(even, 65) == CublasConfig()
     assert isinstance(table.in_order(even, 65), TritonConfig)
-
-
-@pytest.mark.parametrize(
-    ("rows", "width"),
-    [
-        (1, None), (128, None), (200, None), (256, 64), (384, None), (512, 128), (513, None),
-        (640, None), (768, 64), (1024, 128), (1280, None), (1408, 128), (2048, 128), (4096, 128),
-        (4000, 128), (8192, 128),
-    ],
-)  # fmt: skip
-def test_gate_and_up_have_a_kernel_of_their_own_where_its_tiles_fill_a_hopper(rows, width):
-    shape = GemmShape(24576, 4096, "silu_mul")
-    expected = None if width is None else GatedConfig(width)
-    assert gated_config(shape, rows) == expected
-    table = TuningTable({shape: {2048: CublasConfig()}}, hopper=True)
-    assert isinstance(table.choose(shape, rows), GatedConfig) == (width is not None)
-    assert not isinstance(TuningTable().choose(shape, rows), GatedConfig)
-    assert not isinstance(table.without_gated(shape).choose(shape, rows), GatedConfig)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        GemmShape(24576, 4096),
-        GemmShape(24576, 4096, "logits"),
-        GemmShape(24576, 4104, "silu_mul"),
-        GemmShape(24584, 4096, "silu_mul"),
-        GemmShape(16, 4096, "silu_mul"),
-    ],
-)
-def test_other_products_and_sizes_are_not_of_that_kernel(shape):
-    assert gated_config(shape, 4096) is None
 
 
 def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():

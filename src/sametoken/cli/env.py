@@ -39,6 +39,7 @@ def _facts() -> dict[str, Any]:
     from sametoken.config import EngineConfig
     from sametoken.engine.resolve import resolve_device
     from sametoken.io.cache_directory import cache_directory
+    from sametoken.io.cores import num_usable_cores
     from sametoken.ops.dispatch import select_kernels
 
     device = resolve_device(EngineConfig())
@@ -50,7 +51,7 @@ def _facts() -> dict[str, Any]:
     facts |= {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": num_usable_cores(),
         "threads": torch.get_num_threads(),
         "device": str(device),
         "cuda devices": torch.cuda.device_count(),

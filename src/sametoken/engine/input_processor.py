@@ -216,7 +216,7 @@ class InputProcessor:
             raise RequestError(
                 f"the prompt has {num_characters} characters and at most {most} can fit "
                 f"max_model_len={self._max_model_len}",
-                "shorten it or raise max_model_len",
+                "shorten it, or raise max_model_len if the model's context is longer",
                 code=TOO_LONG,
             )
 

@@ -87,7 +87,7 @@ def require_fitting(num_tokens: int, most: int) -> None:
     if num_tokens > most:
         raise RequestError(
             f"the prompt has {num_tokens} tokens and at most {most} fit (max_model_len - 1)",
-            "shorten it or raise max_model_len",
+            "shorten it, or raise max_model_len if the model's context is longer",
             code=TOO_LONG,
         )
 

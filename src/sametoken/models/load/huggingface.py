@@ -20,6 +20,7 @@ from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, SLIDING
+from sametoken.models.load.dtypes import DTYPE_KEYS, config_dtype, names_dtype, stored_dtype
 from sametoken.models.load.files import (
     AGAIN,
     PICKLED,
@@ -43,18 +44,11 @@ from sametoken.models.registry import ARCHITECTURES, model_class
 # Top-level keys of a vision-language config that apply to its text decoder too.
 _COMMON = (
     "architectures",
-    "dtype",
     "eos_token_id",
-    "torch_dtype",
     "tie_word_embeddings",
+    *DTYPE_KEYS,
     *QUANTIZATION_KEYS,
 )
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 #: torch has no dtype for these.
@@ -78,7 +72,10 @@ class HuggingFaceCheckpoint:
         config_file = directory / "config.json"
         config = Settings(read_json_object(config_file), str(config_file))
         # First: other architectures may name their sizes otherwise.
-        model_class(_architecture(config))
+        family = model_class(_architecture(config))
+        if not names_dtype(config):
+            stored = _stored_dtype(directory, f"{family.embedding_name}.weight")
+            config = replace(config, values={**config.values, "dtype": stored})
         self.config = model_config(config, read_generation_config(directory))
 
     def open_tensors(self) -> SafetensorsSource | PickledSource:
@@ -143,7 +140,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         attention_bias=bool(settings.get("attention_bias", False)),
         eos_token_ids=end_ids or settings.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),
-        dtype=_dtype(settings),
+        dtype=config_dtype(settings),
         extra=dict(settings.values),
         local_rope=local_rope,
     )
@@ -237,14 +234,13 @@ def _positions(
     return max(declared, int(rope.get("original_max_position_embeddings", declared) * factor))
 
 
-def _dtype(settings: Settings) -> torch.dtype:
-    name = settings.get("dtype", settings.get("torch_dtype", "float32"))
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise UnsupportedError(
-            f"{settings.location}: dtype {short(name)} is not supported",
-            f"use one of {tuple(_DTYPES)}",
-        )
-    return _DTYPES[name]
+def _stored_dtype(directory: Path, embedding: str) -> str | None:
+    """As ``stored_dtype``; None too where there are no weights, as for dummy ones."""
+    try:
+        return stored_dtype(open_weights(directory), embedding)
+    except (CheckpointError, UnsupportedError):
+        # What is wrong with the files is said when they are read.
+        return None
 
 
 def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | PickledSource:

@@ -292,6 +292,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
         {"use_sliding_window": True, "max_window_layers": 1},
         {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
         {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0},
         {
             "use_sliding_window": True,
@@ -414,6 +415,26 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path):
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype_by_either_name(tmp_path, key):
     assert read(tmp_path, BASE | {key: "bfloat16"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_config_without_a_dtype_has_that_of_the_weights(tmp_path, stored):
+    """gpt-oss is published so. Scales and biases of routers may be fp32 beside 16 bits."""
+    embedding = torch.zeros(100, 64, dtype=stored)
+    tensors = {"a.weight_scale": torch.ones(3), "model.embed_tokens.weight": embedding}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read(tmp_path, BASE).dtype == stored
+    assert read(tmp_path, BASE | {"dtype": None, "torch_dtype": None}).dtype == stored
+    assert read(tmp_path, BASE | {"torch_dtype": "float64"}).dtype == torch.float64
+
+
+def test_weights_without_a_dtype_that_is_known_change_nothing(tmp_path):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert read(tmp_path, BASE).dtype == torch.float32
+    (tmp_path / "model.safetensors").write_bytes(b"truncated")
+    assert read(tmp_path, BASE).dtype == torch.float32
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert read(tmp_path, BASE | quantized).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

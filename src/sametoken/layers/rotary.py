@@ -122,6 +122,10 @@ def _scaled(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tenso
     try:
         compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
         frequencies, factor = compute(config, torch.device("cpu"), longest)
+        own = rope.get("attn_factor")
+        if rope["rope_type"] == "yarn" and own is not None and not rope.get("attention_factor"):
+            # Of YaRN's authors, and in DeepSeek-R1-0528-Qwen3-8B; transformers passes over it.
+            factor *= own
         if rope["rope_type"] == LONGROPE:
             for key in ("short_factor", "long_factor"):
                 if len(rope[key]) != len(frequencies):

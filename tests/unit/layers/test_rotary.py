@@ -63,6 +63,20 @@ def test_equals_transformers(rope):
     assert torch.equal(ours.sin, sin[0, :, :8])
 
 
+def test_the_factor_of_yarn_s_authors_is_beside_the_computed_one():
+    """DeepSeek-R1-0528-Qwen3-8B has it, so that both together are 1; transformers warns of it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    unscaled = table(yarn | {"attention_factor": 1.0})
+    found = table(yarn | {"attn_factor": 0.8782488562869419})
+    torch.testing.assert_close(found.cos, unscaled.cos, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.sin, unscaled.sin, rtol=1e-6, atol=1e-6)
+    both = table(yarn | {"attention_factor": 1.0, "attn_factor": 0.5})
+    assert torch.equal(both.cos, unscaled.cos)
+    assert torch.equal(table(yarn | {"attn_factor": None}).cos, table(yarn).cos)
+    with pytest.raises(CheckpointError, match="'yarn' lacks a parameter or has a bad one"):
+        table(yarn | {"attn_factor": "much"})
+
+
 FAR = [
     # Llama 3.1, Qwen3 with YaRN, and YaRN as in DeepSeek-V3.
     {**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 8192},

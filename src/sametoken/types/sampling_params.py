@@ -15,7 +15,7 @@ from sametoken.errors import RequestError, shown
 from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Parameters that a checkpoint's generation_config.json may recommend.
-RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MAX_LOGPROBS = 20
 #: Completions per prompt.
 MAX_N = 2**16

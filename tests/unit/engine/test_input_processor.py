@@ -293,9 +293,10 @@ def test_drafts_without_a_drafter_are_refused_with_its_option(tokenizer):
 
 
 def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):
-    values = {"temperature": 0.6, "top_p": None, "top_k": 20, "max_length": 9}
+    values = {"temperature": 0.6, "top_p": None, "top_k": 20, "min_p": 0.15, "max_length": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    assert default_sampling_params(tmp_path) == SamplingParams(temperature=0.6, top_k=20)
+    expected = SamplingParams(temperature=0.6, top_k=20, min_p=0.15)
+    assert default_sampling_params(tmp_path) == expected
 
 
 def test_another_file_or_none_may_be_chosen(tmp_path):

@@ -41,7 +41,7 @@ def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
 
 def _uses_windows(settings: Settings) -> bool:
     given = settings.get("sliding_window") is not None
-    return bool(settings.get("use_sliding_window", given))
+    return given and bool(settings.get("use_sliding_window", True))
 
 
 def require_supported(

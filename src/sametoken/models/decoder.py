@@ -388,6 +388,7 @@ class Decoder:
     def _load_head(self, weights: WeightReader) -> Weight:
         vocabulary = Part(self._head_name, self.config.vocab_size, split=Split.ROWS)
         if not self.config.tie_word_embeddings:
+            weights.require_head(self._head_name)
             return weights.linear(self.config.hidden_size, vocabulary).weight
         weights.require_tied(self._embedding_name, self._head_name)
         tied = replace(vocabulary, name=self._embedding_name)

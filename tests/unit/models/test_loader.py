@@ -121,6 +121,16 @@ def test_a_tied_head_that_differs_is_refused(checkpoint):
     assert model.head is model.embedding
 
 
+def test_a_head_neither_stored_nor_tied_is_refused_with_both_remedies(checkpoint):
+    change_tensors(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.*not tie") as caught:
+        load(checkpoint)
+    assert "set tie_word_embeddings to true" in caught.value.remedy
+    load(checkpoint, load_format="dummy")
+    change_config(checkpoint, tie_word_embeddings=True)
+    load(checkpoint)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_files_of_other_floating_dtypes_are_converted(checkpoint, dtype):
     def convert(tensors):

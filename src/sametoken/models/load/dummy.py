@@ -92,6 +92,9 @@ class DummyReader(WeightReader):
 
     source: DummySource
 
+    def require_head(self, module: str) -> None:
+        """It exists once it is read."""
+
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """Scales that give weights of 8 and 4 bits the size of others."""
         scale = _scale_of(name)

@@ -199,6 +199,20 @@ class WeightReader:
         self._read.add(name)
         return tensor
 
+    def require_head(self, module: str) -> None:
+        """Refuse a checkpoint without a head that its config does not tie to the embedding.
+
+        Raises:
+            CheckpointError: no tensor is of the module.
+        """
+        if not any(name.startswith(f"{module}.") for name in self.source.names()):
+            raise CheckpointError(
+                f"{self.source.location} lacks the tensor {module}.weight, and its config does not "
+                "tie it to the embedding",
+                "set tie_word_embeddings to true if the embedding is the head, else download or "
+                "convert the checkpoint again",
+            )
+
     def require_tied(self, name: str, module: str) -> None:
         """Refuse a head of the checkpoint that is not the embedding to which it is tied.
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import ProcessedRequest
@@ -158,7 +159,7 @@ class EngineClient:
             self._collector.num_overloaded += 1
             raise
         self._release_replay(self._audit.interrupt())
-        stream = RequestStream(request.request_id, self.abort)
+        stream = RequestStream(request.request_id, partial(self._abort_own, request))
         self._requests[request.request_id] = _Unfinished(request, weakref.ref(stream))
         self.idle.clear()
         self._outputs.add(request, time.monotonic(), stream=True)
@@ -169,6 +170,12 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request with the output so far; unknown ids are ignored."""
         self._deliver(self._outputs.abort(request_id, time.monotonic()), aborted=True)
+
+    def _abort_own(self, request: ProcessedRequest, request_id: str) -> None:
+        """Abort a request that nobody reads, and no other one that has its id since."""
+        unfinished = self._requests.get(request_id)
+        if unfinished is not None and unfinished.request is request:
+            self.abort(request_id)
 
     def abort_all(self) -> None:
         """End every request with the output so far."""
@@ -188,8 +195,10 @@ class EngineClient:
         """
         self.require_ready()
         if isinstance(command, Pause):
-            # A paused engine reports nothing, and is not hung.
+            # A paused engine reports nothing, and is not hung. A replay would hold up a pause that
+            # waits, and refuse the sleep after it.
             self.is_paused = True
+            self._release_replay(self._audit.interrupt())
         ticket = next(self._tickets)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[ticket] = answer
@@ -207,12 +216,12 @@ class EngineClient:
             self._queue.note_load(replace(load, weight_version=message.version))
             self._release_replay(self._audit.begin_weights())
         answer = self._answers.get(message.ticket)
-        if answer is None or answer.done():
-            return
-        if message.error is None:
-            answer.set_result(message.version)
-        else:
-            answer.set_exception(message.error)
+        if answer is not None and not answer.done():
+            if message.error is None:
+                answer.set_result(message.version)
+            else:
+                answer.set_exception(message.error)
+        self._use_idle_time()
 
     # Listener
 
@@ -222,6 +231,9 @@ class EngineClient:
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()
+        if self._queue.load.weight_version:
+            # The next process has the weights as loaded.
+            self._audit.begin_weights()
         self._queue.reset()
         self._num_submits = 0
         for request_id in list(self._requests):
@@ -320,7 +332,7 @@ class EngineClient:
         if self._requests:
             return
         self.idle.set()
-        replay = self._audit.begin() if self.is_ready else None
+        replay = self._audit.begin() if self.is_ready and not self.is_paused else None
         if replay is not None:
             self._submit((replay,))
 

@@ -24,7 +24,16 @@ from sametoken.errors import (
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.limits import ServingLimits
-from sametoken.serving.messages import Ready, Refused, Release, StepReport, Submit
+from sametoken.serving.messages import (
+    Answer,
+    Pause,
+    Ready,
+    Refused,
+    Release,
+    Resume,
+    StepReport,
+    Submit,
+)
 from sametoken.serving.stats import EngineLoad
 from sametoken.types.outputs import RequestMetrics, RequestOutput
 from sametoken.types.request import RequestUpdate
@@ -227,6 +236,18 @@ async def test_a_dropped_stream_aborts_its_request(open_kit):
         assert kit.client.idle.is_set()
 
 
+async def test_a_stream_that_was_dropped_late_spares_the_next_request_of_its_id(open_kit):
+    async with open_kit() as kit:
+        stream = kit.begin()
+        del stream
+        gc.collect()
+        kit.client.abort("r")
+        stream = kit.begin()
+        await asyncio.sleep(0)
+        kit.report(update("r", 20))
+        assert (await anext(stream)).outputs[0].token_ids == (20,)
+
+
 async def test_all_completions_of_a_prompt_end_together(open_kit):
     async with open_kit() as kit:
         stream = kit.begin(n=2)
@@ -412,6 +433,43 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
         kit.process.ended.set()
         await asyncio.sleep(0.01)
         assert kit.client.stats.audit.num_dropped == 2
+
+
+async def test_a_pause_puts_a_replay_off_until_its_end(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
+        kit.begin("first")
+        kit.report(update("first", 20, 21, 22, 23))
+        kit.process.take_sent()
+        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
+        await asyncio.sleep(0)
+        release, order = kit.process.take_sent()
+        assert release == Release({"first#replay#1": None}, aborted=True)
+        kit.client.take(Answer(order.ticket, paused=True))
+        await pausing
+        kit.begin("second")
+        kit.client.abort_all()
+        assert [type(one) for one in kit.process.take_sent()] == [Submit, Release]
+        waking = asyncio.ensure_future(kit.client.command(Resume()))
+        await asyncio.sleep(0)
+        (order,) = kit.process.take_sent()
+        kit.client.take(Answer(order.ticket))
+        await waking
+        (again,) = kit.process.take_sent()
+        assert again.completions[0].request_id == "first#replay#2"
+
+
+async def test_what_other_weights_served_is_not_replayed_by_the_next_process(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
+        kit.report(weight_version=3)
+        stream, _other = kit.begin(), kit.begin("other")
+        versions = {"weight_versions": (3, 3)}
+        kit.report(update("r", 20, 21, 22, 23, **versions), weight_version=3)
+        await anext(stream)
+        assert kit.client.stats.audit.num_pending == 1
+        kit.process.ended.set()
+        await asyncio.sleep(0.01)
+        assert kit.client.stats.audit.num_pending == 0
+        assert kit.client.stats.audit.num_dropped == 1
 
 
 def output(number, *, finished=False):

@@ -104,7 +104,8 @@ class EngineProcess:
         Returns:
             Why the process ended, if it ended unexpectedly.
         """
-        self._writer.close()
+        # Without what is unsent: a process that reads nothing would never let the socket close.
+        self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
         try:

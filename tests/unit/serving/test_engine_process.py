@@ -89,6 +89,16 @@ async def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(conf
     assert not is_alive(second.pid)
 
 
+async def test_a_process_that_reads_nothing_is_killed(config):
+    process = await EngineProcess.start(config, build_engine)
+    os.kill(process.pid, signal.SIGSTOP)
+    # More than the socket holds.
+    process.send(request(*range(2**18)))
+    error = await asyncio.wait_for(process.stop(grace_s=0.1), PATIENCE_S)
+    assert "SIGKILL" in error.cause
+    assert not is_alive(process.pid)
+
+
 @pytest.mark.parametrize(
     ("build", "options", "kind", "cause"),
     [

@@ -110,6 +110,24 @@ def test_what_one_rank_refuses_no_rank_takes(live, targets, truths, row):
     assert drive(live._engine) == truths[0]
 
 
+def test_an_interrupted_update_leaves_nothing_to_the_next_one(live, targets, truths, monkeypatch):
+    """Ctrl-C, while rank 0 waits for what the others have loaded."""
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LeadingRank, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            live.update_weights(targets[0])
+    with pytest.raises(WeightUpdateError, match=r"up_proj\.weight of the update holds NaN"):
+        live.update_weights(spoilt(targets[1], ROWS - 1).items())
+    live.update_weights(targets[1])
+    assert drive(live._engine) == truths[1]
+    live.update_weights(targets[0])
+    assert drive(live._engine) == truths[0]
+
+
 def test_requests_in_flight_go_on(live, targets, truths):
     core = live._engine
     items = list(requests())

@@ -104,8 +104,12 @@ class Ranks(Peers, Protocol):
         """Send a message to the ranks that follow this one, in the order of the plans."""
         ...
 
-    def collect(self, kind: type[T]) -> list[T]:
+    def collect(self, kind: type[T], wanted: Callable[[T], bool] | None = None) -> list[T]:
         """Wait for the answer of each rank that follows this one.
+
+        Args:
+            kind: of the answers.
+            wanted: whether an answer is; others, left from earlier, are dropped. None: all are.
 
         Raises:
             SametokenError: one has ended; names the cause.
@@ -141,7 +145,7 @@ class SoleRank(NoPeers):
     def tell(self, message: Any) -> None:
         """A no-op: nobody follows."""
 
-    def collect(self, kind: type[T]) -> list[T]:
+    def collect(self, kind: type[T], wanted: object = None) -> list[T]:
         """Nothing: nobody follows."""
         return []
 
@@ -193,16 +197,18 @@ class Follower:
         except OSError as error:
             raise self.cause() from error
 
-    def expect(self, kind: type[T]) -> T:
-        """The next message, of type ``kind``.
+    def expect(self, kind: type[T], wanted: Callable[[T], bool] | None) -> T:
+        """The next wanted message, of type ``kind`` as those before it.
 
         Raises:
             SametokenError: the process has ended; names the cause.
         """
-        message = self._messages.get()
-        if not isinstance(message, kind):
-            raise self.cause()
-        return message
+        while True:
+            message = self._messages.get()
+            if not isinstance(message, kind):
+                raise self.cause()
+            if wanted is None or wanted(message):
+                return message
 
     def cause(self) -> SametokenError:
         """Wait for the process to end and return the cause."""
@@ -316,9 +322,9 @@ class LeadingRank:
             for follower in self.followers:
                 follower.send(frame)
 
-    def collect(self, kind: type[T]) -> list[T]:
-        """The next message of each follower, of type ``kind``."""
-        return [follower.expect(kind) for follower in self.followers]
+    def collect(self, kind: type[T], wanted: Callable[[T], bool] | None = None) -> list[T]:
+        """The next wanted message of each follower, of type ``kind``."""
+        return [follower.expect(kind, wanted) for follower in self.followers]
 
     def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
         """Call ``notice`` with the cause, on the follower's thread, once one has ended."""

@@ -78,7 +78,7 @@ class FollowingRank(NoPeers):
     def tell(self, message: Any) -> None:
         """Nothing: rank 0 leads."""
 
-    def collect(self, kind: type[T]) -> list[T]:
+    def collect(self, kind: type[T], wanted: object = None) -> list[T]:
         """Nothing: rank 0 leads."""
         return []
 

@@ -7,10 +7,11 @@ order of the plans: every rank changes between the same two steps.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LoadShare:
-    """Load this rank's share of tensors in rank 0's memory, and answer with ``ShareLoaded``."""
+    """Load this rank's share of tensors in rank 0's memory, and answer with ``ShareLoaded``.
 
+    Attributes:
+        number: of the update, as an interrupted one leaves answers behind.
+        path, num_bytes: of the memory.
+        places: of the tensors in it.
+    """
+
+    number: int
     path: str
     num_bytes: int
     places: tuple[Place, ...]
@@ -75,8 +83,9 @@ class UseShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareLoaded:
-    """What loading came to; None if the share fits."""
+    """What loading came to; no error if the share fits. ``number`` is that of ``LoadShare``."""
 
+    number: int
     error: SametokenError | None
 
 
@@ -87,10 +96,12 @@ class LeadingWeights:
     Attributes:
         own: of this rank.
         ranks: all of them.
+        numbers: of its updates.
     """
 
     own: Weights
     ranks: Ranks
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def require_target(self, target: str) -> int:
         """See ``Weights``; each rank has as much as this one, at most."""
@@ -102,14 +113,15 @@ class LeadingWeights:
         if target == DRAFTER:
             # Rank 0 alone drafts.
             return self.own.load(source, target)
+        number = next(self.numbers)
         with update_errors():
-            _kept, message = _in_memory(source)
+            _kept, message = _in_memory(source, number)
         self.ranks.tell(message)
         try:
             try:
                 new = self.own.load(source, target)
             finally:
-                answers = self.ranks.collect(ShareLoaded)
+                answers = self.ranks.collect(ShareLoaded, lambda one: one.number == number)
             for answer in answers:
                 if answer.error is not None:
                     raise answer.error
@@ -148,7 +160,10 @@ class FollowingWeights:
         self._own = own
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None
         self._send = send
+        # The update that is loaded, until it is ended, and what it came to.
+        self._number: int | None = None
         self._loaded: NewWeights | None = None
+        self._lock = threading.Lock()
 
     def begin(self, message: LoadShare | UseShare) -> Replacement | None:
         """Begin what rank 0 says, as soon as it comes: plans before it may wait for rank 0.
@@ -156,10 +171,13 @@ class FollowingWeights:
         Returns:
             What is to be written once those plans have been run.
         """
+        with self._lock:
+            loaded, self._loaded, self._number = self._loaded, None, None
+            if isinstance(message, LoadShare):
+                self._number = message.number
         if isinstance(message, LoadShare):
             threading.Thread(target=self._answer, args=(message,), daemon=True).start()
             return None
-        loaded, self._loaded = self._loaded, None
         return loaded.replacement if loaded is not None and message.write else None
 
     def _answer(self, message: LoadShare) -> None:
@@ -168,17 +186,20 @@ class FollowingWeights:
             torch.cuda.set_device(self._gpu)
         error: SametokenError | None = None
         try:
-            self._loaded = self._own.load(message.source(), MODEL)
+            loaded = self._own.load(message.source(), MODEL)
+            with self._lock:
+                if self._number == message.number:
+                    self._loaded = loaded
         except SametokenError as refusal:
             error = refusal
         except Exception as failure:
             error = WeightUpdateError(
                 f"a rank cannot load the new weights: {failure!r}", "see its log"
             )
-        self._send(ShareLoaded(error))
+        self._send(ShareLoaded(message.number, error))
 
 
-def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:
+def _in_memory(source: TensorSource, number: int) -> tuple[HostMemory, LoadShare]:
     """A copy that all ranks can read.
 
     Raises:
@@ -202,4 +223,4 @@ def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:
             rows = chunk.contiguous().view(-1).view(torch.uint8)
             memory.bytes[first : first + len(rows)].copy_(rows)
             first += len(rows)
-    return memory, LoadShare(memory.path, len(memory.bytes), found)
+    return memory, LoadShare(number, memory.path, len(memory.bytes), found)

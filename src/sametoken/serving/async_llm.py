@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +38,9 @@ from sametoken.serving.messages import (
     TensorForm,
     WakeUp,
 )
+from sametoken.serving.preparations import Preparations
 from sametoken.serving.stats import EngineStats
-from sametoken.text.grammar.trials import AT_ONCE, TIME_LIMIT, ProcessTrials, busy
+from sametoken.text.grammar.trials import ProcessTrials
 from sametoken.text.tokenizer import (
     Messages,
     Tokenizer,
@@ -98,9 +98,7 @@ class AsyncLLM:
             trials=self._trials,
         )
         self._client = EngineClient(process, config, build, limits, tokenizer)
-        # A separate pool: slow grammars must not block the tokenizer's threads.
-        self._grammar_threads = ThreadPoolExecutor(AT_ONCE, "grammar")
-        self._grammar_slots = asyncio.Semaphore(AT_ONCE)
+        self._preparations = Preparations()
 
     @classmethod
     async def start(
@@ -193,10 +191,9 @@ class AsyncLLM:
 
     async def start_grammar_trials(self) -> None:
         """Start the grammar processes; otherwise the first grammar's request waits for seconds."""
-        work = self._grammar_threads.submit(self._inputs.start_trials)
         # Requests with a grammar get the error.
         with contextlib.suppress(SametokenError):
-            await asyncio.wrap_future(work)
+            await self._preparations.start(self._inputs.start_trials)
 
     async def prepare(
         self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
@@ -211,26 +208,14 @@ class AsyncLLM:
         Raises:
             RequestError: a prompt or a parameter is invalid.
             OverloadedError: other grammars are being compiled, and take long.
-            DrainingError, EngineRestartingError, EngineDeadError: no requests are accepted.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are accepted, or
+                none are from now on.
         """
         self._client.require_ready()
         process = partial(self._inputs.process_all, request_id, prompts, params)
-        if self._inputs.knows_grammar(params):
-            return await asyncio.to_thread(process)
-        try:
-            await asyncio.wait_for(self._grammar_slots.acquire(), TIME_LIMIT)
-        except TimeoutError as error:
-            raise busy() from error
-        work = self._grammar_threads.submit(process)
-        # Released when the thread is free: a cancelled call leaves a busy thread.
-        loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: self._release_grammar_slot(loop))
-        return await asyncio.wrap_future(work)
-
-    def _release_grammar_slot(self, loop: asyncio.AbstractEventLoop) -> None:
-        # On a closed loop nothing waits for a slot.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._grammar_slots.release)
+        return await self._preparations.run(
+            process, has_new_grammar=not self._inputs.knows_grammar(params)
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """Defaults from the file that ``generation_config`` names, else of ``SamplingParams``.
@@ -415,18 +400,22 @@ class AsyncLLM:
         Returns:
             Whether all ended within ``timeout_s`` seconds.
         """
-        self._client.draining = True
+        self._refuse()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._client.idle.wait(), timeout_s)
         return self._client.idle.is_set()
 
     def end_requests(self) -> None:
         """Refuse new requests, and end the unfinished ones with finish reason "abort"."""
-        self._client.draining = True
+        self._refuse()
         self._client.abort_all()
+
+    def _refuse(self) -> None:
+        self._client.draining = True
+        self._preparations.end()
 
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
         await self._client.supervisor.stop()
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._preparations.stop()
         await asyncio.to_thread(self._trials.stop)

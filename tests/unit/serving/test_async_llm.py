@@ -345,7 +345,13 @@ async def test_a_drained_server_finishes_what_it_has(model):
     assert llm.stats().audit.num_mismatched == 0
 
     stream = llm.generate("the cat", params, "in flight")
+    grammar = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    # The first grammar waits for the compiler's process.
+    preparing = asyncio.create_task(llm.prepare([llm.tokenize("the")], grammar, "preparing"))
+    await asyncio.sleep(0)
     assert not await llm.drain(0.0)
+    with pytest.raises(DrainingError):
+        await preparing
     with pytest.raises(DrainingError):
         llm.generate("the cat", params, "late")
     reader = asyncio.create_task(last_of(stream))

@@ -26,7 +26,15 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.distributed.process_group import NoPeers, Peers, join
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn, status_text
+from sametoken.io.child_process import (
+    LENGTH,
+    Failure,
+    decode,
+    encode,
+    spawn,
+    status_text,
+    temporary_directory,
+)
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.cpu_stream import CpuStream
@@ -280,7 +288,7 @@ class LeadingRank:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         size = config.tensor_parallel_size
         self._telling = threading.Lock()
-        directory = TemporaryDirectory(prefix="sametoken-")
+        directory = temporary_directory()
         self.followers = tuple(Follower(rank) for rank in range(1, size))
         self._end = weakref.finalize(self, _stop, os.getpid(), self.followers, directory)
         try:

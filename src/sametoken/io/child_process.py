@@ -15,14 +15,18 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 from sametoken.errors import SametokenError
 
 LENGTH = struct.Struct(">Q")
 #: Unsent messages before ``Outbox.put`` blocks, and the engine's steps with it.
 _MAX_UNREAD = 64
+# Those that were made here and are still there.
+_directories: weakref.WeakSet[TemporaryDirectory[str]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,22 @@ def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
 def status_text(status: int) -> str:
     """A ``Popen`` return code in words: the signal's name, or the exit status."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def temporary_directory() -> TemporaryDirectory[str]:
+    """A directory that also goes when this process ends because its parent closed the socket."""
+    directory = TemporaryDirectory(prefix="sametoken-", ignore_cleanup_errors=True)
+    _directories.add(directory)
+    return directory
+
+
+def _end_with_parent() -> NoReturn:
+    """End this process from any thread, whatever the others do; no exit handler runs."""
+    try:
+        for directory in list(_directories):
+            directory.cleanup()
+    finally:
+        os._exit(0)
 
 
 class Inbox:
@@ -102,7 +122,7 @@ class Inbox:
             except OSError:
                 count = 0
             if not count:
-                os._exit(0)
+                _end_with_parent()
             view = view[count:]
         return received
 
@@ -130,7 +150,7 @@ class Outbox:
             try:
                 self._sock.sendall(encode(message))
             except OSError:
-                os._exit(0)
+                _end_with_parent()
 
 
 def take_socket(fd: int) -> socket.socket:

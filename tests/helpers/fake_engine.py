@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +17,7 @@ from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.engine_summary import EngineSummary
-from sametoken.types.outputs import Logprob, SpeculationMetrics
+from sametoken.types.outputs import Logprob, RequestOutput, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
@@ -53,6 +53,8 @@ STATS = EngineStats(
 
 class FakeEngine:
     """Stands for ``AsyncLLM``: real tokenizer, real output processing, no model.
+
+    A prompt's first token has a step of its own, as a long prompt's chunks do.
 
     Args:
         say: the text of each answer, given the prompt's text and the completion's number;
@@ -144,7 +146,9 @@ class FakeEngine:
             ]
             for index, one in enumerate(request.completions)
         }
+        chunks = [self._chunk(one.request_id, request) for one in request.completions]
         now = 0.0
+        await self._put(stream, outputs.process(chunks, now).outputs)
         while outputs.num_unfinished and stream.request_id not in self.aborted:
             now += 0.01
             updates = []
@@ -152,12 +156,21 @@ class FakeEngine:
                 window = tokens[: self.window]
                 left[name] = tokens if self.endless else tokens[self.window :]
                 updates.append(self._update(name, window, request, first=now == 0.01))
-            for output in outputs.process(updates, now).outputs:
-                stream.put(output)
-            # A reader sees every output, as it does while it is faster than a model.
-            while stream._newest is not None and stream.request_id not in self.aborted:
-                await asyncio.sleep(0)
+            await self._put(stream, outputs.process(updates, now).outputs)
             await asyncio.sleep(0.001 if self.endless else 0)
+
+    async def _put(self, stream: RequestStream, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            stream.put(output)
+        # A reader sees every output, as it does while it is faster than a model.
+        while stream._newest is not None and stream.request_id not in self.aborted:
+            await asyncio.sleep(0)
+
+    def _chunk(self, name: str, request: ProcessedRequest) -> RequestUpdate:
+        second = request.prompt.token_ids[1:2]
+        has_logprobs = request.params.prompt_logprobs is not None
+        scored = tuple(map(candidates, second)) if has_logprobs else None
+        return RequestUpdate(name, (), 0, 0, samples=False, num_cached=0, prompt_logprobs=scored)
 
     def _update(self, name: str, window: list[int], request, *, first: bool) -> RequestUpdate:
         params = request.params
@@ -172,7 +185,7 @@ class FakeEngine:
             logprobs=tuple(map(candidates, window)) if params.logprobs is not None else None,
             prompt_logprobs=None
             if params.prompt_logprobs is None or not first
-            else tuple(map(candidates, request.prompt.token_ids[1:])),
+            else tuple(map(candidates, request.prompt.token_ids[2:])),
         )
 
 

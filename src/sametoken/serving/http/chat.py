@@ -128,6 +128,9 @@ class _Answer:
         async with contextlib.aclosing(aiter(generation)) as progress:
             async for one in progress:
                 if not begun:
+                    # What was requested of the prompt comes with the first token.
+                    if not any(each.num_tokens for each in one.output.outputs):
+                        continue
                     first = [writer.begin() for writer in writers]
                     more = told.every(one.output) | self._of_prompt(one.output)
                     yield self._make(ChatChunk, first, **more)

@@ -268,11 +268,11 @@ class InputProcessor:
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of every bad word at the start of a text and after a space."""
+        """Token ids of every bad word, without a space before it and with one."""
         if not params.bad_words:
             return ()
         tokenizer = self._require_tokenizer("a bad word")
-        texts = (start + word.lstrip() for word in params.bad_words for start in ("", " "))
+        texts = (text for word in params.bad_words for text in _spellings(word))
         sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(token_ids for token_ids in sequences if token_ids))
 
@@ -310,6 +310,12 @@ class InputProcessor:
                     tokenizer, self._vocab_size, self._eos_token_ids, self._trials
                 )
             return self._grammars
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    """A word at the start of a text and after a space; spaces alone stand for themselves."""
+    bare = word.lstrip(" ")
+    return (bare, f" {bare}") if bare else (word,)
 
 
 def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> SamplingParams:

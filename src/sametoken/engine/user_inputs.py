@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sametoken.errors import RequestError, shown
+from sametoken.io.json_text import parse_json
 from sametoken.text.tokenizer import Messages
 from sametoken.types.sampling_params import SamplingParams, plain_number
 
@@ -103,16 +104,49 @@ def conversations_of(given: Any) -> list[Messages]:
 
 
 def plain_messages(messages: Messages) -> list[dict[str, Any]]:
-    """The messages of a conversation as a chat template reads them, their content as text.
+    """The messages of a conversation as a chat template reads them.
+
+    Their content is text, and the arguments of their calls are objects.
 
     Raises:
-        RequestError: there are none, or one has no role, or a content that is not text.
+        RequestError: there are none, or one has no role, a content that is not text, or a call
+            whose arguments are no JSON object.
     """
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError("a conversation needs messages", _MESSAGES_FORM)
     if any(not isinstance(message.get("role"), str) for message in messages):
         raise RequestError("a message has no role", _MESSAGES_FORM)
-    return [{**one, "content": content_text(one.get("content"))} for one in messages]
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {**message, "content": content_text(message.get("content"))}
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        plain["tool_calls"] = list(map(_plain_call, calls))
+    if not calls:
+        # To some templates an empty value is a call too.
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """A call with its arguments as an object, as clients of OpenAI's API have them as text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if function is None or not isinstance(arguments, str):
+        return call
+    try:
+        read = parse_json(arguments) if arguments else {}
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise RequestError(
+            f"a call of a message has the arguments {shown(arguments)}, which are no JSON object",
+            "give them as they were received, or as an object",
+            param="messages",
+        )
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def content_text(content: Any) -> str:

@@ -99,6 +99,10 @@ def test_conversations_without_messages_are_refused(tokenizer, messages):
         ({"role": "user", "content": [{"type": "image_url"}]}, "a part of type 'image_url'"),
         ({"role": "user", "content": ["hi"]}, "a part of type 'str'"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "a part of type 'text'"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            r"the arguments '\[1\]'",
+        ),
     ],
 )
 def test_messages_that_a_template_would_misread_are_refused(tokenizer, message, cause):
@@ -111,6 +115,24 @@ def test_content_in_parts_is_their_text_and_none_is_empty(tokenizer):
     for content, text in ((parts, "a\nb"), (None, "")):
         prompt = make(tokenizer).tokenize_chat([{"role": "user", "content": content}])
         assert prompt.text == f"<|user|>{text}"
+
+
+def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer):
+    template = (
+        "{% for one in messages[0].tool_calls %}{{ one.function.arguments | tojson }};{% endfor %}"
+    )
+    calls = [
+        {"function": {"name": "add", "arguments": given}} for given in ('{"a": 1}', {"b": 2}, "")
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    prompt = make(tokenizer).tokenize_chat([message], chat_template=template)
+    assert prompt.text == '{"a": 1};{"b": 2};{};'
+    template = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
+    for calls in (None, []):
+        prompt = make(tokenizer).tokenize_chat(
+            [message | {"tool_calls": calls}], chat_template=template
+        )
+        assert prompt.text == "none"
 
 
 def test_variables_of_the_template_may_come_in_chat_template_kwargs(tokenizer):
@@ -209,6 +231,12 @@ def test_bad_words_are_known_with_and_without_a_space(tokenizer):
     (request,) = process(make(tokenizer), bad_words=["cat", " cat"]).completions
     spellings = [tokenizer.encode("cat"), tokenizer.encode(" cat")]
     assert list(request.bad_words_token_ids) == spellings
+
+
+def test_bad_words_of_white_space_are_no_spaces(tokenizer):
+    (request,) = process(make(tokenizer), bad_words=["\n", "\tcat", "  "]).completions
+    spellings = map(tokenizer.encode, ["\n", " \n", "\tcat", " \tcat", "  "])
+    assert list(request.bad_words_token_ids) == list(spellings)
 
 
 def test_a_given_seed_is_kept_and_completions_derive_theirs(tokenizer):

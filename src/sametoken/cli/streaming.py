@@ -39,13 +39,16 @@ def shown(
     from sametoken.text.detokenizer import make_detokenizer
     from sametoken.text.tokenizer import Tokenizer
 
-    detokenizer = make_detokenizer(Tokenizer(hf_tokenizer), skip_special_tokens=not marks)
+    tokenizer, detokenizer = Tokenizer(hf_tokenizer), None
     #: Of every character of the text.
     accepted: list[bool] = []
     before = Parsed("")
     num_ids = num_accepted = 0
     for output in outputs:
         completion = output.outputs[0]
+        detokenizer = detokenizer or make_detokenizer(
+            tokenizer, skip_special_tokens=not marks, prompt=output.prompt_token_ids
+        )
         accepted_now = output.metrics.speculation.num_accepted_tokens - num_accepted
         for offset, token_id in enumerate(completion.token_ids[num_ids:]):
             accepted += [offset < accepted_now] * len(detokenizer.append(token_id))

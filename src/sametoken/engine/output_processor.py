@@ -183,7 +183,9 @@ class _Completion:
         self._detokenizer: Detokenizer | None = None
         if self._tokenizer is not None:
             self._detokenizer = make_detokenizer(
-                self._tokenizer, skip_special_tokens=params.skip_special_tokens
+                self._tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                prompt=request.prompt_token_ids,
             )
         self._stops = StopCursor(stops)
         self._stop_ids = frozenset(request.stop_token_ids)

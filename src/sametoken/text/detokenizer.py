@@ -1,8 +1,9 @@
-"""Incremental detokenization: the pieces add up to the decoding of the whole."""
+"""Incremental detokenization: the pieces add up to what the whole adds to its prompt's text."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sametoken.text.tokenizer import BYTE_OF, BYTE_TOKEN, Tokenizer
@@ -25,11 +26,24 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    """The detokenizer for the tokenizer's decoder."""
+#: Tokens at a prompt's end among which one with a text of its own is looked for.
+_NUM_BEFORE = 64
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+) -> Detokenizer:
+    """The detokenizer for the tokenizer's decoder.
+
+    Args:
+        tokenizer: the tokenizer.
+        skip_special_tokens: whether special tokens have no text.
+        prompt: the tokens before the text; without any, decoders of SentencePiece take the space
+            from its beginning.
+    """
     if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
 
 class ByteLevelDetokenizer:
@@ -61,11 +75,13 @@ class WindowDetokenizer:
     A run of byte tokens is held back until it ends, since its decoding depends on all of it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []
-        self._num_shown = 0
+        self._window = self._last_whole(prompt[-_NUM_BEFORE:])
+        self._num_shown = len(self._decode())
         self._run = _ByteRun()
         steps = _steps_of(tokenizer.backend.decoder)
         # Elsewhere U+FFFD is a token's whole text, and any number of them may follow each other.
@@ -101,6 +117,16 @@ class WindowDetokenizer:
     def held(self) -> str:
         """See ``Detokenizer``: the run of byte tokens, if its last character is whole."""
         return self._run.text if self._joins_bytes else ""
+
+    def _last_whole(self, token_ids: Sequence[int]) -> list[int]:
+        """The last token that is shown and cuts no character, if there is one."""
+        for token_id in reversed(token_ids):
+            is_shown = not (self._skip and token_id in self._tokenizer.special_ids)
+            token = self._tokenizer.backend.id_to_token(token_id)
+            is_whole = token is not None and not BYTE_TOKEN.fullmatch(token)
+            if is_shown and is_whole and "\ufffd" not in self._tokenizer.decode_token(token_id):
+                return [token_id]
+        return []
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)

@@ -46,6 +46,8 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
 
+#: How SentencePiece writes a space.
+_SPACE = "\u2581"
 #: A token that SentencePiece names by its byte.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -114,8 +116,13 @@ class Tokenizer:
         return text
 
     def decode_token(self, token_id: int) -> str:
-        """Text of a single token, special tokens included."""
-        return self.decode((token_id,), skip_special_tokens=False)
+        """Text of a single token within a text, special tokens included."""
+        text = self.decode((token_id,), skip_special_tokens=False)
+        if not (self.backend.id_to_token(token_id) or "").startswith(_SPACE):
+            return text
+        # Decoders of SentencePiece take the space from the beginning of a text.
+        twice = self.decode((token_id, token_id), skip_special_tokens=False)
+        return twice[len(text) :]
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes of a token that is a part of a character; None where no name tells them.

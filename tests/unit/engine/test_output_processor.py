@@ -188,6 +188,20 @@ def test_a_stop_string_of_byte_tokens_waits_for_min_tokens(byte_fallback):
     assert (completion(output).text, completion(output).token_ids) == ("\na", (3, 1, 3))
 
 
+def test_the_space_between_prompt_and_text_belongs_to_the_text():
+    """As Llama 2 writes: a text's decoding loses the space that begins it."""
+    words = ["</s>", "▁a", *(f"w{i}" for i in range(2, 64))]
+    backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, []))
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    output, _ = Run(tokenizer, logprobs=0).emit(
+        1, 1, EOS, logprobs=({1: Logprob(-1.0, 1), EOS: Logprob(-2.0, 2)},) * 3
+    )
+    assert completion(output).text == " a a"
+    assert completion(output).logprobs[0][1].decoded_token == " a"
+
+
 def test_streamed_text_waits_where_a_stop_may_begin(run, tokenizer):
     request = run(stop=["stop!"])
     texts = [completion(request.emit(i)[0]).text for i in tokenizer.encode("the stop st")]

@@ -34,8 +34,8 @@ def spaced() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
-def pieces(tokenizer, token_ids, skip):
-    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip)
+def pieces(tokenizer, token_ids, skip, prompt=()):
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip, prompt=prompt)
     return [*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
@@ -51,6 +51,27 @@ def test_byte_level_pieces_make_the_whole(tokenizer, token_ids, skip):
 def test_byte_fallback_pieces_make_the_whole(spaced, token_ids, skip):
     whole = spaced.decode(token_ids, skip_special_tokens=skip)
     assert "".join(pieces(spaced, token_ids, skip)) == whole
+
+
+@settings(max_examples=150)
+@given(
+    token_ids=st.lists(st.integers(0, 16), max_size=16),
+    prompt=st.lists(st.integers(0, 16), max_size=4),
+    last=st.sampled_from([2, 3, 4, 5, 6]),
+    skip=st.booleans(),
+)
+def test_pieces_follow_the_text_of_their_prompt(spaced, token_ids, prompt, last, skip):
+    prompt.append(last)
+    before = spaced.decode(prompt, skip_special_tokens=skip)
+    whole = spaced.decode([*prompt, *token_ids], skip_special_tokens=skip)
+    assert before + "".join(pieces(spaced, token_ids, skip, prompt)) == whole
+
+
+def test_a_prompt_that_ends_in_bytes_or_special_tokens_keeps_the_space_after_it(spaced):
+    for prompt in ([2, 9], [2, 10, 11, 12], [2, 1], [2, 9, 1], [2, 14]):
+        assert pieces(spaced, [5, 9], True, prompt) == [" cat", "", "\n"], prompt
+    assert pieces(spaced, [5], True, [1]) == ["cat", ""]
+    assert pieces(spaced, [14], True, [2, 13]) == ["", "\ufffd"]
 
 
 def test_each_kind_of_decoder_gets_its_detokenizer(tokenizer, spaced):

@@ -315,3 +315,14 @@ def test_the_bytes_of_tokens_that_are_named_by_them():
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert tokenizer.decode_token(2) == "\ufffd"
     assert [tokenizer.token_bytes(one) for one in range(3)] == [b"\xf0", None, b"\xf0"]
+
+
+def test_a_token_s_text_has_the_space_that_begins_it():
+    words = ["a", "▁a", "▁", "▁▁", "▁<"]
+    backend = Backend(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    replaced = decoders.Replace("▁", " ")
+    stripped = decoders.Sequence([replaced, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    for decoder in (stripped, decoders.Metaspace(), replaced):
+        backend.decoder = decoder
+        tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+        assert [tokenizer.decode_token(one) for one in range(5)] == ["a", " a", " ", "  ", " <"]

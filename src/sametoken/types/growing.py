@@ -73,6 +73,13 @@ class Beginning:
             return None
         return tuple(self.whole_logprobs[start : self.num_tokens])
 
+    def starts(self, first_token: int) -> list[int]:
+        """Where the text of each token from ``first_token`` on begins."""
+        if first_token >= self.num_tokens:
+            return []
+        before = self.whole_ends[first_token - 1] if first_token else 0
+        return [before, *self.whole_ends[first_token : self.num_tokens - 1]]
+
     def pieces(self, first_token: int, start: int) -> list[str]:
         """The text from ``start`` on, parted by the tokens from ``first_token`` on."""
         ends = list(self.whole_ends[first_token : self.num_tokens])

@@ -239,6 +239,16 @@ class CompletionOutput(_MadeOnRead):
             return [self.text[start:]]
         return self._beginning.pieces(first_token, start)
 
+    def starts_from(self, first_token: int) -> list[int]:
+        """Where the text of each token from ``first_token`` on begins.
+
+        A stop string may begin before, at which the text ends. Where the text is not parted by
+        tokens, all of it is that of the first one.
+        """
+        if self._beginning is not None:
+            return self._beginning.starts(first_token)
+        return [0, *[len(self.text)] * (len(self.token_ids) - 1)][first_token : len(self.token_ids)]
+
     def token_ids_from(self, start: int) -> tuple[int, ...]:
         """The tokens from ``start`` on."""
         if self._beginning is None:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from pydantic import BaseModel
@@ -38,6 +39,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
+from sametoken.text.detokenizer import make_detokenizer
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 
@@ -167,7 +169,7 @@ class _ChoiceWriter:
         self._finished = False
         self._num_characters = 0
         self._num_tokens = 0
-        self._text_offset = 0
+        self._echoed = self._echo() if request.echo else ""
 
     def has_new_output(self, completion: CompletionOutput) -> bool:
         """Whether the completion has parts that were not sent."""
@@ -180,7 +182,7 @@ class _ChoiceWriter:
     def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """The part of the completion that was not sent yet."""
         new_text = completion.text_from(self._num_characters)
-        echoed = self._echo() if self._request.echo and not self._begun else ""
+        echoed = "" if self._begun else self._echoed
         choice = CompletionChoice(
             index=self._index,
             text=echoed + new_text,
@@ -210,16 +212,25 @@ class _ChoiceWriter:
         if logprobs is None:
             return None
         found = positions(completion.token_ids_from(self._num_tokens), logprobs)
+        starts = completion.starts_from(self._num_tokens)
+        offsets = [len(self._echoed) + start for start in starts]
         if self._request.echo and not self._begun:
             first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
             of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)
             found = of_prompt + found
+            offsets = self._prompt_offsets() + offsets
         form = LogprobsForm(
             self._request.logprobs or 0, bool(self._request.return_tokens_as_token_ids)
         )
-        written = completion_logprobs(found, form, self._text_offset)
-        self._text_offset += sum(len(position.text) for position in found)
-        return written
+        return completion_logprobs(found, form, offsets)
+
+    def _prompt_offsets(self) -> list[int]:
+        """Where each token of the prompt begins in it; one that the tokenizer adds, at 0."""
+        tokenizer = self._served.engine.get_tokenizer()
+        detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
+        sizes = [len(detokenizer.append(token_id)) for token_id in self._prompt.token_ids]
+        num_added = sum(sizes) + len(detokenizer.finish()) - len(self._echoed)
+        return [max(begin - max(num_added, 0), 0) for begin in accumulate(sizes[:-1], initial=0)]
 
     def _echo(self) -> str:
         if self._prompt.text is not None:

@@ -59,13 +59,15 @@ def positions(
 
 
 def completion_logprobs(
-    found: Sequence[Position], form: LogprobsForm, text_offset: int
+    found: Sequence[Position], form: LogprobsForm, text_offset: list[int]
 ) -> CompletionLogprobs:
-    """The format of completions: the likeliest and the token itself, by name."""
-    offsets = []
-    for position in found:
-        offsets.append(text_offset)
-        text_offset += len(position.text)
+    """The format of completions: the likeliest and the token itself, by name.
+
+    Args:
+        found: the tokens.
+        form: what is shown of them.
+        text_offset: where the text of each token begins.
+    """
     return CompletionLogprobs(
         tokens=[form.name(position.token_id, position.text) for position in found],
         token_logprobs=[
@@ -73,7 +75,7 @@ def completion_logprobs(
             for position in found
         ],
         top_logprobs=[_by_name(position, form) for position in found],
-        text_offset=offsets,
+        text_offset=text_offset,
     )
 
 

@@ -71,6 +71,16 @@ def test_echo_shows_the_prompt_and_its_logprobs(serve):
     assert choice["logprobs"]["text_offset"][:5] == [0, 1, 2, 3, 4]
 
 
+def test_offsets_are_those_of_characters_of_many_tokens(serve):
+    body = {"prompt": "é🙂a", "echo": True, "logprobs": 0}
+    whole, chunks = both(serve, FakeEngine("ü🙂b"), **body)
+    (choice,) = whole["choices"]
+    assert choice["text"] == "é🙂aü🙂b"
+    starts = [0, 0, 1, 1, 1, 1, 2, 3, 3, 4, 4, 4, 4, 5, 6]
+    assert choice["logprobs"]["text_offset"] == starts
+    assert merged_completions(chunks)[0]["logprobs"]["text_offset"] == starts
+
+
 def test_only_the_prompt_when_no_token_is_asked_for(serve):
     whole, _ = both(serve, prompt="abc", echo=True, logprobs=1, max_tokens=0)
     (choice,) = whole["choices"]

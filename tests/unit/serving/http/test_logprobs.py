@@ -16,7 +16,7 @@ SECOND = {7: Logprob(float("-inf"), 30, "é"), 5: Logprob(-0.2, 1, "ab"), 9: Log
 
 def test_the_form_of_completions():
     found = completion_logprobs(
-        positions((3, 5, 7), (None, FIRST, SECOND), "Hi"), LogprobsForm(1), 10
+        positions((3, 5, 7), (None, FIRST, SECOND), "Hi"), LogprobsForm(1), [10, 12, 14]
     )
     assert found.tokens == ["Hi", "ab", "é"]
     assert found.token_logprobs == [None, -0.1, MIN_LOGPROB]
@@ -39,7 +39,7 @@ def test_the_form_of_chat():
 def test_tokens_as_ids():
     """Tokens of one text stay apart; offsets and bytes are those of the text."""
     form = LogprobsForm(2, as_ids=True)
-    found = completion_logprobs(positions((3, 7), (None, SECOND), "Hi"), form, 0)
+    found = completion_logprobs(positions((3, 7), (None, SECOND), "Hi"), form, [0, 2])
     assert found.tokens == ["token_id:3", "token_id:7"]
     assert found.top_logprobs == [
         None,

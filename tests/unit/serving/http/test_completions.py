@@ -4,6 +4,7 @@ import itertools
 import threading
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from helpers.events import events, merged_completions
 from helpers.fake_engine import FakeEngine
@@ -79,6 +80,19 @@ def test_offsets_are_those_of_characters_of_many_tokens(serve):
     starts = [0, 0, 1, 1, 1, 1, 2, 3, 3, 4, 4, 4, 4, 5, 6]
     assert choice["logprobs"]["text_offset"] == starts
     assert merged_completions(chunks)[0]["logprobs"]["text_offset"] == starts
+
+
+def test_offsets_leave_out_a_token_that_the_tokenizer_adds(serve):
+    engine = FakeEngine("xy")
+    name = engine.tokenizer.hf.eos_token
+    engine.tokenizer.backend.post_processor = TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, engine.tokenizer.eos_token_id)]
+    )
+    whole, _ = both(serve, engine, prompt="abc", echo=True, logprobs=0)
+    (choice,) = whole["choices"]
+    assert choice["text"] == "abcxy"
+    assert choice["logprobs"]["tokens"][:3] == [name, "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 4, 5]
 
 
 def test_only_the_prompt_when_no_token_is_asked_for(serve):

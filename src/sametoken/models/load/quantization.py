@@ -39,19 +39,32 @@ _LINEAR = "Linear"
 #: Of keys and values, in compressed-tensors' form.
 SCHEME = "kv_cache_scheme"
 _EXPRESSION = "re:"
+#: The version of AWQ's layout that is read.
+_GEMM = "gemm"
 #: The head, which most writers leave out without saying so.
 _HEAD = re.compile(r"(?:.*\.)?lm_head$")
 #: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
 _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 #: How a checkpoint was made, and by which kernels its writers run it.
 _OF_QUANTIZING = (
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
-    "cache_block_outputs", "damp_percent",
-    "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "exllama_config",
-    "fuse_max_seq_len", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
-    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
-    "pad_token_id", "quantizer", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+    "act_group_aware", "amp", "autoround_version", "backend", "batch_size",
+    "block_name_to_quantize", "cache_block_outputs", "damp_percent",
+    "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config", "fuse_max_seq_len",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta",
+    "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "nsamples",
+    "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
+    "static_attention_granularity", "static_kv_granularity", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
+#: What else writers of both 4-bit methods say, where it means what is read.
+_OF_FOUR_BITS: dict[str, tuple[object, ...]] = {
+    "sym": (True, False),
+    "lm_head": (True, False),
+    "pack_dtype": ("int32",),
+    "data_type": ("int",),
+}
 
 
 def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
@@ -152,40 +165,61 @@ def _read_fp8(settings: Settings) -> Quantization:
 
 def _read_gptq(settings: Settings) -> Quantization:
     """``quant_method: gptq``."""
+    layouts = (GPTQ, GPTQ_V2)
     require_known(
         settings,
-        used=("bits", "group_size", "checkpoint_format"),
+        used=("bits", "group_size", "checkpoint_format", "dynamic"),
         only={
-            "sym": (True, False),
+            **_OF_FOUR_BITS,
             "desc_act": (True, False),
             "static_groups": (True, False),
-            "lm_head": (True, False),
             "is_marlin_format": (False,),
-            "pack_dtype": ("int32",),
-            "format": (GPTQ,),
+            "format": layouts,
             "method": (GPTQ,),
         },
         unused=("quant_method", *_OF_QUANTIZING),
     )
-    layout = settings.get("checkpoint_format", GPTQ)
-    if layout not in (GPTQ, GPTQ_V2):
+    _require_no_overrides(settings)
+    layout = settings.get("checkpoint_format", settings.get("format", GPTQ))
+    if layout not in layouts:
         raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
-    besides = () if settings.get("lm_head") else (_HEAD,)
-    return _all_stored(Int4Linear(layout, _group_size(settings)), besides)
+    return _four_bits_stored(settings, layout)
 
 
 def _read_awq(settings: Settings) -> Quantization:
     """``quant_method: awq``."""
     require_known(
         settings,
-        used=("bits", "group_size", "version", "format"),
-        only={"zero_point": (True,)},
+        used=("bits", "group_size", "version", "format", "dynamic"),
+        only={
+            **_OF_FOUR_BITS,
+            "zero_point": (True,),
+            "desc_act": (False,),
+            "checkpoint_format": (_GEMM,),
+            "method": (AWQ,),
+        },
         unused=("quant_method", "modules_to_not_convert", *_OF_QUANTIZING),
     )
-    version = settings.get("version", settings.get("format", "gemm"))
-    if str(version).lower() != "gemm":
-        raise unsupported(settings, "version", "use gemm")
-    return _all_stored(Int4Linear(AWQ, _group_size(settings)), (_HEAD,))
+    _require_no_overrides(settings)
+    version = settings.get("version", settings.get("format", _GEMM))
+    if str(version).lower() != _GEMM:
+        raise unsupported(settings, "version", f"use {_GEMM}")
+    return _four_bits_stored(settings, AWQ)
+
+
+def _four_bits_stored(settings: Settings, layout: str) -> Quantization:
+    besides = () if settings.get("lm_head") else (_HEAD,)
+    return _all_stored(Int4Linear(layout, _group_size(settings)), besides)
+
+
+def _require_no_overrides(settings: Settings) -> None:
+    """Refuse GPTQModel's ``dynamic`` where it gives some modules settings of their own.
+
+    Rules of ``-:`` leave modules out, which is seen from what is stored; empty ones change nothing.
+    """
+    rules = settings.nested("dynamic").items()
+    if any(own and not rule.startswith("-:") for rule, own in rules):
+        raise unsupported(settings, "dynamic", "use a checkpoint whose linears share one form")
 
 
 def _group_size(settings: Settings) -> int:
@@ -217,10 +251,13 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
     """``quant_method: compressed-tensors``."""
     require_known(
         settings,
-        used=("config_groups", "format", "ignore", SCHEME),
+        used=("config_groups", "format", "ignore", SCHEME, "sparsity_config"),
         only={"quantization_status": ("compressed", "frozen")},
         unused=("quant_method", "version", "global_compression_ratio"),
     )
+    # Writers of 2024 state a sparsity that they measured; the weights are stored whole.
+    if settings.nested("sparsity_config").get("format", "dense") != "dense":
+        raise unsupported(settings, "sparsity_config", ANOTHER)
     groups = settings.nested("config_groups")
     if not groups and settings.get(SCHEME):
         return UNQUANTIZED

@@ -204,11 +204,15 @@ REFUSED = [
     (GPTQ, "group_size", "128"),
     (GPTQ, "checkpoint_format", "marlin"),
     (GPTQ, "lm_head", "yes"),
-    (GPTQ, "dynamic", {"-:.*": {}}),
+    (GPTQ, "dynamic", {"-:.*attn.*": {}, "+:.*down_proj": {"bits": 8}}),
+    (GPTQ, "format", "gptq_p"),
     (GPTQ, "sym", "yes"),
     (AWQ, "bits", 3),
     (AWQ, "version", "gemv"),
     (AWQ, "zero_point", False),
+    (AWQ, "checkpoint_format", "gemv_fast"),
+    (AWQ, "desc_act", True),
+    (AWQ, "dynamic", {".*": {"group_size": 32}}),
     (PACKED, "weights.num_bits", 8),
     (PACKED, "weights.type", "float"),
     (PACKED, "weights.strategy", "tensor"),
@@ -259,6 +263,51 @@ def test_four_bits_are_read_from_all_methods():
         Int4Linear("pack-quantized", 128, True),
         Nvfp4Linear(),
     ]
+
+
+#: As GPTQModel 7 writes them for both methods, and AutoRound's exports for them.
+GPTQMODEL = {
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "lm_head": False,
+    "pack_dtype": "int32",
+    "meta": {"quantizer": ["gptqmodel:7.3.4"]},
+    "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}},
+}
+AUTOROUND = {
+    "bits": 4,
+    "group_size": 128,
+    "sym": False,
+    "data_type": "int",
+    "autoround_version": "0.13.0",
+    "enable_quanted_input": False,
+    "iters": 0,
+    "nsamples": 512,
+    "provider": "auto-round",
+}
+
+
+@pytest.mark.parametrize("written", [GPTQMODEL, AUTOROUND])
+@pytest.mark.parametrize(
+    ("method", "layout", "names"),
+    [
+        ("gptq", "gptq", {"sym": True}),
+        ("gptq", "gptq_v2", {"method": "gptq", "format": "gptq_v2"}),
+        ("gptq", "gptq_v2", {"format": "gptq_v2", "checkpoint_format": "gptq_v2"}),
+        ("awq", "awq", {"zero_point": True, "version": "gemm", "format": "gemm"}),
+        ("awq", "awq", {"zero_point": True, "method": "awq", "checkpoint_format": "gemm"}),
+    ],
+)
+def test_four_bits_by_other_writers_are_read(written, method, layout, names):
+    quantization = read({"quant_method": method} | written | names)
+    assert quantization.format_of("x", Everything()) == Int4Linear(layout, 128)
+    assert quantization.format_of("lm_head", Everything()) is None
+
+
+def test_a_sparsity_that_was_only_measured_is_no_format():
+    measured = {"format": "dense", "global_sparsity": 0.13, "registry_requires_subclass": False}
+    assert read(PACKED | {"sparsity_config": measured}).groups == read(PACKED).groups
 
 
 def test_a_dynamic_scale_of_a_whole_batch_would_break_the_law():

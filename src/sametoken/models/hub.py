@@ -197,7 +197,7 @@ def _settings(names: Collection[str]) -> list[str]:
     wanted = {*_SETTINGS}
     if _TOKENIZER[0] not in names:
         wanted |= {*_VOCABULARIES}
-    if SINGLE not in names:
+    if INDEX in names or SINGLE not in names:
         wanted |= {INDEX} if INDEX in names else {INDEX_PICKLED}
     return [name for name in names if name in wanted or _TEMPLATES.fullmatch(name)]
 

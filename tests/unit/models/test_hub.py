@@ -150,6 +150,16 @@ def test_shards_are_those_of_the_index(hub, files):
     assert names_in(find()) == wanted
 
 
+def test_an_index_may_add_to_a_single_file(hub, files):
+    index = {"weight_map": {"a": "model.safetensors", "mtp.fc": "model_extra_tensors.safetensors"}}
+    added = {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model_extra_tensors.safetensors": b"1",
+    }
+    hub.add(REPOSITORY, files | added)
+    assert names_in(find()) == {*NEEDED, *added}
+
+
 def test_a_repository_of_one_gguf_file(hub, files):
     gguf = {"README.md": b"", "model.Q8_0.gguf": b"GGUF", "config.json": b"{}"}
     hub.add(REPOSITORY, gguf)

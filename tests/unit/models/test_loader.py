@@ -203,6 +203,21 @@ def test_missing_shard_is_named(tmp_path):
         load(directory)
 
 
+def test_an_index_beside_a_single_file_counts_if_it_names_it(checkpoint):
+    whole = Bench(load(checkpoint)).logits(PROMPT, [])
+    stored = load_file(checkpoint / "model.safetensors")
+    save_file({K_PROJ: stored.pop(K_PROJ)}, checkpoint / "model_extra_tensors.safetensors")
+    save_file(stored, checkpoint / "model.safetensors")
+    index = checkpoint / "model.safetensors.index.json"
+    files = dict.fromkeys(stored, "model.safetensors") | {K_PROJ: "model_extra_tensors.safetensors"}
+    index.write_text(json.dumps({"weight_map": files}))
+    assert torch.equal(Bench(load(checkpoint)).logits(PROMPT, []), whole)
+    # One that is left over from shards.
+    save_file(stored | load_file(checkpoint / files[K_PROJ]), checkpoint / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": {K_PROJ: "model-00001-of-00002.safetensors"}}))
+    assert torch.equal(Bench(load(checkpoint)).logits(PROMPT, []), whole)
+
+
 def test_index_without_a_weight_map(tmp_path):
     directory = saved(tmp_path, max_shard_size="8KB")
     (directory / "model.safetensors.index.json").write_text("{}")

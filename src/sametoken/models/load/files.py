@@ -86,10 +86,13 @@ def choose_weights(
         CheckpointError: there are none, or the index is malformed.
         UnsupportedError: only pickled files of unknown content.
     """
-    if SINGLE in names:
+    listed = _shards(index(INDEX)) if INDEX in names else []
+    # An index that names the single file too has more: AutoRound adds modules in a file of their
+    # own. Any other one beside it is left over.
+    if SINGLE in names and SINGLE not in listed:
         return [SINGLE]
-    if INDEX in names:
-        return _shards(index(INDEX))
+    if listed:
+        return listed
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if files:
         return files

@@ -256,6 +256,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
+    latent = "deepseek" in str(config.get("architectures")).lower()
     windowed = "sliding_attention" in settings.names("layer_types") or (
         settings.get("use_sliding_window") and settings.get("sliding_window")
     )
@@ -263,6 +264,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
         location,
         (activation != "silu", f"activation {short(activation)}"),
         (windowed, "sliding-window attention"),
+        (latent, "DeepSeek's latent attention"),
     )
     return layer
 

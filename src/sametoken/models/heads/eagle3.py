@@ -17,8 +17,8 @@ p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), vLLM
 
 Two checkpoint layouts are published:
 
-- SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json describes a one-layer
-  Llama with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``; tensors are
+- SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json describes a Llama, of
+  which one layer is there, with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``; tensors are
   ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t`` [draft vocabulary]
   int64, ``t2d`` [vocabulary] bool and rarely ``embed_tokens.weight`` (``eagle/model/cnets.py``;
   the published heads are ``pytorch_model.bin``).
@@ -122,9 +122,11 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
     layer = read_layer_config(config, location)
     settings = Settings(config, str(location))
     nested = settings.nested("eagle_config")
+    # SafeAILab's own code builds one layer, whatever the number; some of its heads say 40.
+    says_depth = "speculators_model_type" in config or "eagle_config" in config
     refuse(
         location,
-        (layer.num_layers != 1, f"{layer.num_layers} decoder layers"),
+        (says_depth and layer.num_layers != 1, f"{layer.num_layers} decoder layers"),
         (not nested.get("use_aux_hidden_state", True), "no auxiliary hidden states"),
         (config.get("fc_norm") and config.get("norm_before_fc"), "norms in two places before fc"),
     )

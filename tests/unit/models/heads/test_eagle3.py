@@ -223,7 +223,8 @@ def test_a_head_for_another_target_is_refused(tmp_path):
     ("settings", "what"),
     [
         ({"speculators_model_type": "peagle"}, "peagle"),
-        ({"num_hidden_layers": 2}, "2 decoder layers"),
+        ({"num_hidden_layers": 2, "eagle_config": {"use_last_layernorm": True}}, "2 decoder layers"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4}, "latent attention"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "no auxiliary"),
@@ -234,6 +235,18 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
     write_safeailab(tmp_path, head_tensors(), **settings)
     with pytest.raises(UnsupportedError, match=what):
         Eagle3Checkpoint(tmp_path)
+
+
+def test_a_head_of_safeailab_has_one_layer_whatever_it_says(tmp_path):
+    """That for Vicuna-13B says 40, as its target."""
+    one = load(write_safeailab(tmp_path / "one", head_tensors()))
+    says_40 = load(write_safeailab(tmp_path / "40", head_tensors(), num_hidden_layers=40))
+    assert says_40.caches == one.caches
+    assert torch.equal(says_40.fc.weight.matrix, one.fc.weight.matrix)
+    second = {"layers.1.self_attn.q_proj.weight": torch.zeros(16, HIDDEN)}
+    two = write_safeailab(tmp_path / "two", head_tensors() | second, num_hidden_layers=2)
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn"):
+        load(two)
 
 
 def test_a_pickled_head_is_the_same(tmp_path):

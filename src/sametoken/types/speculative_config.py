@@ -49,6 +49,7 @@ METHOD_ALIASES = dict.fromkeys(
         "qwen3_next_mtp",
         "qwen3_5_mtp",
         "deepseek_mtp",
+        "glm4_moe_mtp",
         "glm4_moe_lite_mtp",
         "nemotron_h_mtp",
         "nextn",

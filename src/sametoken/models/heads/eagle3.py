@@ -18,10 +18,10 @@ p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), vLLM
 Two checkpoint layouts are published:
 
 - SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json describes a Llama, of
-  which one layer is there, with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``; tensors are
-  ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t`` [draft vocabulary]
-  int64, ``t2d`` [vocabulary] bool and rarely ``embed_tokens.weight`` (``eagle/model/cnets.py``;
-  the published heads are ``pytorch_model.bin``).
+  which one layer is there, with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``;
+  tensors are ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t`` [draft
+  vocabulary] int64, ``t2d`` [vocabulary] bool and rarely ``embed_tokens.weight``
+  (``eagle/model/cnets.py``; the published heads are ``pytorch_model.bin``).
 - ``speculators`` (vllm-project): config.json has ``speculators_model_type``, the layer's config
   under ``transformer_layer_config`` and flags beside it; tensors are ``layers.0.*``,
   ``embed_tokens.weight`` and the rest as above (``models/eagle3/{config,core}.py``).

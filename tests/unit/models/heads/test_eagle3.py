@@ -223,7 +223,7 @@ def test_a_head_for_another_target_is_refused(tmp_path):
     ("settings", "what"),
     [
         ({"speculators_model_type": "peagle"}, "peagle"),
-        ({"num_hidden_layers": 2, "eagle_config": {"use_last_layernorm": True}}, "2 decoder layers"),
+        ({"num_hidden_layers": 2, "eagle_config": {"next_layer_regular": True}}, "2 decoder"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4}, "latent attention"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window"),

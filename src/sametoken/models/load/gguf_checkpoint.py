@@ -97,7 +97,8 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
         num_files = self._file.metadata.get("split.count", 1)
-        if num_files != 1:
+        # llama-gguf-split --merge leaves 0.
+        if num_files not in (0, 1):
             raise UnsupportedError(
                 f"{path} is one of {short(num_files)} files of a split model",
                 "merge them with llama-gguf-split --merge",

@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 2**27
 MAX_VALUES = 2**22
 
 _UINT64 = struct.Struct("<Q")
+_TYPES = frozenset(int(one) for one in GGML_QUANT_SIZES)
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -174,7 +175,7 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
     for _ in range(num_values):
         key = cursor.string()
         metadata[key] = cursor.value(GGUFValueType(cursor.uint32()))
-    tensors = [_tensor(cursor) for _ in range(num_tensors)]
+    tensors = [_tensor(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"its alignment is {alignment!r}")
@@ -189,7 +190,7 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
     return GGUFFile(path, metadata, by_name)
 
 
-def _tensor(cursor: _Cursor) -> GGUFTensor:
+def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
     """A directory entry; its offset is still relative to the data section."""
     name, num_dimensions = cursor.string(), cursor.uint32()
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -197,9 +198,14 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
     shape = tuple(cursor.uint64() for _ in range(num_dimensions))[::-1]
     if not all(shape):
         raise ValueError(f"tensor {name} has no elements")
-    tensor_type = GGMLQuantizationType(cursor.uint32())
-    if tensor_type not in GGML_QUANT_SIZES:
-        raise ValueError(f"tensor {name} has type {tensor_type.name}, of no known size")
+    type_id = cursor.uint32()
+    if type_id not in _TYPES:
+        # Q4_0_4_4 and its kin are of the past, others are new.
+        raise CheckpointError(
+            f"tensor {name} of {path} has ggml type {type_id}, which is not known",
+            "use a file of another quantization, such as Q8_0 or Q4_K",
+        )
+    tensor_type = GGMLQuantizationType(type_id)
     block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
     if shape[-1] % block_elements:
         raise ValueError(f"rows of tensor {name} are no multiple of {block_elements} elements")

@@ -211,6 +211,12 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, metadata, message):
         read_config(path)
 
 
+def test_a_merged_file_is_whole(tmp_path):
+    """``llama-gguf-split --merge`` leaves a count of 0."""
+    metadata = [("split.count", "add_uint16", 0), ("split.tensors.count", "add_int32", 21)]
+    load(convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata))
+
+
 def test_length_dependent_scaling_is_refused(tmp_path):
     metadata = [
         ("llama.rope.scaling.type", "add_string", "longrope"),

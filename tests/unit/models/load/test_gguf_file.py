@@ -106,6 +106,16 @@ def test_impossible_headers(tmp_path, data, message):
         read_gguf(tmp_path / "bad.gguf")
 
 
+@pytest.mark.parametrize("type_id", [4, 32, 200])
+def test_types_of_the_past_and_of_the_future_are_named(tmp_path, type_id):
+    """Q4_0_4_8 is 32; another download would be of the same type."""
+    tensor = struct.pack("<Q1sIQIQ", 1, b"t", 1, 32, type_id, 0)
+    (tmp_path / "old.gguf").write_bytes(header(tensors=1) + tensor + bytes(64))
+    with pytest.raises(CheckpointError, match=rf"old\.gguf has ggml type {type_id}") as caught:
+        read_gguf(tmp_path / "old.gguf")
+    assert "another quantization" in caught.value.remedy
+
+
 def test_a_directory_is_not_a_file(tmp_path):
     with pytest.raises(CheckpointError, match="not a complete GGUF file"):
         read_gguf(tmp_path)

@@ -19,7 +19,14 @@ from typing import Any
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, SametokenError, clipped
-from sametoken.models.load.files import INDEX, INDEX_PICKLED, SINGLE, choose_weights, weight_files
+from sametoken.models.load.files import (
+    INDEX,
+    INDEX_PICKLED,
+    QUANTIZATION_FILES,
+    SINGLE,
+    choose_weights,
+    weight_files,
+)
 from sametoken.types.units import in_units
 
 CONFIG = "config.json"
@@ -32,6 +39,7 @@ _SETTINGS = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    *QUANTIZATION_FILES,
 )
 #: Vocabularies, for repositories without tokenizer.json.
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")

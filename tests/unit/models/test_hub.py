@@ -211,6 +211,13 @@ def test_an_unsupported_model_is_refused_before_its_weights_come(hub, files, con
     assert "model.safetensors" not in hub.downloads
 
 
+def test_weights_that_another_file_quantizes_do_not_come(hub, files):
+    hub.add(REPOSITORY, files | {"hf_quant_config.json": b"{}"})
+    with pytest.raises(UnsupportedError, match="hf_quant_config"):
+        find()
+    assert "model.safetensors" not in hub.downloads
+
+
 def test_pickled_files_of_other_things_are_refused_before_they_come(hub, files):
     hub.add(REPOSITORY, {"config.json": files["config.json"], "optimizer.pt": b"pickle"})
     with pytest.raises(UnsupportedError, match="tiny/llama holds pickled files only"):

@@ -245,6 +245,13 @@ def test_values_that_are_not_finite_are_named(checkpoint, name, value):
         load(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_quantization_that_only_another_file_tells_is_refused(checkpoint, name):
+    (checkpoint / name).write_text("{}")
+    with pytest.raises(UnsupportedError, match=rf"{name} says how the weights are quantized"):
+        load(checkpoint)
+
+
 def test_unknown_architecture_lists_the_known(checkpoint):
     change_config(checkpoint, architectures=["MambaForCausalLM"])
     with pytest.raises(UnsupportedError, match=r"'MambaForCausalLM'.*LlamaForCausalLM, Mistral"):

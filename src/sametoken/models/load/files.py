@@ -18,6 +18,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE_PICKLED = "pytorch_model.bin"
 INDEX_PICKLED = "pytorch_model.bin.index.json"
+#: How weights are quantized, by writers that leave it out of config.json: ModelOpt until 2025,
+#: AutoGPTQ and AutoAWQ until 2023.
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 PICKLED = (".bin", ".pt", ".pth")
 #: Longest file name on any system.
 MAX_NAME_BYTES = 255

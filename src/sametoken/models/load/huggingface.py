@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import open_regular
+from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -24,6 +24,7 @@ from sametoken.models.load.dtypes import DTYPE_KEYS, config_dtype, names_dtype, 
 from sametoken.models.load.files import (
     AGAIN,
     PICKLED,
+    QUANTIZATION_FILES,
     read_generation_config,
     read_json_object,
     weight_files,
@@ -73,6 +74,7 @@ class HuggingFaceCheckpoint:
         config = Settings(read_json_object(config_file), str(config_file))
         # First: other architectures may name their sizes otherwise.
         family = model_class(_architecture(config))
+        _require_no_other_quantization(directory, config)
         if not names_dtype(config):
             stored = _stored_dtype(directory, f"{family.embedding_name}.weight")
             config = replace(config, values={**config.values, "dtype": stored})
@@ -90,6 +92,20 @@ class HuggingFaceCheckpoint:
                 f"{self._directory} holds pickled weights only", "use load_format 'auto'"
             )
         return source
+
+
+def _require_no_other_quantization(directory: Path, config: Settings) -> None:
+    """Refuse weights whose quantization only another file tells."""
+    text = Settings(config.nested("text_config"), config.location)
+    if any(one.get(key) for one in (config, text) for key in QUANTIZATION_KEYS):
+        return
+    for name in QUANTIZATION_FILES:
+        if is_there(directory / name):
+            raise UnsupportedError(
+                f"{directory / name} says how the weights are quantized, and config.json does not",
+                "use a checkpoint whose config.json has a quantization_config, or unquantized "
+                "weights",
+            )
 
 
 def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:

@@ -161,7 +161,9 @@ def _require_stored_shape(reader: WeightReader, name: str, expected: list[int]) 
     """Dummy weights have no such tensor."""
     if name not in reader:
         return
-    shape = reader.filled((Part(name, 2),), (), torch.int64).tolist()
+    # transformers saves it again in 32 bits.
+    narrow = reader.source.stored_dtype(name) == torch.int32
+    shape = reader.filled((Part(name, 2),), (), torch.int32 if narrow else torch.int64).tolist()
     if shape != expected:
         raise CheckpointError(
             f"tensor {name} of {reader.source.location} says {shape}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
@@ -251,13 +252,25 @@ def test_broken_files_are_refused_by_the_name_of_the_tensor(tmp_path, name):
         load(write(tmp_path, "gptq", 32, edit))
 
 
-def test_a_shape_that_belies_the_config_is_refused(tmp_path):
+def write_by_library(folder):
+    """A checkpoint of ``pack-quantized``, and the tensors of its file."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
-    written(tmp_path, groups)
-    from safetensors.torch import load_file, save_file
+    written(folder, groups)
+    return load_file(folder / "model.safetensors")
 
-    tensors = load_file(tmp_path / "model.safetensors")
+
+def test_a_shape_may_be_stored_in_32_bits(tmp_path):
+    """As transformers saves a compressed model again."""
+    tensors = write_by_library(tmp_path)
+    narrow = {name: one.int() for name, one in tensors.items() if name.endswith("weight_shape")}
+    assert narrow
+    save_file(tensors | narrow, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_a_shape_that_belies_the_config_is_refused(tmp_path):
+    tensors = write_by_library(tmp_path)
     tensors[f"{Q_PROJ}.weight_shape"] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"q_proj.weight_shape .* says \[129, 129\]"):

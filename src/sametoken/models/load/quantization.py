@@ -47,16 +47,18 @@ _HEAD = re.compile(r"(?:.*\.)?lm_head$")
 _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 #: How a checkpoint was made, and by which kernels its writers run it.
 _OF_QUANTIZING = (
-    "act_group_aware", "amp", "autoround_version", "backend", "batch_size",
-    "block_name_to_quantize", "cache_block_outputs", "damp_percent",
-    "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning",
-    "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config", "fuse_max_seq_len",
-    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta",
-    "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "nsamples",
-    "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
-    "static_attention_granularity", "static_kv_granularity", "tokenizer", "true_sequential",
-    "use_cuda_fp16", "use_exllama",
+    "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
+    "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent",
+    "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "enable_quanted_input", "exllama_config", "fuse_max_seq_len", "gradient_accumulate_steps",
+    "hyb_act", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "minmax_lr",
+    "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "n_samples",
+    "nsamples", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer",
+    "scale_dtype", "seqlen", "static_attention_granularity", "static_kv_granularity",
+    "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16",
+    "use_exllama",
 )  # fmt: skip
 #: What else writers of both 4-bit methods say, where it means what is read.
 _OF_FOUR_BITS: dict[str, tuple[object, ...]] = {
@@ -64,6 +66,7 @@ _OF_FOUR_BITS: dict[str, tuple[object, ...]] = {
     "lm_head": (True, False),
     "pack_dtype": ("int32",),
     "data_type": ("int",),
+    "act_bits": (16, 32),
 }
 
 

@@ -206,6 +206,8 @@ REFUSED = [
     (GPTQ, "lm_head", "yes"),
     (GPTQ, "dynamic", {"-:.*attn.*": {}, "+:.*down_proj": {"bits": 8}}),
     (GPTQ, "format", "gptq_p"),
+    (GPTQ, "act_bits", 8),
+    (GPTQ, "data_type", "mx_fp"),
     (GPTQ, "sym", "yes"),
     (AWQ, "bits", 3),
     (AWQ, "version", "gemv"),
@@ -288,7 +290,15 @@ AUTOROUND = {
 }
 
 
-@pytest.mark.parametrize("written", [GPTQMODEL, AUTOROUND])
+#: As they wrote them in 2025 and 2024.
+OLDER = (
+    GPTQMODEL | {"hyb_act": False, "pack_impl": "gpu"},
+    AUTOROUND | {"train_bs": 8, "n_samples": 512, "to_quant_block_names": ["model.layers"]},
+    AUTOROUND | {"act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_sym": True},
+)
+
+
+@pytest.mark.parametrize("written", [GPTQMODEL, AUTOROUND, *OLDER])
 @pytest.mark.parametrize(
     ("method", "layout", "names"),
     [

@@ -104,7 +104,7 @@ def _require_no_other_quantization(directory: Path, config: Settings) -> None:
             raise UnsupportedError(
                 f"{directory / name} says how the weights are quantized, and config.json does not",
                 "use a checkpoint whose config.json has a quantization_config, or unquantized "
-                "weights",
+                "weights without that file",
             )
 
 

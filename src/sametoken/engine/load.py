@@ -32,7 +32,7 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
-from sametoken.engine.step_memory import StepMemory, most_expanded
+from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.extraction.recording import Extraction
 from sametoken.layers.rotary import DRAFT_POSITIONS
@@ -211,6 +211,7 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     stored = kv_dtype(config, dtype)
     own = stored_in((cache.divided(ranks.parallel.size) for cache in declared), stored)
+    require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
     # Each rank routes all rows alike, so rank 0 records them.

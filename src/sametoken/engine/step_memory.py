@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
 import torch
 
 from sametoken.config import EngineConfig
+from sametoken.errors import ConfigError
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.base import ModelConfig
 from sametoken.models.in_place import children_of
@@ -27,6 +29,8 @@ _LAYER_INPUTS = 3
 _LOGITS = 2
 #: An expert that is returned: its id in the buffer of passes, and two bytes on the way to the host.
 _RETURNED_EXPERT_BYTES = 8 + 2
+#: Elements of prepared rows that kernels of recurrent layers find by numbers of 32 bits.
+_ADDRESSED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,28 @@ def most_expanded(node: object, device: torch.device) -> int:
     # Rows of an embedding are looked up.
     parts = (child for name, child in children_of(node) if name != "embedding")
     return max((most_expanded(part, device) for part in parts), default=0)
+
+
+def require_addressable(
+    config: EngineConfig, caches: Iterable[LayerCache], device: torch.device
+) -> None:
+    """Refuse steps whose rows a GPU's kernels of recurrent layers cannot address.
+
+    Raises:
+        ConfigError: names the most rows.
+    """
+    rules = [one.rule for one in caches if isinstance(one, Recurrent)]
+    if device.type == "cpu" or not rules:
+        return
+    widest = max(rule.conv_channels + 4 * sum(rule.gate_sizes) for rule in rules)
+    pending = (config.max_num_seqs + 1) * config.num_speculative_tokens
+    most = _ADDRESSED // widest - pending
+    if config.max_num_batched_tokens > most:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is more than the {most} rows "
+            "that recurrent layers address in a step on a GPU",
+            "lower it: longer prompts run in several steps, with the same tokens",
+        )
 
 
 def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,15 +19,18 @@ from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
 from sametoken.engine.build import build_engine
 from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
-from sametoken.engine.step_memory import StepMemory, most_expanded
+from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
 from sametoken.errors import ConfigError
 from sametoken.layers import slices
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import W4A16
+from sametoken.ops.cache_types import PagedKV, Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS
 from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
@@ -164,3 +168,27 @@ def test_an_expanded_matrix_leaves_less_kv_memory(monkeypatch):
     assert kv_bytes(monkeypatch, 100 * GIB, 131_072, largest) == (
         kv_bytes(monkeypatch, 100 * GIB, 131_072) - GIB
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"),
+    [
+        (GatedDelta(16, 64, 128, 128, 4), 2 * 16 * 128 + 64 * 128 + 2 * 64 + 16),
+        (Mamba2(128, 64, 8, 128, 4), 128 * 64 + 2 * 8 * 128 + 2 * 128),
+    ],
+)
+def test_a_step_has_no_more_rows_than_recurrent_layers_address(rule, width):
+    """``width``: of a prepared row (``prepare`` of each rule)."""
+    caches, cuda = [Recurrent(rule, torch.bfloat16)], torch.device("cuda")
+
+    def asked(rows: int) -> EngineConfig:
+        return EngineConfig(model="m", max_num_batched_tokens=rows, max_num_seqs=64)
+
+    require_addressable(asked(131_072), caches, cuda)
+    with pytest.raises(ConfigError, match="lower it") as refused:
+        require_addressable(asked(2**20), caches, cuda)
+    most = int(re.search(r"more than the (\d+) rows", str(refused.value)).group(1))
+    assert 0.95 * 2**31 < most * width <= 2**31
+    require_addressable(asked(most), caches, cuda)
+    require_addressable(asked(2**20), caches, torch.device("cpu"))
+    require_addressable(asked(2**20), [PagedKV(2, 64, 64, torch.bfloat16)], cuda)

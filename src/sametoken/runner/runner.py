@@ -67,7 +67,8 @@ class EagerLauncher:
     def warm_up(self, num_rows: int) -> None:
         """Compile the kernels for steps of this size by running one of padding only."""
         window = self.step.sequences.num_speculative_tokens + 1
-        self.run_padding(StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states))
+        shape = StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states)
+        self.run_padding(self._padded(shape))
 
     def run_padding(self, shape: StepShape) -> None:
         """Run a step of padding only."""

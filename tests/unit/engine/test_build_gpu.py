@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -101,6 +102,30 @@ def test_an_eager_engine_captures_nothing():
     step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
     assert gpu_launcher(step, None, resolved, print) == EagerLauncher(step, ROW_MULTIPLE)
+
+
+@pytest.mark.parametrize("multiple", [1, ROW_MULTIPLE])
+def test_a_warm_up_has_the_sizes_of_a_step_with_a_window_and_a_chunk(multiple):
+    """Kernels are compiled for sizes of requests and of sampled rows too."""
+    shapes = []
+    step = SimpleNamespace(
+        sequences=SimpleNamespace(
+            num_speculative_tokens=3, reserved_slot=8, device=torch.device("cpu")
+        ),
+        all_states=False,
+        forward=lambda table: shapes.append(table.shape),
+        verify_and_propose=lambda output: SimpleNamespace(tokens=None),
+    )
+    launcher = EagerLauncher(step, multiple)
+    launcher.warm_up(1024)
+    processor = SimpleNamespace(
+        start_masks=lambda: None, process=lambda output: None, gather_logprobs=lambda tokens: None
+    )
+    requests = ScheduledRequest(0, 1, 3, True), ScheduledRequest(1, 1020, 0, False)
+    launcher.run(StepLayout.of(StepPlan(0, requests=requests)), 0, processor)
+    warm, real = (replace(shape, num_sampled=0, max_rows=0) for shape in shapes)
+    assert warm == real
+    assert shapes[0].num_sampled % multiple == 0
 
 
 class Replays(StepGraphs):

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import (
+    AttentionRows,
     AttentionShape,
     LayerKV,
     QueryRows,
@@ -190,6 +191,14 @@ def attention(
     return out
 
 
+def reads_earlier_passes(rows: QueryRows) -> bool:
+    """Whether earlier passes wrote all KV below a run's first row, so that it may be read early.
+
+    Kept rows are a run's last: the kernels just before wrote that of the rows between.
+    """
+    return isinstance(rows, AttentionRows)
+
+
 def _block_dim(shape: AttentionShape) -> int:
     size: int = next_power_of_2(shape.head_dim)
     return max(64, size)
@@ -223,7 +232,7 @@ def _launch(
         "SLOTS": config.slots,
         "num_warps": 4,
         "maxnreg": config.max_registers,
-        **pdl_options(q),
+        **pdl_options(q, early=reads_earlier_passes(rows)),
     }
     if config.warp_groups:
         tile = QUERIES // heads_per_kv * config.warp_groups

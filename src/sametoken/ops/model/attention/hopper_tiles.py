@@ -116,8 +116,8 @@ def load_tiles(
 ):  # fmt: skip
     """Load KV tiles ``begin .. end - 1`` in turn, keys before values; returns tiles loaded so far.
 
-    Tiles below position ``final`` were written by earlier passes: only the others wait for the
-    kernel before.
+    Tiles below position ``final``, the run's first, were written by earlier passes: only the others
+    wait for the kernel before (``hopper.reads_earlier_passes``).
     """
     for tile in range(begin, end):
         if PDL and (tile + 1) * TILE > final:

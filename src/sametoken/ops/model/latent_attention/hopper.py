@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
+from sametoken.ops.model.attention.hopper import reads_earlier_passes
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
@@ -164,7 +165,7 @@ def _launch(
     constants = {
         "HEADS": q.shape[1],
         "BLOCK_SIZE": memory.vectors.shape[1],
-        **pdl_options(q),
+        **pdl_options(q, early=reads_earlier_passes(rows)),
     }
     if config.programs:
         _launch_splits(q, scale, inputs, out, group, config, constants)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.backend import AttentionShape
+from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
 from sametoken.ops.model.attention import hopper, hopper_kernels, schedule
 
@@ -166,6 +166,34 @@ def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, m
             assert (first - begin) % rows == 0
             found += range(first, stop)
     assert sorted(found) == [*range(starts[first_run], starts[-1])]
+
+
+class Launched:
+    """In place of a kernel: notes whether it may start before the kernel ahead of it has ended."""
+
+    def __init__(self):
+        self.early = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)
+
+
+@pytest.mark.parametrize("config", [hopper.TABLES[128].splits, hopper.TABLES[128].wide])
+def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, monkeypatch):
+    """Those of a chunk's rows below the first that is kept."""
+    launched = Launched()
+    for kernel in ("rows_kernel", "splits_kernel"):
+        monkeypatch.setattr(hopper, kernel, launched)
+    monkeypatch.setattr(
+        hopper, "pdl_options", lambda q, early=True: {"PDL": True, "launch_pdl": early}
+    )
+    at, table = torch.arange(1), torch.zeros(1, 4, dtype=torch.int64)
+    kv = LayerKV(*torch.zeros(2, 4, 8, 64, 128, dtype=torch.bfloat16))
+    q, arrived = torch.zeros(1, 32, 128, dtype=torch.bfloat16), hopper.counters(at.device)
+    runs = RowRuns.even(1, 1)
+    for rows in (AttentionRows(at, at, at, table, runs), KeptRows(at, at, at, table, runs)):
+        hopper.attention(q, QWEN3, rows, kv, arrived, config=config)
+    assert launched.early == [True, False]
 
 
 def test_it_serves_hopper_alone(monkeypatch):

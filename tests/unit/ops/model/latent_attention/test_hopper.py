@@ -17,6 +17,7 @@ import torch
 from triton import knobs
 
 from helpers.compiled import compile_launches
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
 from sametoken.ops.model.attention import schedule
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
@@ -28,6 +29,7 @@ from sametoken.ops.model.latent_attention import (
     hopper_shares,
     hopper_tiles,
 )
+from sametoken.ops.model.latent_attention.shape import LayerLatent
 
 
 @pytest.mark.parametrize(
@@ -342,6 +344,35 @@ def test_runs_of_one_length_are_cut_at_their_borders(own_shares):
     shares = [*own_shares(128, *memory, 0, 1, 1, 8, 20, 32, 256, 4)]
     assert [share[:3] for share in shares[::16]] == [(run, run, 257 * run) for run in range(8)]
     assert [low for *_, low, _ in shares[::16]] == [257 * run for run in range(8)]
+
+
+class Launched:
+    """In place of a kernel: notes whether it may start before the kernel ahead of it has ended."""
+
+    def __init__(self):
+        self.early = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)
+
+
+@pytest.mark.parametrize("config", [*hopper.CONFIGS.values(), hopper.WHOLE_ROWS])
+def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, monkeypatch):
+    """Those of a chunk's rows below the first that is kept; the join reads results alone."""
+    launched, joined = Launched(), Launched()
+    for kernel in ("pair_rows_kernel", "pair_splits_kernel", "splits_kernel"):
+        monkeypatch.setattr(hopper, kernel, launched)
+    monkeypatch.setattr(hopper, "join_kernel", joined)
+    monkeypatch.setattr(
+        hopper, "pdl_options", lambda q, early=True: {"PDL": True, "launch_pdl": early}
+    )
+    at, table = torch.arange(1), torch.zeros(1, 4, dtype=torch.int64)
+    memory = LayerLatent(torch.zeros(4, 64, 576, dtype=torch.bfloat16), 512)
+    q, runs = torch.zeros(1, 16, 576, dtype=torch.bfloat16), RowRuns.even(1, 1)
+    for rows in (AttentionRows(at, at, at, table, runs), KeptRows(at, at, at, table, runs)):
+        hopper.attention(q, 0.1, rows, memory, config=config)
+    assert launched.early == [True, False]
+    assert all(joined.early)
 
 
 def test_it_serves_hopper_alone(monkeypatch):

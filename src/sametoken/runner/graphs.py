@@ -119,8 +119,9 @@ class StepGraphs:
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            self._write(shape, NO_REQUESTS)
+            # Before the write: the device would not count a launch that memory is missing for.
             layout = LayoutTable(self.layouts.memory(shape), shape)
+            self._write(shape, NO_REQUESTS)
             self.step.verify_and_propose(self._forward(layout))
         torch.cuda.current_stream().wait_stream(side_stream)
 

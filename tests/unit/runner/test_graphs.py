@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from helpers.step_scenes import DEVICE, STATIC_OPS
-from sametoken.runner.graphs import LayoutRing
+from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.types.layout import NO_REQUESTS, StepLayout, StepShape
 from sametoken.types.plan import ScheduledRequest, StepPlan
 
@@ -46,3 +50,25 @@ def test_what_is_captured_on_is_all_padding(ops):
     ring.fetch(memory)
     assert memory[0].tolist() == [RESERVED] * 4
     assert not memory[1:5].any()
+
+
+class Full(LayoutRing):
+    """A ring on a device that other processes have filled."""
+
+    def memory(self, shape):
+        raise torch.OutOfMemoryError
+
+
+@each_op
+def test_a_capture_without_memory_leaves_host_and_device_at_one_count(ops, monkeypatch):
+    """An engine that has no room to wake up may wake up later."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    ring = LayoutRing.allocate(2, shape_of(3), ops, DEVICE)
+    full = Full(ring.entries, ring.num_launches, ops)
+    step = SimpleNamespace(sequences=SimpleNamespace(reserved_slot=RESERVED))
+    with pytest.raises(torch.OutOfMemoryError):
+        StepGraphs(step, (shape_of(3),), full, None)._warm_up(shape_of(3))
+    assert full._written == ring.num_launches.item() == 0

@@ -387,7 +387,11 @@ def test_it_serves_hopper_alone(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """A folder with every form as compiled, for launches of many counts."""
+    """A folder with every form as compiled, for launches of many counts.
+
+    A form of pairs takes seconds: one has blocks of 16, the other half precision. ``tests/gpu``
+    runs both with blocks of every size.
+    """
     folder = tmp_path_factory.mktemp("compiled")
     code = """
 from sametoken.ops.model.latent_attention import hopper
@@ -395,13 +399,16 @@ from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.backend import AttentionRows, RowRuns
 
 table = torch.zeros(64, 256, dtype=torch.int64)
-memory = LayerLatent(torch.zeros(2, 64, 576, dtype=torch.bfloat16), 512)
-for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
-    at = torch.zeros(count * width, dtype=torch.int64)
-    q = torch.zeros(len(at), 20, 576, dtype=torch.bfloat16)
-    starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
-    rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
-    for config in (*hopper.CONFIGS.values(), hopper.WHOLE_ROWS):
+for config, size, dtype in (
+    (hopper.CONFIGS[16], 64, torch.bfloat16), (hopper.CONFIGS[32], 64, torch.bfloat16),
+    (hopper.CONFIGS[64], 16, torch.bfloat16), (hopper.WHOLE_ROWS, 64, torch.float16),
+):
+    memory = LayerLatent(torch.zeros(2, size, 576, dtype=dtype), 512)
+    for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
+        at = torch.zeros(count * width, dtype=torch.int64)
+        q = torch.zeros(len(at), 20, 576, dtype=dtype)
+        starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
+        rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
         hopper.attention(q, 0.07, rows, memory, config=config)
 """
     compile_launches(code, folder)
@@ -413,28 +420,6 @@ def test_every_form_compiles_once_for_all_counts(compiled):
     joins = ["join_kernel"] * 2  # of either order of elements
     few = ["splits_kernel"] * 2  # of 16 and of 32 queries
     assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", *few]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "config"),
-    [("bfloat16", 16, "CONFIGS[64]"), ("float16", 32, "WHOLE_ROWS")],
-)
-def test_pairs_compile_for_small_blocks(tmp_path, dtype, block_size, config):
-    """A form takes seconds; ``tests/gpu`` runs both with blocks of every size."""
-    code = f"""
-from sametoken.ops.model.latent_attention import hopper
-from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.backend import AttentionRows, RowRuns
-
-table = torch.zeros(64, 256, dtype=torch.int64)
-memory = LayerLatent(torch.zeros(2, {block_size}, 576, dtype=torch.{dtype}), 512)
-at = torch.zeros(100, dtype=torch.int64)
-q = torch.zeros(len(at), 16, 576, dtype=torch.{dtype})
-rows = AttentionRows(at, at, at, table, RowRuns.even(2, 50))
-hopper.attention(q, 0.07, rows, memory, config=hopper.{config})
-"""
-    compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("pair_*_kernel.ptx"))) == 1
 
 
 def test_two_programs_of_the_join_fit_beside_one_of_splits_of_16_queries(compiled):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -125,17 +125,23 @@ def test_the_engine_has_the_rollouts_options_and_its_own():
         )
 
 
+class Output(RequestOutput):
+    """One that can be referred to weakly."""
+
+
 def test_a_rollout_keeps_its_newest_output_alone():
     """Outputs are cumulative: all of them would take memory with the square of its length."""
-    alive = []
+    made, alive = [], []
 
     async def outputs(*given):
         for step in range(1, 40):
             reason = "length" if step == 39 else None
             completion = CompletionOutput(0, "", tuple(range(step)), reason)
             finished = reason is not None
-            yield RequestOutput("r", None, (1,), (completion,), finished, RequestMetrics(0.0))
-            alive.append(sum(isinstance(one, RequestOutput) for one in gc.get_objects()))
+            output = Output("r", None, (1,), (completion,), finished, RequestMetrics(0.0))
+            made.append(weakref.ref(output))
+            yield output
+            alive.append(sum(one() is not None for one in made))
 
     server = RolloutServer(EngineConfig(model="m"), "127.0.0.1", lengths=(10, 100))
     resolved = SimpleNamespace(max_model_len=1000)

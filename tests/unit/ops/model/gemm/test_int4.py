@@ -300,7 +300,6 @@ one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
 product(few, one)
 product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
 nvfp4 = replace(one, scales=torch.empty(46, 6144, dtype=torch.int32), factors=torch.empty(6144))
-product(few, nvfp4)
 product(few, nvfp4, "silu_mul")
 nvfp4.expanded(torch.bfloat16)
 product(x, panels(6144, 4096, 32, minima=True))
@@ -311,13 +310,13 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 8
+    assert len(kernels) == 7
     assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
     assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
-    # Four are of e2m1, made in pairs; scales of E8M0 leave nothing to round.
+    # Three are of e2m1, made in pairs; scales of E8M0 leave nothing to round.
     in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop]
-    assert sorted("cvt.rn.bf16" in loop for loop in in_pairs) == [False, True, True, True]
+    assert sorted("cvt.rn.bf16" in loop for loop in in_pairs) == [False, True, True]
     # Numbers of e2m1 pass through subnormal ones.
     assert not any("mul.ftz" in kernel for kernel in kernels)

@@ -441,38 +441,21 @@ for shape, dtype, batch, width, is_even in (
     compile_launches(code, tmp_path)
 
 
-def test_sinks_compile(tmp_path):
-    code = """
-from sametoken.ops.model.attention.triton import AttentionConfig, attention
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
-
-shape, table = AttentionShape(64, 8, 64, 128), torch.zeros(4, 32, dtype=torch.int64)
-kv = LayerKV(*torch.zeros(2, 2, 8, 64, 64, dtype=torch.bfloat16))
-at = torch.zeros(6, dtype=torch.int64)
-q, sinks = torch.zeros(6, 64, 64, dtype=torch.bfloat16), torch.zeros(64)
-rows = AttentionRows(at, at, at, table, RowRuns.even(2, 3))
-for form in ("sequential", "split_kv"):
-    attention(q, shape, rows, kv, sinks, config=AttentionConfig(form, 16, 4, 3))
-"""
-    compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3
-
-
 def test_launches_of_other_counts_compile_nothing_new(tmp_path):
-    """Runs, rows and where their starts lie in memory change from step to step."""
+    """Runs, rows and where their starts lie in memory change from step to step; with sinks."""
     code = """
 from sametoken.ops.model.attention.triton import AttentionConfig, attention
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 
-shape, table = AttentionShape(32, 8, 16), torch.zeros(64, 32, dtype=torch.int64)
-kv = LayerKV(*torch.zeros(2, 2, 8, 64, 16, dtype=torch.bfloat16))
+shape, table = AttentionShape(64, 8, 64, 128), torch.zeros(64, 32, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, 8, 64, 64, dtype=torch.bfloat16))
 for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     at = torch.zeros(count * width, dtype=torch.int64)
-    q = torch.zeros(len(at), 32, 16, dtype=torch.bfloat16)
+    q, sinks = torch.zeros(len(at), 64, 64, dtype=torch.bfloat16), torch.zeros(64)
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
     for form in ("sequential", "split_kv"):
         rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
-        attention(q, shape, rows, kv, config=AttentionConfig(form, 16, 4, 3))
+        attention(q, shape, rows, kv, sinks, config=AttentionConfig(form, 16, 4, 3))
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3

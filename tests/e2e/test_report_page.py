@@ -78,7 +78,17 @@ def shown_numbers(page):
     }
 
 
-def test_the_numbers_are_those_of_the_files(page, sources):
+def test_charts_draw_the_numbers_and_tables_show_those_of_the_files(page, sources):
+    (_, four) = json.loads(sources[0].read_text())["results"]
+    pareto = page.evaluate("document.getElementById('pareto').data")
+    assert [trace["name"] for trace in pareto][-1] == "frontier"
+    main = next(trace for trace in pareto if trace["name"].startswith("main"))
+    assert main["x"][1] == pytest.approx(1000 / four["tpot_median"])
+    assert main["y"][1] == four["tokens_per_second"]
+    # The faster run alone is on the frontier.
+    change = next(trace for trace in pareto if trace["name"].startswith("change"))
+    assert sorted(pareto[-1]["y"]) == sorted(change["y"])
+
     found = {}
     for view in ("throughput", "latency", "speculation"):
         page.click(f"#views [data-view={view}]")
@@ -130,18 +140,6 @@ def test_filters_filter_tables_and_charts(page):
     assert page.is_hidden("#acceptance-panel")
 
 
-def test_charts_draw_the_numbers(page, sources):
-    (_, four) = json.loads(sources[0].read_text())["results"]
-    pareto = page.evaluate("document.getElementById('pareto').data")
-    assert [trace["name"] for trace in pareto][-1] == "frontier"
-    main = next(trace for trace in pareto if trace["name"].startswith("main"))
-    assert main["x"][1] == pytest.approx(1000 / four["tpot_median"])
-    assert main["y"][1] == four["tokens_per_second"]
-    # The faster run alone is on the frontier.
-    change = next(trace for trace in pareto if trace["name"].startswith("change"))
-    assert sorted(pareto[-1]["y"]) == sorted(change["y"])
-
-
 def test_the_spec_decode_view_has_acceptance_per_position(page):
     page.click("#views [data-view=speculation]")
     assert page.is_hidden("#pareto")
@@ -155,7 +153,7 @@ def test_the_spec_decode_view_has_acceptance_per_position(page):
     assert page.get_attribute("#views [data-view=speculation]", "aria-pressed") == "true"
 
 
-def test_tokens_of_a_request_by_window(page):
+def test_the_view_of_requests_has_tokens_by_window_and_a_time_line(page):
     page.click("#views [data-view=requests]")
     kinds = page.eval_on_selector_all(
         "#tokens [data-kind]", "tokens => tokens.map(t => [t.dataset.kind, t.textContent])"
@@ -171,30 +169,23 @@ def test_tokens_of_a_request_by_window(page):
     windows = page.eval_on_selector_all("#tokens .window", "all => all.map(w => w.ariaLabel)")
     assert windows[1] == "window 2: 2 drafts, 2 accepted"
     assert "5 tokens in 3 steps" in page.inner_text("#token-note")
-
-
-def test_the_time_line_is_of_the_chosen_run(page):
-    page.click("#views [data-view=requests]")
     page.select_option("#timeline-cell", index=1)
     bars = page.evaluate("document.getElementById('timeline').data.map(t => [t.name, t.x.length])")
     assert bars == [["until the first token", 4], ["tokens arrive", 4]]
 
 
-def test_what_is_made_up_is_said_and_the_theme_changes(page):
-    assert page.inner_text("#synthetic") == "DUMMY WEIGHTS: only times mean anything."
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-
-
-def test_every_control_has_a_name(page):
+def test_what_is_made_up_is_said_controls_have_names_and_the_theme_changes(page):
     unnamed = page.evaluate(
         "[...document.querySelectorAll('select')].filter(c => !c.labels.length).length"
         " + [...document.querySelectorAll('button:not(.modebar-btn)')]"
         ".filter(c => !c.textContent.trim()).length"
     )
     assert unnamed == 0
+    assert page.inner_text("#synthetic") == "DUMMY WEIGHTS: only times mean anything."
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
 
 
 def test_markup_in_names_is_shown_as_it_is(sources, tab, tmp_path):

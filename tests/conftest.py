@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
     warm_processes.install()
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
-    pytest.MonkeyPatch().setattr(convolution_triton, "_PROGRAMS", 16)
+    pytest.MonkeyPatch().setattr(convolution_triton, "_PROGRAMS", 8)
 
 
 def pytest_generate_tests(metafunc):

@@ -355,7 +355,7 @@ def test_runs_without_rows_change_no_bit(lengths):
     """Padded steps have many; then programs look for the run whose rows they prepare."""
     spec, found = spec_of(heads=(2, 2), sizes=(4, 4)), []
     rows = [Row(slot, p, p, True) for slot, n in enumerate(lengths) for p in range(n)]
-    for padding in (0, 40):
+    for padding in (0, 12):
         starts = torch.tensor([0, *accumulate(lengths)] + padding * [len(rows)], device=DEVICE)
         cut = RowRuns(len(lengths) + padding, max(lengths), starts, 0, 0)
         assert (parts_of(cut.groups[0], len(rows), 0, 3).each > 0) == (padding > 0)

@@ -43,6 +43,7 @@ class Limits:
         peak_mib: peak memory of a process.
         growth_count: growth of threads and of descriptors, likewise.
         log_bytes: bytes of log per request.
+        turned_away: the neighbour's streams that a full queue refuses while there is an engine.
     """
 
     health_s: float = 1.0
@@ -53,6 +54,7 @@ class Limits:
     peak_mib: float = 1500.0
     growth_count: float = 8.0
     log_bytes: float = 500.0
+    turned_away: int = 0
 
 
 @dataclass
@@ -108,6 +110,7 @@ class StressResult:
             "slowest /health of the neighbour, s": (seen["slowest health, s"], limits.health_s),
             "slowest token gap of the neighbour, s": (seen["slowest gap, s"], limits.gap_s),
             "faults that the neighbour saw": (seen["faults"].total(), 0),
+            "streams of the neighbour turned away": (seen["turned away"], limits.turned_away),
             "gauges left": (sum(self.left.values()), 0),
             "engines that died by themselves": (self.counted[RESTARTS] - self.num_kills, 0),
             "requests lost without a kill": (0 if self.num_kills else self.counted[FAILED], 0),
@@ -149,6 +152,7 @@ class StressResult:
         gaps = [seconds for _, seconds, number in calm if number]
         firsts = [seconds for _, seconds, number in calm if not number]
         faults: Counter = Counter()
+        turned_away = 0
         for began, seconds, status in health:
             away = self.times.covers(began, began + seconds)
             if status != 200 and not (away and status == 503):
@@ -156,7 +160,11 @@ class StressResult:
         for began, seconds, end in self.neighbour["ends"]:
             away = self.times.covers(began, began + seconds)
             # While the engine is away the queue fills, and then turns requests away.
-            if end != "right" and not (away and end in (*ENGINE_CODES, "overloaded")):
+            if end == "right" or (away and end in (*ENGINE_CODES, "overloaded")):
+                continue
+            if end == "overloaded":
+                turned_away += 1
+            else:
                 faults[f"stream: {end}"] += 1
         return {
             "slowest looks": self._worst([(one[0], one[1]) for one in health]),
@@ -170,6 +178,7 @@ class StressResult:
             "slowest first token, s": max(firsts),
             "ends": Counter(end for _, _, end in self.neighbour["ends"]),
             "faults": faults,
+            "turned away": turned_away,
         }
 
     def _worst(self, waits: list[tuple[float, float]]) -> list[dict[str, Any]]:

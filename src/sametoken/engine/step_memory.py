@@ -139,6 +139,7 @@ def require_addressable(
     rules = [one.rule for one in caches if isinstance(one, Recurrent)]
     if device.type == "cpu" or not rules:
         return
+    # A prepared row has a raw row's convolved part and, for each gate, at most four numbers.
     widest = max(rule.conv_channels + 4 * sum(rule.gate_sizes) for rule in rules)
     pending = (config.max_num_seqs + 1) * config.num_speculative_tokens
     most = _ADDRESSED // widest - pending

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import queue
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -19,7 +20,19 @@ from safetensors.torch import load_file
 from helpers.http_server import running_server
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.shared_memory import share
+from sametoken.engine.weights import NewWeights
+from sametoken.errors import SametokenError
+from sametoken.serving.messages import (
+    FinishUpdate,
+    Order,
+    SharedTensors,
+    StartUpdate,
+    TakeWeights,
+    TensorForm,
+)
 from sametoken.serving.weight_sender import WeightSender
+from sametoken.serving.weight_updates import WeightUpdates
+from sametoken.types.weight_updates import MemoryHandle
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -147,6 +160,36 @@ def test_a_buffer_on_the_gpu_that_is_filled_again(colocated, models, said):
     torch.cuda.synchronize()
     colocated.post("/finish_weight_update", {})
     assert colocated.answers() == said[0]
+
+
+def test_a_buffer_is_read_before_its_request_is_answered(monkeypatch):
+    """The copy waits behind steps in flight; the trainer fills the buffer once it has an answer."""
+    buffer = torch.ones(24, dtype=torch.uint8, device="cuda")
+    monkeypatch.setattr("sametoken.serving.weight_updates.open_shared", lambda *_: buffer)
+    loaded, answered = [], queue.SimpleQueue()
+
+    class Weights:
+        def require_target(self, target):
+            return 24
+
+        def load(self, source, target):
+            loaded.extend(source.chunks("one"))
+            return NewWeights.same()
+
+    updates = WeightUpdates(Weights(), buffer.device, answered.put)
+    handle = {"gpu": MemoryHandle("uint8", (24,), (1,), 0, b"", 24, 0, b"", 0, b"", False)}
+    shared = SharedTensors((TensorForm("one", "float32", (6,)),), (handle,), (24,))
+    for command in (StartUpdate("model"), TakeWeights(shared), FinishUpdate(None)):
+        torch.cuda._sleep(1_000_000_000)
+        updates.begin(Order(0, command))
+        done = answered.get(timeout=60)
+        assert not isinstance(done.result, SametokenError), done.result
+        updates.used()
+        if isinstance(command, TakeWeights):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                buffer.zero_()
+    (one,) = loaded
+    assert one.view(torch.uint8).tolist() == [1] * 24
 
 
 def test_a_trainer_that_is_gone_or_elsewhere(colocated, said):

@@ -91,7 +91,9 @@ class WeightUpdates:
 
     def _result(self, command: Command) -> NewWeights | SametokenError | None:
         try:
-            return self._carry_out(command)
+            result = self._carry_out(command)
+            self._wait_for_reads()
+            return result
         except SametokenError as error:
             # A copy, without the frames, which hold what was sent.
             kind, given = error.__reduce__()
@@ -118,6 +120,14 @@ class WeightUpdates:
         elif isinstance(command, TakeWeights):
             self._take(command.weights)
         return None
+
+    def _wait_for_reads(self) -> None:
+        """Wait for the copies that were enqueued, which steps in flight come before.
+
+        Once a command is answered, the trainer may change the memory that they read.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _take(self, weights: str | tuple[TensorForm, ...] | JoinedTensors | SharedTensors) -> None:
         if isinstance(weights, str):

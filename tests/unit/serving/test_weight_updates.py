@@ -16,11 +16,13 @@ from sametoken.serving.messages import (
     JoinTrainer,
     NameWeights,
     Order,
+    SharedTensors,
     StartUpdate,
     TakeWeights,
     TensorForm,
 )
 from sametoken.serving.weight_updates import WeightUpdates
+from sametoken.types.weight_updates import MemoryHandle
 
 CPU = torch.device("cpu")
 ONE, TWO = TensorForm("one", "float32", (2, 3)), TensorForm("two", "bfloat16", ())
@@ -106,6 +108,41 @@ def test_tensors_of_one_piece_are_cut_apart_whatever_their_alignment(scene, monk
     assert torch.equal(tensors["odd"], sent[:6].view(torch.bfloat16))
     assert torch.equal(tensors["one"], sent[6:30].clone().view(torch.float32).view(2, 3))
     assert torch.equal(tensors["two"], sent[30:].view(torch.bfloat16))
+
+
+def test_a_trainer_s_memory_is_read_before_the_answer(monkeypatch):
+    """On a GPU copies wait behind steps in flight, and after the answer the trainer fills it."""
+    events = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("read")
+
+    def room(num_bytes, first, device):
+        events.append("begun")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    module = "sametoken.serving.weight_updates"
+    monkeypatch.setattr(f"{module}.open_shared", lambda *_: torch.zeros(24, dtype=torch.uint8))
+    monkeypatch.setattr(f"{module}._room", room)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream())
+    answered = queue.SimpleQueue()
+
+    def post(done) -> None:
+        assert not isinstance(done.result, SametokenError), done.result
+        events.append("answered")
+        answered.put(done)
+
+    updates = WeightUpdates(Weights(), torch.device("cuda"), post)
+    handle = {"gpu": MemoryHandle("uint8", (24,), (1,), 0, b"", 24, 0, b"", 0, b"", False)}
+    shared = SharedTensors((ONE,), (handle,), (24,))
+    for command in (StartUpdate("model"), TakeWeights(shared), FinishUpdate(None)):
+        events.clear()
+        updates.begin(Order(0, command))
+        answered.get(timeout=10)
+        begun = ["begun"] if isinstance(command, TakeWeights) else []
+        assert events == [*begun, "read", "answered"]
+        updates.used()
 
 
 def test_a_new_update_drops_what_was_sent(scene):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 
 import pytest
 import torch
@@ -314,6 +315,28 @@ def test_a_drafter_waits_for_the_targets_weights(llamas, tmp_path):
     with pytest.raises(WeightUpdateError, match="update the model first"):
         live.update_weights(tensors_of(head).items(), target="drafter")
     live.update_weights(tensors_of(llamas[1]).items())
+    live.wake_up()
+    assert said(live) == said(built)
+    assert same_weights(live, built)
+
+
+def test_a_drafter_reads_no_weight_of_a_target_that_was_dropped(llamas, tmp_path, monkeypatch):
+    """On a GPU their storages are gone; a head with a token map has made its lm_head of them."""
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    heads = [write_eagle1(tmp_path / str(seed), eagle1_tensors(seed)) for seed in (0, 1)]
+    token_map = tmp_path / "map.json"
+    token_map.write_text(json.dumps([*range(2, 12)]))
+    spec = {"method": "eagle", "num_speculative_tokens": 3, "token_map": str(token_map)}
+    pairs = zip(llamas, heads, strict=True)
+    live, built = (engine(path, spec | {"model": str(head)}) for path, head in pairs)
+    weights = whole_storages(tensors_of_model(live._engine._runner.step.model))
+    live._engine._sleep.memory = DeviceMemory((), weights, None)
+    live.sleep(2)
+    with pytest.raises(WeightUpdateError, match="update the model first"):
+        live.update_weights(tensors_of(heads[1]).items(), target="drafter")
+    live.update_weights(tensors_of(llamas[1]).items())
+    live.update_weights(tensors_of(heads[1]).items(), target="drafter")
     live.wake_up()
     assert said(live) == said(built)
     assert same_weights(live, built)

@@ -7,7 +7,6 @@ logits stay complete.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.heads.base import EagleHead, lm_head_of
+from sametoken.models.heads.base import EagleHead, HeadInUse, lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
 from sametoken.models.heads.mtp import MTPCheckpoint, MTPHead
@@ -152,9 +151,11 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 
     quantize_fp8 = spec.quantization is not None
 
-    def load_head(checkpoint: Checkpoint, of: Decoder, kernels: Kernels) -> tuple[Head, bool]:
-        """A head, and whether its lm_head is the target's."""
-        offered = _Offered(of)
+    def load_head(
+        checkpoint: Checkpoint, of: Decoder, kernels: Kernels, in_use: Weight | None = None
+    ) -> tuple[Head, bool]:
+        """A head, and whether its lm_head is the target's; ``in_use`` has been made of that."""
+        offered = _Offered(of, in_use)
         head = checkpoint.load(
             offered,
             kernels=kernels,
@@ -177,15 +178,17 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 
     def reload(source: TensorSource, over: CausalLM, kernels: Kernels) -> EagleHead:
         assert isinstance(over, Decoder)
-        new, new_shares = load_head(checkpoint.reading(source), over, kernels)
+        # The target in use may have given its memory back. And its parts, on several ranks, read
+        # their checkpoint, which updates leave behind.
+        in_use = head.lm_head if over is target else None
+        new, new_shares = load_head(checkpoint.reading(source), over, kernels, in_use)
         if new_shares != shares:
             mine, theirs = ("the target's", "its own") if shares else ("its own", "the target's")
             raise DrafterMismatchError(
                 f"the draft head that runs has {mine} lm_head, the new one {theirs}",
                 "build another engine with the new head",
             )
-        # A part of the target in use reads its checkpoint, which updates leave behind.
-        return replace(new, lm_head=head.lm_head) if shares and over is target else new
+        return new
 
     shared = {id(target.embedding), id(target.head)}
     own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
@@ -204,12 +207,16 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 class _Offered:
     """``SharedWeights`` of a target, and whether a head took the lm_head."""
 
-    def __init__(self, target: Decoder) -> None:
+    def __init__(self, target: Decoder, in_use: Weight | None) -> None:
         self.embedding, self.head_taken, self._target = target.embedding, False, target
+        self._in_use = in_use
 
-    def whole_head(self) -> Weight:
+    def whole_head(self) -> Weight | HeadInUse:
         self.head_taken = True
-        return self._target.whole_head()
+        if self._in_use is None:
+            return self._target.whole_head()
+        config = self._target.config
+        return HeadInUse(config.vocab_size, config.hidden_size, self._in_use)
 
 
 def fitting_head(

@@ -104,8 +104,22 @@ class EagleHead(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HeadInUse:
+    """A target's lm_head of which a head that runs has made its own: nobody reads it again.
+
+    Attributes:
+        out_features, in_features: of the target's.
+        made: what ``lm_head_of`` has made of it.
+    """
+
+    out_features: int
+    in_features: int
+    made: Weight
+
+
 Head = TypeVar("Head", bound=EagleHead)
-Shared = TypeVar("Shared", bound=Weight)
+Shared = TypeVar("Shared", bound=Weight | HeadInUse)
 
 
 class SharedWeights(Protocol):
@@ -113,7 +127,7 @@ class SharedWeights(Protocol):
 
     embedding: UnquantizedWeight
 
-    def whole_head(self) -> Weight:
+    def whole_head(self) -> Weight | HeadInUse:
         """All rows of the target's lm_head; read from disk if this rank has only a part."""
         ...
 
@@ -378,13 +392,19 @@ def load_own_lm_head(
     return own if token_ids is None else load_lm_head(reader, own, token_ids)
 
 
-def load_lm_head(reader: WeightReader, whole: Weight, token_ids: Tensor | None) -> Weight:
+def load_lm_head(
+    reader: WeightReader, whole: Weight | HeadInUse, token_ids: Tensor | None
+) -> Weight:
     """``lm_head_of`` as the reader packs and rounds projections."""
     return lm_head_of(reader.kernels, whole, token_ids, quantize_fp8=reader.quantize_fp8)
 
 
 def lm_head_of(
-    kernels: Kernels, whole: Weight, token_ids: Tensor | None, *, quantize_fp8: bool = False
+    kernels: Kernels,
+    whole: Weight | HeadInUse,
+    token_ids: Tensor | None,
+    *,
+    quantize_fp8: bool = False,
 ) -> Weight:
     """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged.
 
@@ -393,6 +413,8 @@ def lm_head_of(
     Raises:
         UnsupportedError: ``token_ids`` of a quantized weight whose rows this device cannot take.
     """
+    if isinstance(whole, HeadInUse):
+        return whole.made
     if token_ids is not None and isinstance(whole, CutWeight):
         return whole.cut(token_ids)
     if isinstance(whole, UnquantizedWeight):

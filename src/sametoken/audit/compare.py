@@ -135,6 +135,8 @@ def differences(
 ) -> Iterator[float]:
     """Yield the absolute differences of log-probabilities after equal prefixes.
 
+    A text that two candidates of a position share, as parts of a character do, tells neither.
+
     Args:
         one, other: answers with ``top``; ``one`` includes all requests of ``other``.
         most: number of leading positions of each answer; None for all.
@@ -144,8 +146,14 @@ def differences(
         end = None if divergence is None else divergence + 1
         shown = zip(one[name].top[:end], answer.top[:end], strict=False)
         for top, their_top in islice(shown, most):
-            known = dict(top)
-            yield from (abs(known[token] - p) for token, p in their_top if token in known)
+            known, theirs = _told_apart(top), _told_apart(their_top)
+            yield from (abs(known[token] - theirs[token]) for token in known.keys() & theirs)
+
+
+def _told_apart(top: TopTwo) -> dict[int | str, float]:
+    """The candidates by token, without those of one text."""
+    tokens = [token for token, _ in top]
+    return {token: p for token, p in top if tokens.count(token) == 1}
 
 
 def margin_of(top: TopTwo) -> float | None:

@@ -34,6 +34,19 @@ def test_noise_against_an_engine_is_measured(tokens, margin, kind):
     assert (divergence.position, divergence.found, divergence.kind) == (1, tokens[1], kind)
 
 
+def test_a_text_of_two_candidates_is_no_noise():
+    """Parts of a character are one text; as noise their gap made a tie of any small margin."""
+    part = "\ufffd"
+    texts = {1: part, 2: part, 3: " a"}
+    top = (((1, -1.0), (2, -3.0)), ((1, -1.0), (3, -1.1)))
+    baseline = Side("engine", lambda asks: {"one": Answer((1, 1), top=top)}, text_of=texts.get)
+    shown = (((part, -1.0),), ((part, -1.0), (" a", -1.1)))
+    subject = Side("server", lambda asks: {"one": Answer((1, 3), top=shown)})
+    verdict = audit_sides(subject, baseline, [ASK])
+    assert verdict.noise == 0.0
+    assert [one.kind for one in verdict.comparisons[0].divergences] == [CORRUPTION]
+
+
 def rounding(tokens: tuple[int, ...], step: float, last: float) -> Side:
     """Repeats itself to the bit; its gaps are whole steps, but for every fifth; then ``last``."""
     gaps = [step * (1 + i % 7) + (step / 3 if i % 5 == 0 else 0) for i in range(40)]

@@ -17,6 +17,11 @@ from torch import Tensor
 #: The best of GROUP neighbouring places may vote, and at most MAX_VOTERS of these do.
 GROUP = 16
 MAX_VOTERS = 32
+# Places of earlier texts that are compared at once, over all rows; bounds the memory of a search
+# (tests/unit/ops/lookup/test_suffix.py).
+_PLACES = 2**18
+# Tokens of a match that are compared at once: most matches end within them.
+_NEAR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,7 @@ def search(
     Returns:
         ids [B, k] int64, of which the first ``count`` [B] int64 are valid; the others are 0.
     """
-    ranks = _ranks(token_ids, slots, num_tokens, earlier, limits.depth)
-    best = ranks.topk(MAX_VOTERS, dim=1).values
+    best = _best_ranks(token_ids, slots, num_tokens, earlier, limits.depth)
     span = _span(token_ids, earlier)
     length = best // span
     voting = (best >= 0) & (length == length[:, :1])
@@ -163,13 +167,14 @@ def _span(token_ids: Tensor, earlier: Earlier) -> int:
     return token_ids.shape[1] + earlier.texts.numel()
 
 
-def _ranks(
+def _best_ranks(
     token_ids: Tensor, slots: Tensor, num_tokens: Tensor, earlier: Earlier, depth: int
 ) -> Tensor:
-    """[B, groups] int64: rank of the best place of every group (longest, then earliest), or -1."""
-    max_len, (num_texts, width) = token_ids.shape[1], earlier.texts.shape
-    own_groups, text_groups = -(-max_len // GROUP), -(-width // GROUP)
-    total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
+    """[B, MAX_VOTERS] int64: ranks of the places that may vote, the best first; -1: none.
+
+    The rank of a place puts the longest match first, then the earliest.
+    """
+    max_len, width = token_ids.shape[1], earlier.texts.shape[1]
     span = _span(token_ids, earlier)
     own = _within_longest(token_ids, num_tokens).index_select(0, slots)
     last = (num_tokens - 1).clamp(min=0)
@@ -177,34 +182,60 @@ def _ranks(
     # The row's tokens from its end backwards; positions before its first match nothing.
     backwards = last[:, None] - torch.arange(depth, device=own.device)
     ending = own.gather(1, backwards.clamp(min=0)).masked_fill(backwards < 0, _NO_TOKEN)
-    ranks = torch.full((slots.shape[0], total), -1, dtype=torch.int64, device=slots.device)
+    best = torch.full((slots.shape[0], MAX_VOTERS), -1, dtype=torch.int64, device=slots.device)
 
-    def note(row: Tensor, length: Tensor, place: Tensor, group: Tensor) -> None:
+    def merged(row: Tensor, length: Tensor, place: Tensor, group: Tensor, groups: int) -> Tensor:
+        """``best`` with the best place of every group, [M] each."""
+        ranks = best.new_full((best.shape[0], groups), -1)
         rank = length * span + (span - 1 - place)
-        ranks.view(-1).scatter_reduce_(0, row * total + group, rank, "amax")
+        ranks.view(-1).scatter_reduce_(0, row * groups + group, rank, "amax")
+        return torch.cat((best, ranks), dim=1).topk(MAX_VOTERS, dim=1).values
 
     ends = torch.arange(own.shape[1], device=own.device)
     row, end = ((own == final) & (ends < last[:, None])).nonzero(as_tuple=True)
-    note(row, _match_length(own, row, end, ending[row]), end, end // GROUP)
+    length = _match_length(own, row, end, ending, row)
+    best = merged(row, length, end, end // GROUP, _groups(own))
 
-    if num_texts:
-        texts = _within_longest(earlier.texts, earlier.lengths)
-        ends = torch.arange(texts.shape[1], device=own.device)
-        found = (texts == final[:, :, None]) & (ends < earlier.lengths[:, None] - 1)
+    texts = _within_longest(earlier.texts, earlier.lengths)
+    ends = torch.arange(texts.shape[1], device=own.device)
+    count = max(1, _PLACES // max(1, texts.shape[1] * slots.shape[0]))
+    for first in range(0, texts.shape[0], count):
+        some, lengths = texts[first : first + count], earlier.lengths[first : first + count]
+        found = (some == final[:, :, None]) & (ends < lengths[:, None] - 1)
         found &= (num_tokens > 0)[:, None, None]
         row, text, end = found.nonzero(as_tuple=True)
-        length = _match_length(texts, text, end, ending[row])
-        group = own_groups + text * text_groups + end // GROUP
-        note(row, length, max_len + text * width + end, group)
-    return ranks
+        length = _match_length(some, text, end, ending, row)
+        place = max_len + (first + text) * width + end
+        group = text * _groups(texts) + end // GROUP
+        best = merged(row, length, place, group, some.shape[0] * _groups(texts))
+    return best
 
 
-def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor) -> Tensor:
-    """[M] int64: number of tokens of texts, from ``end`` backwards, equal to [M, depth] endings."""
-    backwards = end[:, None] - torch.arange(ending.shape[1], device=end.device)
-    tokens = texts[text[:, None], backwards.clamp(min=0)]
-    equal = (tokens == ending) & (backwards >= 0)
-    return equal.long().cumprod(dim=1).sum(dim=1)
+def _groups(texts: Tensor) -> int:
+    """Groups of neighbouring places in each text."""
+    return -(-texts.shape[1] // GROUP)
+
+
+def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor, row: Tensor) -> Tensor:
+    """[M] int64: how many tokens of texts are equal to the ends of rows, both read backwards.
+
+    Args:
+        texts: [R, W] int64.
+        text, end: [M] int64, a text and the place in it to begin at.
+        ending: [B, depth] int64, tokens of rows from their end backwards.
+        row: [M] int64.
+    """
+    length, going = torch.zeros_like(end), torch.arange(end.shape[0], device=end.device)
+    for first in range(0, ending.shape[1], _NEAR):
+        wanted = ending[:, first : first + _NEAR][row[going]]
+        back = torch.arange(first, first + wanted.shape[1], device=end.device)
+        backwards = end[going, None] - back
+        tokens = texts[text[going, None], backwards.clamp(min=0)]
+        equal = (tokens == wanted) & (backwards >= 0)
+        run = equal.cumprod(dim=1).sum(dim=1)
+        length[going] += run
+        going = going[run == wanted.shape[1]]
+    return length
 
 
 def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from sametoken.errors import InvariantError
@@ -23,8 +24,9 @@ class BlockPool:
         self._prefix_cache = prefix_cache
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        # An ordered set: LRU order of the cached blocks without references.
-        self._unused: dict[int, None] = {}
+        # An ordered set: LRU order of the cached blocks without references. A plain dict would
+        # look past all that were evicted before to find its first entry.
+        self._unused: OrderedDict[int, None] = OrderedDict()
         self.evicted: list[tuple[bytes, int]] = []
 
     @property
@@ -111,8 +113,7 @@ class BlockPool:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        block = next(iter(self._unused))
-        del self._unused[block]
+        block, _ = self._unused.popitem(last=False)
         key = self._prefix_cache.forget(block)
         assert key is not None
         self.evicted.append((key, block))
@@ -158,13 +159,8 @@ class PrefixCache:
 
     def match(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Blocks of the longest prefix of ``keys`` that is cached."""
-        blocks: list[int] = []
-        for key in keys:
-            block = self._block_of.get(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return tuple(blocks)
+        # Up to the first None, without a Python loop: waiting prompts are matched in every plan.
+        return tuple(iter(map(self._block_of.get, keys).__next__, None))
 
     def insert(self, key: bytes, block: int) -> None:
         """Add a computed block, unless another block already has its key."""

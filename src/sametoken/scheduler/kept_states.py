@@ -7,6 +7,7 @@ are kept at ends of blocks, under the block's key, so a request can start there
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from sametoken.errors import InvariantError
@@ -31,7 +32,7 @@ class StatePool:
         self._free = list(range(num_states - 1, -1, -1))
         self._held: set[int] = set()
         # In order of last use.
-        self._state_of: dict[bytes, int] = {}
+        self._state_of: OrderedDict[bytes, int] = OrderedDict()
 
     def longest(self, keys: Sequence[bytes]) -> int:
         """The number of leading keys up to the last one that a state is kept under."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Protocol
 
 #: Of a cached prefix block: its key there. Of a preempted request: its admission and an index.
@@ -118,10 +120,10 @@ class SwapSpace:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._free_places = list(range(file.num_blocks - 1, -1, -1))
         # With a host block: of idle prefixes, the least recently used first; of requests.
-        self._idle: dict[Key, _Saved] = {}
-        self._owned: dict[Key, _Saved] = {}
+        self._idle: OrderedDict[Key, _Saved] = OrderedDict()
+        self._owned: OrderedDict[Key, _Saved] = OrderedDict()
         # In the file alone, the oldest first.
-        self._filed: dict[Key, _Saved] = {}
+        self._filed: OrderedDict[Key, _Saved] = OrderedDict()
         self._moving: dict[int, _Saved] = {}
         # Freed by the step that is being planned, which still reads them.
         self._freed: list[int] = []
@@ -235,13 +237,16 @@ class SwapSpace:
 
     def _drop_idle(self) -> bool:
         """Free the host block of the least recently used prefix that this step does not use."""
-        for key, saved in self._idle.items():
-            in_use = key in self._wanted or self._used_in[_host_of(saved)] == self._step_id
-            if saved.is_here and not in_use:
-                del self._idle[key]
-                self._release(saved)
-                return True
-        return False
+        saved = next(filter(self._may_drop, self._idle.values()), None)
+        if saved is None:
+            return False
+        del self._idle[saved.key]
+        self._release(saved)
+        return True
+
+    def _may_drop(self, saved: _Saved) -> bool:
+        in_use = saved.key in self._wanted or self._used_in[_host_of(saved)] == self._step_id
+        return saved.is_here and not in_use
 
     def _take(self) -> int:
         block = self._free.pop()
@@ -263,20 +268,16 @@ class SwapSpace:
         missing = self.num_blocks // SPARE - len(self._free) - writing
         if missing <= 0 or not self._file.num_blocks:
             return
-        for saved in [*self._idle.values(), *self._owned.values()]:
-            if (
-                missing
-                and saved.is_here
-                and saved.key not in self._wanted
-                and self._is_quiet(saved)
-            ):
-                place = self._free_place()
-                if place is None:
-                    return
-                saved.place = place
-                self._moving[place] = saved
-                self._file.write(place, _host_of(saved))
-                missing -= 1
+        every = chain(self._idle.values(), self._owned.values())
+        for saved in list(islice(filter(self._may_move_on, every), missing)):
+            place = self._free_place()
+            if place is None:
+                return
+            saved.place = place
+            self._moving[place] = saved
+            # Behind those that ``_drop_idle`` and the next call of this look through.
+            self._entries_of(saved).move_to_end(saved.key)
+            self._file.write(place, _host_of(saved))
 
     def _free_place(self) -> int | None:
         """A place in the file, that of the oldest prefix if none is free."""
@@ -305,10 +306,11 @@ class SwapSpace:
         """Whether a host block will be free without anything being dropped."""
         return bool(self._free or self._freed or self._moving)
 
-    def _is_quiet(self, saved: _Saved) -> bool:
-        return self._used_in[_host_of(saved)] <= self._processed
+    def _may_move_on(self, saved: _Saved) -> bool:
+        is_idle = saved.is_here and saved.key not in self._wanted
+        return is_idle and self._used_in[_host_of(saved)] <= self._processed
 
-    def _entries_of(self, saved: _Saved) -> dict[Key, _Saved]:
+    def _entries_of(self, saved: _Saved) -> OrderedDict[Key, _Saved]:
         return self._idle if isinstance(saved.key, bytes) else self._owned
 
     def _end_moves(self, finished: Sequence[tuple[int, bool]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,3 +180,20 @@ def test_a_forgotten_block_matches_no_more():
     assert cache.match([b"a"]) == ()
     cache.insert(b"a", 2)
     assert cache.match([b"a"]) == (2,)
+
+
+def test_evicting_one_block_after_the_other_takes_the_same_time_for_each():
+    pool, cache = make_pool(2**17)
+    blocks = pool.allocate(pool.num_blocks)
+    for block in blocks:
+        cache.insert(block.to_bytes(4, "little"), block)
+    pool.release(blocks)
+
+    def seconds_for(count):
+        began = time.thread_time()
+        pool.allocate(count)
+        return time.thread_time() - began
+
+    early = seconds_for(2**12)
+    pool.allocate(2**16)
+    assert seconds_for(2**12) < 8 * early

@@ -182,3 +182,23 @@ def test_half_of_host_memory_at_most_is_read_for_a_prefix():
     assert space.fetch([key(n) for n in range(4)]) is Found.COMING
     planned(space, 16)
     assert space.fetch([key(n) for n in range(4)]) is Found.HERE
+
+
+def test_blocks_on_their_way_to_a_slow_file_are_not_looked_through_again_and_again():
+    """Each block that makes room is found at once, however many are being written."""
+    looked_at = 0
+
+    class Counting(SwapSpace):
+        def _may_drop(self, saved):
+            nonlocal looked_at
+            looked_at += 1
+            return super()._may_drop(saved)
+
+    space = Counting(80, 80, File(num_blocks=80))
+    space.begin(0)
+    for n in range(80):
+        space.save_prefix(key(n))
+    space.processed(0)
+    space.begin(1)
+    assert [space.save_prefix(key(100 + n)) is not None for n in range(40)] == [True] * 40
+    assert looked_at == 40

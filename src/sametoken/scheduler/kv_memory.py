@@ -64,7 +64,7 @@ class KVMemory:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
         if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
-        return self._keys_of(request.prompt_token_ids)
+        return self._keys_of(request.prompt_token_ids, self._root)
 
     def looks_up(self, request: RequestState) -> bool:
         """Whether a request may start from cached blocks.
@@ -85,9 +85,8 @@ class KVMemory:
         saved = self.swap.saved_prefix(keys[len(blocks) :])
         return self._start_after(request, CachedPrefix(blocks, saved))
 
-    def fetched_prefix(self, request: RequestState) -> CachedPrefix | None:
-        """The cached prefix once all of it is in memory; None while it is read from the file."""
-        cached = self.look_up(request)
+    def fetched(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix | None:
+        """What ``look_up`` found, once all is in memory; None while it is read from the file."""
         found = self.swap.fetch(cached.saved)
         if found is Found.GONE:
             return self._start_after(request, CachedPrefix(cached.blocks))
@@ -95,17 +94,21 @@ class KVMemory:
 
     def fits_prompt(self, request: RequestState, cached: CachedPrefix) -> bool:
         """Whether a whole prompt fits in the available blocks, given its cached ones."""
-        unused = sum(not self.pool.references(block) for block in cached.blocks)
         needed = self._limits.blocks_for(request.prompt_len + 1 + self._limits.lookahead_slots)
+        if needed <= self.pool.num_available:
+            return True
+        unused = sum(not self.pool.references(block) for block in cached.blocks)
         return needed - len(cached.blocks) <= self.pool.num_available - unused
 
     def assign(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
         """Append ``count`` new blocks to a request's table; evicted prefixes are saved."""
         blocks = self.pool.allocate(count)
-        for key, block in self.pool.evicted:
-            if (host_block := self.swap.save_prefix(key)) is not None:
-                draft.swap_outs.append(SwapOut(None, (block,), (host_block,)))
+        saved = [(block, self.swap.save_prefix(key)) for key, block in self.pool.evicted]
         self.pool.evicted.clear()
+        # One copy of all: each gathers from every cache of the device.
+        if moves := [(block, host) for block, host in saved if host is not None]:
+            block_ids, host_blocks = zip(*moves, strict=True)
+            draft.swap_outs.append(SwapOut(None, block_ids, host_blocks))
         draft.assign_blocks(request, blocks)
         return blocks
 
@@ -231,8 +234,7 @@ class KVMemory:
         if request.weight_versions[0] != self.weight_version:
             # Some of its KV is of older weights.
             return
-        tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
-        keys = self._keys_of(tokens)
+        keys = self._kept_keys(request, num_kept_tokens)
         num_blocks = request.num_final // limits.block_size
         indexed = keys[request.num_dropped : num_blocks]
         for key, block in zip(indexed, request.blocks, strict=False):
@@ -246,10 +248,19 @@ class KVMemory:
         self.swap.drop(request.block_keys)
         self.states.forget(request)
 
-    def _keys_of(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
-        limits, version = self._limits, self.weight_version
-        root = version.to_bytes(8, "little") if version else b""
-        return block_keys(token_ids, limits.block_size, limits.lookahead_tokens, root)
+    def _kept_keys(self, request: RequestState, num_kept_tokens: int) -> tuple[bytes, ...]:
+        """Keys of prompt and output up to the kept tokens; those of the prompt are known."""
+        known = request.block_keys
+        first, prompt = len(known) * self._limits.block_size, request.request.prompt_token_ids
+        rest = (*prompt[first:], *request.emitted)[: num_kept_tokens - first]
+        return known + self._keys_of(rest, known[-1] if known else self._root)
+
+    def _keys_of(self, token_ids: Sequence[int], root: bytes) -> tuple[bytes, ...]:
+        return block_keys(token_ids, self._limits.block_size, self._limits.lookahead_tokens, root)
+
+    @property
+    def _root(self) -> bytes:
+        return self.weight_version.to_bytes(8, "little") if self.weight_version else b""
 
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
         """Cut a cached prefix to where the request can start; sets where it starts and stops."""

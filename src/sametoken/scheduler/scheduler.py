@@ -276,9 +276,10 @@ class Scheduler:
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots) if self.admits else 0):
-            if not self._memory.fits_prompt(request, self._memory.look_up(request)):
+            cached = self._memory.look_up(request)
+            if not self._memory.fits_prompt(request, cached):
                 return
-            if self._memory.fetched_prefix(request) is None:
+            if self._memory.fetched(request, cached) is None:
                 return
             yield request
 
@@ -313,7 +314,7 @@ class Scheduler:
     def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
         # Matched again: earlier turns may have evicted blocks since the rows were divided.
-        cached = self._memory.fetched_prefix(request)
+        cached = self._memory.fetched(request, self._memory.look_up(request))
         if cached is None or not self._memory.fits_prompt(request, cached):
             return False
         turn = turn.cut(min(turn.num_query, request.num_left))

@@ -3,6 +3,8 @@
 import pytest
 
 from sametoken.errors import InvariantError
+from sametoken.scheduler import kv_memory
+from sametoken.scheduler.block_pool import block_keys
 
 PROMPT = tuple(range(100, 106))  # one full block of 4, and two tokens
 
@@ -226,3 +228,19 @@ def test_impossible_counts_are_refused(kit, kept):
     scheduler.plan()
     with pytest.raises(InvariantError, match=f"cannot keep {kept} tokens: its prompt has 6"):
         scheduler.release("first", kept)
+
+
+def test_an_end_computes_no_key_of_the_prompt_again(kit, monkeypatch):
+    scheduler = kit.scheduler(lookahead_tokens=1)
+    run(kit, scheduler, 14)
+    lengths = []
+
+    def noted(tokens, *others):
+        lengths.append(len(tokens))
+        return block_keys(tokens, *others)
+
+    monkeypatch.setattr(kv_memory, "block_keys", noted)
+    scheduler.release("first", 14)
+    # All but the block of four whose key, lookahead and all, the prompt has.
+    assert lengths == [10]
+    assert num_cached(kit, scheduler, (*spoken(14), 1, 2, 3)) == 12

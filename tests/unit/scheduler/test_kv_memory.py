@@ -478,3 +478,25 @@ def test_the_oldest_always_advances(kit):
             if state.at_limit:
                 scheduler.release(state.request.request_id)
     assert not scheduler.has_unfinished
+
+
+def test_a_waiting_prompt_is_looked_up_once_a_plan_and_again_as_it_comes_in(kit, monkeypatch):
+    scheduler = kit.scheduler(max_num_batched_tokens=8)
+    cache, looked_up = scheduler._memory.prefix_cache, []
+    match = cache.match
+    monkeypatch.setattr(cache, "match", lambda keys: looked_up.append(keys) or match(keys))
+    for name in "abc":
+        scheduler.add(kit.request(name, 6))
+    plan, _ = kit.step(scheduler)
+    assert len(plan.admissions) == 2
+    assert len(looked_up) == 3 + 2
+
+
+def test_evicted_prefixes_are_saved_by_one_copy(kit):
+    scheduler = kit.scheduler(num_blocks=6, num_idle_host_blocks=32)
+    scheduler.add(kit.request("a", 16))
+    kit.step(scheduler)
+    scheduler.release("a")
+    scheduler.add(kit.request("b", 20, max_total=22))
+    plan, _ = kit.step(scheduler)
+    assert [len(swap.block_ids) for swap in plan.swap_outs] == [4]

@@ -15,6 +15,10 @@ Key = bytes | tuple[int, int]
 #: While less than 1 / SPARE of the host blocks are free, blocks move on to the file.
 SPARE = 4
 
+#: Blocks on their way to the file at most: a request whose blocks are read waits for these writes,
+#: and so does the end of the process. A slow disk takes what it can, the rest is dropped.
+MOST_WRITES = 128
+
 #: Before the first step.
 NEVER = -1
 
@@ -266,6 +270,7 @@ class SwapSpace:
         """Write blocks to the file while host memory is short, idle prefixes first."""
         writing = sum(not saved.reading for saved in self._moving.values())
         missing = self.num_blocks // SPARE - len(self._free) - writing
+        missing = min(missing, MOST_WRITES - writing)
         if missing <= 0 or not self._file.num_blocks:
             return
         every = chain(self._idle.values(), self._owned.values())

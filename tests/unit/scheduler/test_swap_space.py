@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from sametoken.scheduler.swap_space import Found, NoFile, SwapSpace
+from sametoken.scheduler.swap_space import MOST_WRITES, Found, NoFile, SwapSpace
 
 
 class File:
@@ -202,3 +202,19 @@ def test_blocks_on_their_way_to_a_slow_file_are_not_looked_through_again_and_aga
     space.begin(1)
     assert [space.save_prefix(key(100 + n)) is not None for n in range(40)] == [True] * 40
     assert looked_at == 40
+
+
+def test_a_slow_file_has_few_blocks_to_write_at_once():
+    """What is read waits behind them."""
+    file = File(num_blocks=5000)
+    space = SwapSpace(2000, 2000, file)
+    for step in range(4):
+        planned(space, step)
+        for n in range(step * 500, (step + 1) * 500):
+            space.save_prefix(n.to_bytes(4, "little"))
+    planned(space, 4)
+    planned(space, 5)
+    assert len(file.log) == MOST_WRITES
+    file.ended.extend((place, True) for _, place, _ in file.log)
+    planned(space, 6)
+    assert len(file.log) == 2 * MOST_WRITES

@@ -81,6 +81,15 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove these keys from the cache; blocks that slots hold stay theirs."""
+        for key in keys:
+            for block in self._prefix_cache.match((key,)):
+                self._prefix_cache.forget(block)
+                if not self._references[block]:
+                    del self._unused[block]
+                    self._free.append(block)
+
     def forget_prefixes(self) -> None:
         """Remove every prefix from the cache; blocks that slots hold stay theirs."""
         for block in self._prefix_cache.blocks():

@@ -242,9 +242,11 @@ class KVMemory:
         self.states.keep_answer(request, keys)
 
     def forget(self, request: RequestState) -> None:
-        """Remove a request's blocks and states from the prefix cache and from swap space."""
-        for block in request.blocks:
-            self.prefix_cache.forget(block)
+        """Remove a request's blocks and states from the prefix cache and from swap space.
+
+        By key: it may have left blocks behind a window, or when it was preempted.
+        """
+        self.pool.forget(request.block_keys)
         self.swap.drop(request.block_keys)
         self.states.forget(request)
 

@@ -500,3 +500,32 @@ def test_evicted_prefixes_are_saved_by_one_copy(kit):
     scheduler.add(kit.request("b", 20, max_total=22))
     plan, _ = kit.step(scheduler)
     assert [len(swap.block_ids) for swap in plan.swap_outs] == [4]
+
+
+def cached_after_a_failure(kit, scheduler):
+    """Run the one request to the end of its prompt, where it fails; then ask the same again."""
+    plan = scheduler.plan()
+    while not plan.requests[0].samples:
+        scheduler.process_output(kit.result(plan))
+        plan = scheduler.plan()
+    [update] = scheduler.process_output(kit.result(plan, failed=(plan.requests[0].slot,)))
+    assert update.failed
+    scheduler.check_integrity()
+    scheduler.add(kit.request("next", PROMPT * 2))
+    return scheduler.plan().admissions[0].num_cached
+
+
+def test_a_poisoned_request_takes_blocks_behind_its_window_back(kit):
+    scheduler = kit.scheduler(sliding_window=4, longest_chunk=8)
+    scheduler.add(kit.request("bad", PROMPT * 2))
+    assert cached_after_a_failure(kit, scheduler) == 0
+
+
+def test_a_poisoned_request_takes_blocks_back_that_it_left_when_it_was_preempted(kit):
+    scheduler = kit.scheduler(num_blocks=10, longest_chunk=2)
+    scheduler.add(kit.request("old", 3, max_total=30))
+    scheduler.add(kit.request("bad", PROMPT * 2, max_total=28))
+    while not scheduler.num_swapped:
+        kit.step(scheduler)
+    scheduler.release("old")
+    assert cached_after_a_failure(kit, scheduler) == 0

@@ -253,7 +253,7 @@ class Scheduler:
             self._memory.drop_behind(request)
             if request.at_limit:
                 continue
-            if self._lacks_blocks(request) and request is self._youngest:
+            if request is self._youngest and self._lacks_blocks(request):
                 draft.short_of_blocks = True
             else:
                 ready.append(request)

@@ -3,6 +3,7 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +12,8 @@ from sametoken.ops.lookup.suffix import GROUP, MAX_VOTERS, Earlier, Limits
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _BLOCK = 1024
+#: Bytes of ranks at once: of 256 MiB of earlier texts a row has 17 MB.
+_MOST_BYTES = 2**28
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -139,35 +142,12 @@ def search(
     assert token_ids.stride(1) == texts.stride(1) == 1
     assert slots.is_contiguous()
     assert num_tokens.is_contiguous()
-    batch, (num_texts, width), max_len = slots.shape[0], texts.shape, token_ids.shape[1]
-    own_tiles, text_tiles = triton.cdiv(max_len, _BLOCK), triton.cdiv(width, _BLOCK)
-    own_groups, text_groups = triton.cdiv(max_len, GROUP), triton.cdiv(width, GROUP)
-    total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
+    batch, max_len, width = slots.shape[0], token_ids.shape[1], texts.shape[1]
     sizes = {"SPAN": max_len + texts.numel(), "MAX_LEN": max_len, "WIDTH": max(width, 1)}
-    ranks = slots.new_full((batch, total), -1)
-    _rank_kernel[(batch * (own_tiles + num_texts * text_tiles),)](
-        token_ids,
-        slots,
-        num_tokens,
-        texts,
-        earlier.lengths,
-        ranks,
-        batch,
-        token_ids.stride(0),
-        texts.stride(0),
-        OWN_TILES=own_tiles,
-        TEXT_TILES=max(text_tiles, 1),
-        OWN_GROUPS=own_groups,
-        TEXT_GROUPS=text_groups,
-        TOTAL=total,
-        DEPTH=limits.depth,
-        GROUP=GROUP,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        **sizes,
-        **pdl_options(slots),
-    )
-    best = ranks.topk(MAX_VOTERS, dim=1).values
+    total = _num_groups(max_len, earlier)
+    num_rows = max(1, _MOST_BYTES // (total * torch.int64.itemsize))
+    parts = zip(slots.split(num_rows), num_tokens.split(num_rows), strict=True)
+    best = torch.cat([_best(token_ids, *part, earlier, limits.depth, sizes) for part in parts])
     draft_ids, count = slots.new_empty(batch, limits.k), slots.new_empty(batch)
     _vote_kernel[(batch,)](
         token_ids,
@@ -189,3 +169,49 @@ def search(
         **pdl_options(slots),
     )
     return draft_ids, count
+
+
+def _num_groups(max_len: int, earlier: Earlier) -> int:
+    """Groups of places of a row's own text and of all earlier ones, and at least MAX_VOTERS."""
+    num_texts, width = earlier.texts.shape
+    num_groups: int = triton.cdiv(max_len, GROUP) + num_texts * triton.cdiv(width, GROUP)
+    return max(num_groups, MAX_VOTERS)
+
+
+def _best(
+    token_ids: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    earlier: Earlier,
+    depth: int,
+    sizes: dict[str, int],
+) -> Tensor:
+    """[B, MAX_VOTERS] int64: ranks of the places that may vote, the best first; -1: none."""
+    texts = earlier.texts
+    batch, (num_texts, width), max_len = slots.shape[0], texts.shape, token_ids.shape[1]
+    own_tiles, text_tiles = triton.cdiv(max_len, _BLOCK), triton.cdiv(width, _BLOCK)
+    total = _num_groups(max_len, earlier)
+    ranks = slots.new_full((batch, total), -1)
+    _rank_kernel[(batch * (own_tiles + num_texts * text_tiles),)](
+        token_ids,
+        slots,
+        num_tokens,
+        texts,
+        earlier.lengths,
+        ranks,
+        batch,
+        token_ids.stride(0),
+        texts.stride(0),
+        OWN_TILES=own_tiles,
+        TEXT_TILES=max(text_tiles, 1),
+        OWN_GROUPS=triton.cdiv(max_len, GROUP),
+        TEXT_GROUPS=triton.cdiv(width, GROUP),
+        TOTAL=total,
+        DEPTH=depth,
+        GROUP=GROUP,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **sizes,
+        **pdl_options(slots),
+    )
+    return ranks.topk(MAX_VOTERS, dim=1).values

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import ConfigError, shown
+from sametoken.errors import ConfigError, RequestError, shown
 
 # Linux limits in bytes: a path, and one name in it.
 _MAX_PATH, _MAX_NAME = 4095, 255
@@ -251,6 +251,26 @@ def parse_integer(given: str | int) -> int:
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most alike; None if none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def require_known(
+    kind: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]
+) -> None:
+    """Refuse keyword arguments that a request's class does not have.
+
+    Args:
+        kind: the class, as the error names it.
+        given: names of the arguments.
+        known: names of its fields.
+        elsewhere: names that other engines have, with what to use instead.
+
+    Raises:
+        RequestError: names the argument and its remedy.
+    """
+    for name in given:
+        if name not in known:
+            remedy = elsewhere.get(name) or suggestion(name, known)
+            raise RequestError(f"{kind} has no {name!r}", remedy, param=name)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

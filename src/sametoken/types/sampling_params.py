@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from sametoken.errors import RequestError, shown
+from sametoken.types.option_values import require_known
 from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Parameters that a checkpoint's generation_config.json may recommend.
@@ -33,6 +34,19 @@ MAX_TOKEN_IDS = 2**20
 MAX_SEED = 2**63 - 1
 #: The device stores these numbers as int32.
 MAX_COUNT = 2**31 - 1
+
+#: Names of vLLM and transformers that are no parameters here.
+_ELSEWHERE = {
+    "best_of": "use n",
+    "do_sample": "use temperature, which 0 makes greedy",
+    "extra_args": "leave it out",
+    "guided_decoding": "use structured_outputs",
+    "logits_processors": "use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+    "max_new_tokens": "use max_tokens",
+    "num_return_sequences": "use n",
+    "output_kind": "use LLM.generate_stream or AsyncLLM for parts of an answer",
+    "truncate_prompt_tokens": "shorten the prompt",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     num_speculative_tokens: int | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+        """Refuse unknown arguments before the dataclass does."""
+        require_known(cls.__name__, given, cls.__slots__, _ELSEWHERE)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_kinds()

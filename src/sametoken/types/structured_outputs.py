@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from sametoken.errors import RequestError, shown
+from sametoken.types.option_values import require_known
 
 #: Time budget of a request's masks: a credit, and an allowance added per mask. With 150,000 tokens
 #: an ordinary mask takes 1 ms, and JSON's costliest 8 ms.
@@ -106,6 +107,16 @@ class Reasoning:
         return (*self.end, *last, *self.begins)
 
 
+#: vLLM's arguments with another name or none here.
+_ELSEWHERE = {
+    "json": "use json_schema",
+    "structural_tag": "use grammar",
+    "whitespace_pattern": "use regex or grammar, which say where whitespace stands",
+    "disable_any_whitespace": "use regex or grammar, which say where whitespace stands",
+    "disable_additional_properties": 'set "additionalProperties": false in the schema',
+    "disable_fallback": "leave it out; xgrammar compiles every grammar",
+    "backend": "leave it out; xgrammar compiles every grammar",
+}
 #: The sampling parameter that a constraint is.
 PARAM = "structured_outputs"
 
@@ -135,6 +146,11 @@ class StructuredOutputs:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     reasoning: Reasoning | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> StructuredOutputs:
+        """Refuse unknown arguments before the dataclass does."""
+        require_known(cls.__name__, given, cls.__slots__, _ELSEWHERE)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):

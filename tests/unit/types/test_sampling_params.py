@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
 
 from sametoken.errors import RequestError
 from sametoken.types.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams, derive_seed
+from sametoken.types.structured_outputs import StructuredOutputs
 
 NAN, INF = math.nan, math.inf
 
@@ -173,3 +176,23 @@ def test_derived_seeds_are_distinct_in_range_and_fixed():
 
 def test_a_derived_seed_never_changes_between_releases():
     assert derive_seed(42, 1) == 6478890928803595225
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"max_new_tokens": 8}, "use max_tokens"),
+        ({"guided_decoding": None}, "use structured_outputs"),
+        ({"temprature": 0}, "did you mean 'temperature'"),
+    ],
+)
+def test_another_engines_argument_is_refused_with_what_to_use(given, remedy):
+    with pytest.raises(RequestError, match=f"SamplingParams has no .*{remedy}") as caught:
+        SamplingParams(**given)
+    assert caught.value.param == next(iter(given))
+
+
+def test_parameters_can_be_copied_and_pickled():
+    params = SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="a"))
+    assert copy.copy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert dataclasses.replace(params, seed=2).seed == 2

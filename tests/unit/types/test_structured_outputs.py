@@ -84,3 +84,12 @@ def test_sampling_parameters_take_nothing_else():
     assert SamplingParams(structured_outputs=StructuredOutputs(regex="a")).structured_outputs
     with pytest.raises(RequestError, match="structured_outputs"):
         SamplingParams(structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [({"json": "{}"}, "use json_schema"), ({"jsn_schema": "{}"}, "did you mean 'json_schema'")],
+)
+def test_another_engines_argument_is_refused_with_what_to_use(given, remedy):
+    with pytest.raises(RequestError, match=f"StructuredOutputs has no .*{remedy}"):
+        StructuredOutputs(**given)

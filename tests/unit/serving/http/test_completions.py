@@ -232,6 +232,27 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
     assert param in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("enable_thinking", "chat_template_kwargs"),
+        ("guided_decoding_backend", "xgrammar"),
+        ("guided_whitespace_pattern", "grammar"),
+        ("max_new_tokens", "use max_tokens"),
+        ("num_speculative_tokens", "speculative"),
+    ],
+)
+def test_a_known_name_of_another_engine_is_refused_with_the_right_one(serve, field, remedy):
+    answer = serve().post("/v1/completions", json={"prompt": "x", field: 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")
+    assert remedy in answer.json()["error"]["message"]
+
+
+def test_the_grammar_backend_that_is_used_may_be_named(serve):
+    body = {"prompt": "x", "guided_decoding_backend": "xgrammar"}
+    assert serve().post("/v1/completions", json=body).status_code == 200
+
+
 BROKEN = "((("
 
 

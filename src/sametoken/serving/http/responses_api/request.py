@@ -115,6 +115,7 @@ class ResponsesRequest(SamplingFields):
         **REFUSED_FIELDS,
         "background": "leave it out; the answer comes with the request",
         "conversation": _STATELESS,
+        "max_new_tokens": "use max_output_tokens",
         "max_tokens": "use max_output_tokens",
         "messages": "use input",
         "previous_response_id": _STATELESS,

@@ -134,6 +134,11 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
     assert SpeculativeConfig.parse(given) == SpeculativeConfig("mtp", 3)
 
 
+def test_a_key_of_vllm_that_asks_for_what_happens_anyway_is_accepted():
+    given = NGRAM | {"draft_tensor_parallel_size": 1, "disable_by_batch_size": None}
+    assert SpeculativeConfig.parse(given) == SpeculativeConfig.parse(NGRAM)
+
+
 @pytest.mark.parametrize(
     ("value", "cause", "remedy"),
     [
@@ -145,6 +150,11 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
         ({"model": "m", "num_speculative_tokens": 65}, "=65 is not possible", "1 to 64"),
         (NGRAM | {"num_speculative_tokens": -1}, "=-1 is not possible", "1 to 64"),
         (NGRAM | {"k": 3}, "unknown key 'k'", "known: method"),
+        (NGRAM | {"draft_tensor_parallel_size": 2}, "=2 is not offered", "use 1, or leave it out"),
+        (NGRAM | {"disable_by_batch_size": 4}, "follows the load", "leave it out"),
+        (NGRAM | {"enforce_eager": True}, "run alike", "use --enforce-eager"),
+        (NGRAM | {"revision": "main"}, "part of its name", "ORG/NAME@REVISION"),
+        (NGRAM | {"speculative_token_tree": "[]"}, "one chain", "use num_speculative_tokens"),
         (NGRAM | {"prompt_lookup_mx": 3}, "'prompt_lookup_mx'", "did you mean 'prompt_lookup_max'"),
         (NGRAM | {"num_speculative_tokens": True}, "=True is of the wrong type", "type int"),
         (NGRAM | {"num_speculative_tokens": 2.0}, "=2.0 is of the wrong type", "type int"),

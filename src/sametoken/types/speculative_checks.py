@@ -6,12 +6,64 @@ Each takes a ``SpeculativeConfig``, which the layer above defines.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import listed
 from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS
+from sametoken.types.vllm_options import VllmOptions, as_keyword
+
+#: Keys of vLLM that are none here.
+_VLLM_KEYS = (
+    VllmOptions(
+        "drafters run whole on the first rank",
+        values="draft_tensor_parallel_size",
+        accepted=("1", "none"),
+        instead="use 1, or leave it out",
+    ),
+    VllmOptions(
+        "the number of drafts follows the load",
+        values="disable_by_batch_size",
+        accepted=("none",),
+        instead="leave it out",
+    ),
+    VllmOptions(
+        "target and drafter run alike",
+        switches="enforce_eager",
+        accepted=("none",),
+        instead="use --enforce-eager",
+    ),
+    VllmOptions(
+        "a drafter's revision is part of its name",
+        values="revision",
+        accepted=("none",),
+        instead='use "model": "ORG/NAME@REVISION"',
+    ),
+    VllmOptions(
+        "drafts are one chain",
+        values="speculative_token_tree",
+        accepted=("none",),
+        instead="use num_speculative_tokens",
+    ),
+)
+_VLLM_KEY = {name: options for options in _VLLM_KEYS for name in options.names}
+
+
+def without_vllm_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys without those of vLLM whose values describe what happens here.
+
+    Raises:
+        ConfigError: such a key asks for something else.
+    """
+    for key, value in given.items():
+        about = _VLLM_KEY.get(key)
+        if about is not None and not about.accepts(value):
+            raise ConfigError(
+                f"speculative config: {as_keyword(key, value)} is not offered: {about.why}",
+                about.instead,
+            )
+    return {key: value for key, value in given.items() if key not in _VLLM_KEY}
 
 
 def check_cascade(config: Any, most: int) -> None:

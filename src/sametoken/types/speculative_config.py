@@ -28,6 +28,7 @@ from sametoken.types.speculative_checks import (
     check_cascade,
     check_extraction,
     check_head_options,
+    without_vllm_keys,
 )
 from sametoken.types.speculative_methods import (
     CASCADED,
@@ -288,7 +289,7 @@ class SpeculativeConfig:
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
         """Parse JSON text, a method's name, a mapping, or an instance.
 
-        Accepts vLLM's older method names.
+        Accepts vLLM's older method names, and its keys whose values describe what happens here.
 
         Raises:
             ConfigError: malformed JSON, an unknown key, or a value of the wrong type.
@@ -303,6 +304,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config={shown(value)} is not possible", "give a mapping or its JSON"
             )
+        value = without_vllm_keys(value)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in value:
             if key not in fields:

@@ -37,6 +37,18 @@ def as_sentence(text: str) -> str:
 class SectionedCommand(TyperCommand):
     """A command whose options stand under the headings of their panels."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; another engine's ``--model`` is told where the model stands."""
+        try:
+            return super().parse_args(ctx, args)
+        # Typer does not export the class of unknown options.
+        except Exception as error:
+            takes_model = any(one.name == "model" for one in self.params)
+            if getattr(error, "option_name", None) != "--model" or not takes_model:
+                raise
+            usage = f"the model stands alone, as in {ctx.command_path} MODEL"
+            raise typer.BadParameter(usage, ctx=ctx, param_hint="'--model'") from error
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
         _write_parameters(self, ctx, formatter)

@@ -31,6 +31,16 @@ from sametoken.types.sampling_params import SamplingParams
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
+@pytest.mark.parametrize(
+    "command", [["generate"], ["chat"], ["audit"], ["bench", "latency"], ["train", "eagle3"]]
+)
+@pytest.mark.parametrize("model", [["--model", "m"], ["--model=m"]])
+def test_a_model_given_as_an_option_is_told_where_it_stands(command, model):
+    result = CliRunner().invoke(app, [*command, *model])
+    assert result.exit_code == 2
+    assert f"{' '.join(command)} MODEL" in " ".join(result.output.split())
+
+
 class FakeLLM:
     """Says three words, and notes how it was asked."""
 

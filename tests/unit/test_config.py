@@ -39,6 +39,7 @@ def test_options_are_frozen():
     [
         ("max_modl_len", "did you mean 'max_model_len'?"),
         ("speculative_confg", "did you mean 'speculative_config'?"),
+        ("torch_dtype", "did you mean 'dtype'?"),
         ("xyz", "known: model, tokenizer"),
     ],
 )

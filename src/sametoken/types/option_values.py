@@ -249,8 +249,10 @@ def parse_integer(given: str | int) -> int:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most alike; None if none is."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    """The known name that is the given one's last words, or spelled most alike; None if none is."""
+    names = list(known)
+    ends = [one for one in names if name.endswith(f"_{one}")]
+    return max(ends, key=len, default=next(iter(difflib.get_close_matches(name, names, n=1)), None))
 
 
 def require_known(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
+from sametoken.io.swap_file import opened_in
 from sametoken.ops.cache_types import LayerCache, bytes_per_block
 from sametoken.state.host_blocks import blocks_within
 from sametoken.types.units import in_units
@@ -37,7 +38,7 @@ class SwapPlan:
 
 
 def require_swap(config: EngineConfig) -> None:
-    """Refuse a swap file for several ranks, and more host memory than the machine has.
+    """Refuse a swap file for several ranks or where none can be, and too much host memory.
 
     Raises:
         ConfigError: names the option.
@@ -56,6 +57,8 @@ def require_swap(config: EngineConfig) -> None:
             f"{config.tensor_parallel_size}",
             "leave swap_dir out; swap_space and kv_offloading_size serve every rank",
         )
+    if config.swap_dir is not None:
+        opened_in(config.swap_dir).close()
 
 
 def plan_swap_of(

@@ -10,10 +10,25 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 
 from sametoken.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+def opened_in(directory: str) -> FileIO:
+    """A file without a name in a directory.
+
+    Raises:
+        ConfigError: the directory cannot hold it.
+    """
+    try:
+        return tempfile.TemporaryFile(dir=directory, buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"swap_dir {directory} cannot hold a file ({error})", "name a directory on a disk"
+        ) from error
 
 
 class SwapFile:
@@ -43,12 +58,7 @@ class SwapFile:
         self._digests: dict[int, bytes] = {}
         self._finished: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._worker = ThreadPoolExecutor(1, "swap-file")
-        try:
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(
-                f"swap_dir {directory} cannot hold a file ({error})", "name a directory on a disk"
-            ) from error
+        self._file = opened_in(directory)
         weakref.finalize(self, self._file.close)
 
     def write(self, place: int, host_block: int) -> None:

@@ -41,6 +41,7 @@ def test_a_model_without_attention_swaps_nothing_and_loses_nothing():
     ("options", "cause"),
     [
         ({"swap_dir": "/tmp", "tensor_parallel_size": 2}, "swap_dir holds the KV of one rank"),
+        ({"swap_dir": "/dev/null"}, "swap_dir /dev/null cannot hold a file"),
         ({"kv_offloading_size": 2**20}, "kv_offloading_size=1048576 takes 1024.0 TiB"),
     ],
 )

@@ -19,6 +19,7 @@ from sametoken.types.outputs import (
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
+    SpeculationMetrics,
 )
 from sametoken.types.request import EngineRequest, RequestUpdate
 
@@ -69,6 +70,7 @@ class OutputProcessor:
     def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
         """Process one step's updates; those of finished requests are ignored."""
         touched: dict[str, _Request] = {}
+        finished: set[str] = set()
         released: dict[str, int] = {}
         num_tokens = 0
         for update in updates:
@@ -82,12 +84,15 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 del self._completions[update.request_id]
                 released[update.request_id] = completion.num_kept_tokens
+                if request.finished:
+                    finished.add(request.request_id)
         outputs = tuple(
-            request.output() for request in touched.values() if request.stream or request.finished
+            request.output()
+            for request_id, request in touched.items()
+            if request.stream or request_id in finished
         )
-        for request in touched.values():
-            if request.finished:
-                del self._requests[request.request_id]
+        for request_id in finished:
+            del self._requests[request_id]
         return ProcessedUpdates(outputs, released, num_tokens)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
@@ -117,7 +122,11 @@ class _Request:
             for index, request in enumerate(processed.completions)
         ]
         self._processed = processed
-        self._metrics = RequestMetrics(arrival_time=now)
+        self._arrival_time = now
+        self._first_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._num_cached = 0
+        self._speculation = SpeculationMetrics()
         self._prompt_logprobs: tuple[PositionLogprobs | None, ...] = (None,)
         self._weight_versions: tuple[int, int] | None = None
 
@@ -129,21 +138,20 @@ class _Request:
         if completion.index == 0:
             # By chunks of the prompt, so the copies are few.
             self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs or ()))
-            self._metrics = replace(self._metrics, num_cached_tokens=update.num_cached)
+            self._num_cached = update.num_cached
         if update.samples and not update.failed:
-            counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
-            self._metrics = replace(self._metrics, speculation=counters)
+            self._speculation = self._speculation.with_step(update.num_drafts, update.num_accepted)
         first, last = update.weight_versions
         oldest, newest = self._weight_versions or (first, last)
         self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
-        if completion.token_ids and self._metrics.first_token_time is None:
-            self._metrics = replace(self._metrics, first_token_time=now)
-        if self.finished:
+        if completion.token_ids and self._first_token_time is None:
+            self._first_token_time = now
+        if completion.finish_reason is not None and self.finished:
             self.note_time(now)
 
     def note_time(self, now: float) -> None:
-        self._metrics = replace(self._metrics, finished_time=now)
+        self._finished_time = now
 
     def output(self) -> RequestOutput:
         # With a token, or none: what a failed request has scored depends on chunk borders.
@@ -155,7 +163,13 @@ class _Request:
             prompt_token_ids=self._processed.prompt.token_ids,
             outputs=tuple(completion.output() for completion in self.completions),
             finished=self.finished,
-            metrics=self._metrics,
+            metrics=RequestMetrics(
+                self._arrival_time,
+                self._first_token_time,
+                self._finished_time,
+                self._num_cached,
+                self._speculation,
+            ),
             prompt_logprobs=self._prompt_logprobs if wanted else None,
             weight_versions=self._weight_versions,
         )

@@ -109,8 +109,9 @@ class HostBuffer:
 
 
 def _cause(fault: int, known: MaskFault | None) -> MaskFault:
-    mask_fault = MaskFault(max(fault - HAS_NAN, 0))
-    return known if mask_fault and known is not None else mask_fault
+    if fault <= HAS_NAN:
+        return MaskFault.NONE
+    return MaskFault(fault - HAS_NAN) if known is None else known
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:

@@ -212,6 +212,8 @@ class RowBudget:
 
 def _fair_shares(wanted: dict[RequestState, int], rows: int) -> dict[RequestState, int]:
     """Max-min fair shares: small demands are met, the others get equal shares of the rest."""
+    if sum(wanted.values()) <= rows:
+        return wanted
     shares: dict[RequestState, int] = {}
     for request in sorted(wanted, key=lambda request: wanted[request]):
         shares[request] = min(wanted[request], rows // (len(wanted) - len(shares)))

@@ -82,7 +82,7 @@ class RequestState:
     @property
     def prefilling(self) -> bool:
         """Whether part of the prompt is not yet planned, or part of what it replays."""
-        return self.replays or self.position < self.prompt_len
+        return self.position < self.prompt_len or self.position < self.num_replayed
 
     @property
     def num_left(self) -> int:

@@ -285,14 +285,17 @@ class Scheduler:
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
         """Schedule a running request, swapping out younger ones if blocks are short."""
-        request = turn.request
-        while self._lacks_blocks(request):
-            if request is self._youngest:
-                draft.short_of_blocks = True
-                return
-            self._swap_out(self._youngest, draft)
-        turn = self._memory.fit(turn)
-        self._memory.assign(request, self._memory.lacking(turn), draft)
+        request, lacking = turn.request, self._memory.lacking(turn)
+        if lacking > self._pool.num_available:
+            while self._lacks_blocks(request):
+                if request is self._youngest:
+                    draft.short_of_blocks = True
+                    return
+                self._swap_out(self._youngest, draft)
+            turn = self._memory.fit(turn)
+            lacking = self._memory.lacking(turn)
+        if lacking:
+            self._memory.assign(request, lacking, draft)
         draft.turns.append(turn)
 
     def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:

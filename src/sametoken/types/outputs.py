@@ -123,6 +123,8 @@ class SpeculationMetrics:
 
 
 def _counted(counts: tuple[int, ...], up_to: int, width: int) -> tuple[int, ...]:
+    if up_to == 0 and width == len(counts):
+        return counts
     padded = counts + (0,) * (width - len(counts))
     return tuple(count + (i < up_to) for i, count in enumerate(padded))
 

@@ -383,11 +383,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._newest is None:
+        while (output := self.take()) is None:
             if self._ended:
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
                 raise StopAsyncIteration
             self._changed.clear()
             try:
@@ -395,7 +392,27 @@ class RequestStream(AsyncIterator[RequestOutput]):
             except asyncio.CancelledError:
                 self._close()
                 raise
+        return output
+
+    def share(self, changed: asyncio.Event) -> None:
+        """Set this event when there is something to take, for a reader of several streams."""
+        self._changed = changed
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has ended, and nothing is left to take."""
+        return self._ended and self._newest is None and self._error is None
+
+    def take(self) -> RequestOutput | None:
+        """The unread output, if there is one.
+
+        Raises:
+            SametokenError: the request has failed, and its outputs are read.
+        """
         output, self._newest = self._newest, None
+        if output is None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
         return output
 
     async def aclose(self) -> None:

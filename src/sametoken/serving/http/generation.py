@@ -103,22 +103,17 @@ class Generation:
             NumericalError, EngineDeadError: a completion failed, which ends all of them.
             ApiError: a completion was aborted by the server.
         """
-        pending = {self._next(index): index for index in range(len(self._streams))}
-        try:
-            while pending:
-                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda one: pending[one]):
-                    output = task.result()
-                    index = pending.pop(task)
-                    if output is None:
-                        continue
+        changed = asyncio.Event()
+        changed.set()
+        for stream in self._streams:
+            stream.share(changed)
+        while not all(stream.is_read for stream in self._streams):
+            await changed.wait()
+            changed.clear()
+            for index, stream in enumerate(self._streams):
+                if (output := stream.take()) is not None:
                     self._take(index, output)
                     yield Progress(index, output)
-                    pending[self._next(index)] = index
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         """Enter a block that aborts unfinished requests at its end."""
@@ -144,12 +139,6 @@ class Generation:
     def outputs(self) -> list[RequestOutput]:
         """The newest outputs of all prompts that have one."""
         return [output for output in self.latest if output is not None]
-
-    def _next(self, index: int) -> asyncio.Task[RequestOutput | None]:
-        async def read() -> RequestOutput | None:
-            return await anext(self._streams[index], None)
-
-        return asyncio.ensure_future(read())
 
     def _take(self, index: int, output: RequestOutput) -> None:
         now = time.monotonic()

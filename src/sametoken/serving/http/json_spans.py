@@ -11,6 +11,7 @@ _OPENING, _CLOSING = "{[", "}]"
 # Possessive quantifiers do not backtrack, so the time is linear in the text.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACES = re.compile(rf"[{_SPACE}]*")
 _AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
 
@@ -127,9 +128,11 @@ def string_value(text: str, member: Member) -> str | None:
 def _decoded(quoted: str) -> str:
     try:
         # Models write control characters without escapes.
-        return str(json.loads(quoted, strict=False))
+        text = str(json.loads(quoted, strict=False))
     except ValueError:
         return quoted[1:-1]
+    # Half of a surrogate pair is no character, and cannot be sent.
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _string_end(text: str, start: int) -> int | None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from types import NoneType
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from sametoken.serving.http.harmony import TEMPLATE_MARK, parse_harmony
@@ -38,24 +38,27 @@ from sametoken.serving.http.parsed import (
     parse_nothing,
     parsed_of,
 )
+from sametoken.serving.http.schema_types import STRING, parameter_types, types_of_value
 
-#: Maps the text between a call's tags, and whether it is complete, to the call.
-_CallReader = Callable[[str, bool], FoundCall | None]
+#: Maps the text between two tags, and whether it is complete, to its calls.
+_CallsReader = Callable[[str, bool], Sequence[FoundCall]]
 
 _START, _END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _SEPARATORS = ";, \t\r\n"
+_NULL, _NO_ARGUMENTS = "null", "{}"
 
 
 def parse_hermes(text: str, finished: bool) -> Parsed:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
 
     The form of Hermes and of Qwen's templates. A call is reported once its name and the first
-    character of its arguments are there; otherwise the text between the tags is content.
+    character of its arguments are there; otherwise the text between the tags is content. Between
+    two tags there may be several.
     """
-    return _parse_marked(text, finished, _call_in)
+    return _parse_marked(text, finished, _calls_in)
 
 
 def qwen3_coder_parser(schemas: Schemas) -> Parser:
@@ -64,25 +67,29 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
     The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there.
     """
 
-    def call_in(body: str, is_whole: bool) -> FoundCall | None:
-        found = read_call(body, is_whole, schemas)
-        return None if found is None else FoundCall(*found)
+    @cache
+    def types_of(function: str, parameter: str) -> frozenset[str]:
+        return parameter_types(schemas.get(function, {}), parameter)
+
+    def calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
+        found = read_call(body, is_whole, types_of)
+        return () if found is None else (FoundCall(*found),)
 
     def parse(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, call_in)
+        return _parse_marked(text, finished, calls_in)
 
     return parse
 
 
 def _parse_marked(
-    text: str, finished: bool, call_in: _CallReader, *, follows_call: bool = False
+    text: str, finished: bool, calls_in: _CallsReader, *, follows_call: bool = False
 ) -> Parsed:
     """Calls between tags, and the text around them.
 
     Args:
         text: the text, or its rest.
         finished: whether it is whole.
-        call_in: reads what is between the tags.
+        calls_in: reads what is between the tags.
         follows_call: whether there was a call before the text.
     """
     parts: list[Part] = []
@@ -90,18 +97,18 @@ def _parse_marked(
     begin = place = 0
 
     def read_rest(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, call_in, follows_call=follows_call)
+        return _parse_marked(text, finished, calls_in, follows_call=follows_call)
 
     while (start := text.find(_START, place)) >= 0:
         body = start + len(_START)
         end = text.find(_END, body)
         known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
-        call = call_in(text[body:known], end >= 0)
-        if call is not None:
+        calls = calls_in(text[body:known], end >= 0)
+        if calls:
             parts += _content(text[begin:start].rstrip())
-            parts.append(call)
+            parts += calls
             if end < 0:
-                return parsed_of(parts, Rest(start, read_rest, num_parts=1))
+                return parsed_of(parts, Rest(start, read_rest, num_parts=len(calls)))
             follows_call = True
             begin = place = end + len(_END)
         elif end < 0 and not finished:
@@ -185,12 +192,14 @@ def parser_of_template(template: str) -> str | None:
     return None
 
 
-def _consecutive_calls(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
+def _consecutive_calls(
+    text: str, place: int, *, needs_arguments: bool = True
+) -> tuple[tuple[FoundCall, ...], int]:
     """The consecutive calls from ``place`` on, and where they end."""
     calls: list[FoundCall] = []
     while text[place : place + 1] == "{":
         span = read_object(text, place)
-        call = _call(text, span)
+        call = _call(text, span, needs_arguments=needs_arguments)
         if call is None:
             break
         calls.append(call)
@@ -200,34 +209,35 @@ def _consecutive_calls(text: str, place: int) -> tuple[tuple[FoundCall, ...], in
     return tuple(calls), place
 
 
-def _call_in(body: str, is_whole: bool) -> FoundCall | None:
-    """The call between tags, whose arguments may be missing."""
-    start = skip_space(body, 0)
-    if body[start : start + 1] != "{":
-        return None
-    span = read_object(body, start)
-    call = _call(body, span)
-    name = span.member("name")
-    if call is None and span.end is not None and name is not None:
-        called = string_value(body, name)
-        return FoundCall(called, "{}") if called else None
-    return call
+def _calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
+    """The calls between tags, whose arguments may be missing."""
+    calls, _ = _consecutive_calls(body, skip_space(body, 0), needs_arguments=False)
+    return calls
 
 
-def _call(text: str, span: ObjectSpan) -> FoundCall | None:
-    """The call of an object, once its name and some of its arguments are there."""
+def _call(text: str, span: ObjectSpan, *, needs_arguments: bool) -> FoundCall | None:
+    """The call of an object, once its name and some of its arguments are there.
+
+    Without ``needs_arguments`` a whole object may lack them.
+    """
     name_member, arguments = span.member("name"), span.member(*_ARGUMENTS)
-    if name_member is None or arguments is None:
+    lacks_arguments = arguments is None and (needs_arguments or span.end is None)
+    if name_member is None or lacks_arguments:
         return None
     name = string_value(text, name_member)
     return FoundCall(name, _arguments(text, arguments)) if name else None
 
 
-def _arguments(text: str, member: Member) -> str:
-    """The arguments so far; some models write them as a JSON string."""
+def _arguments(text: str, member: Member | None) -> str:
+    """The arguments so far; some models write them as a JSON string, and none as null."""
+    if member is None:
+        return _NO_ARGUMENTS
     if text[member.start] == '"':
         return string_value(text, member) or ""
-    return text[member.start : member.end]
+    written = text[member.start : member.end]
+    if not _NULL.startswith(written):
+        return written
+    return "" if member.end is None else _NO_ARGUMENTS
 
 
 def _may_become_call(span: ObjectSpan) -> bool:
@@ -244,18 +254,11 @@ _PARAMETER_END = "</parameter>"
 _FUNCTION_END = re.compile(r"\s*</function>")
 #: The templates write scalars of earlier calls in Python's form.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_KINDS: Mapping[type, frozenset[str]] = {
-    str: frozenset({"string"}),
-    bool: frozenset({"boolean"}),
-    int: frozenset({"integer", "number"}),
-    float: frozenset({"number"}),
-    list: frozenset({"array"}),
-    dict: frozenset({"object"}),
-    NoneType: frozenset({"null"}),
-}
 
 
-def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | None:
+def read_call(
+    body: str, is_whole: bool, types_of: Callable[[str, str], frozenset[str]]
+) -> tuple[str, str] | None:
     """The function's name, and its arguments so far as JSON text; None until the name is there.
 
     Strings grow with the body. The type of any other value is known only at its end.
@@ -263,13 +266,11 @@ def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | 
     Args:
         body: the text between a call's tags, or its prefix.
         is_whole: whether the closing tag is there.
-        schemas: of all functions.
+        types_of: JSON Schema's types of a function's parameter.
     """
     head = _FUNCTION.match(body)
     if head is None:
         return None
-    properties = schemas.get(head[1], {}).get("properties")
-    properties = properties if isinstance(properties, dict) else {}
     members = []
     place = head.end()
     while opening := _PARAMETER.match(body, place):
@@ -277,7 +278,7 @@ def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | 
         is_open = end < 0 and not is_whole
         shown = num_safe(body, _PARAMETER_END) if is_open else len(body) if end < 0 else end
         text = body[start:shown].removesuffix("\n")
-        value = _value(text, properties.get(opening[1], {"type": "string"}), is_open=is_open)
+        value = _value(text, types_of(head[1], opening[1]), is_open=is_open)
         if value is not None:
             members.append(f"{json.dumps(opening[1], ensure_ascii=False)}: {value}")
         if end < 0:
@@ -291,24 +292,22 @@ def _object(members: list[str], *, is_closed: bool) -> str:
     return "{" + ", ".join(members) + ("}" if is_closed else "")
 
 
-def _value(text: str, schema: Any, *, is_open: bool) -> str | None:
+def _value(text: str, types: frozenset[str], *, is_open: bool) -> str | None:
     """A value as JSON, or a prefix of it; None while its type is unknown."""
-    named = schema.get("type") if isinstance(schema, dict) else None
-    if named == "string":
+    if types == STRING:
         quoted = json.dumps(text, ensure_ascii=False)
         return quoted[:-1] if is_open else quoted
-    return None if is_open else _as_json(text, named)
+    return None if is_open else _as_json(text, types)
 
 
-def _as_json(text: str, named: Any) -> str:
-    """The text if it is JSON of an allowed type, else the text as a JSON string."""
-    word = _WORDS.get(text.strip(), text.strip())
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """The text if it is JSON that need not be a string; else it as a JSON string."""
+    word, quoted = _WORDS.get(text.strip(), text.strip()), json.dumps(text, ensure_ascii=False)
     try:
-        kinds = _KINDS[type(json.loads(word, parse_constant=_refuse))]
+        found = types_of_value(json.loads(word, parse_constant=_refuse))
     except (ValueError, RecursionError):
-        kinds = frozenset()
-    allowed = not isinstance(named, list) or any(kind in named for kind in kinds)
-    return word if kinds and allowed else json.dumps(text, ensure_ascii=False)
+        return quoted
+    return word if types.isdisjoint(STRING) or found & types else quoted
 
 
 def _refuse(constant: str) -> Any:

@@ -59,3 +59,10 @@ def test_only_whole_strings_have_a_value():
     assert string_value(text, first) == "x\n\ny"
     assert string_value(text, second) is None
     assert string_value(text, third) is None
+
+
+def test_half_of_a_surrogate_pair_is_no_text():
+    text = '{"a\\udc00": "x\\ud83d", "b": "\\ud83d\\ude00"}'
+    broken, whole = read_object(text, 0).members
+    assert (broken.key, string_value(text, broken)) == ("a\ufffd", "x\ufffd")
+    assert string_value(text, whole) == "😀"

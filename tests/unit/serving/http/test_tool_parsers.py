@@ -22,6 +22,8 @@ from sametoken.serving.http.tool_parsers import (
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')
+#: Some models write several calls between one pair of tags.
+PAIR = '{"name": "f", "arguments": {"x": 1}}\n{"name": "g"}\n'
 HERMES = {
     CALL: Parsed("", (ADD,)),
     f"Let me see.\n\n{CALL}\n{CALL}\n": Parsed("Let me see.", (ADD, ADD)),
@@ -41,6 +43,16 @@ HERMES = {
     '<tool_call>{"name": "f", "arguments": {"x": 1} oops}</tool_call>': Parsed(
         "", (FoundCall("f", '{"x": 1}'),)
     ),
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': Parsed("", (FoundCall("f", "{}"),)),
+    '<tool_call>{"name": "f", "arguments": nul': Parsed("", (FoundCall("f", ""),)),
+    # Half of a surrogate pair is no text, so it could not be sent.
+    '<tool_call>{"name": "f\\ud83d", "arguments": "{\\"x\\": \\"\\ud83d\\"}"}</tool_call>': Parsed(
+        "", (FoundCall("f\ufffd", '{"x": "\ufffd"}'),)
+    ),
+    f"<tool_call>{PAIR}</tool_call> then": Parsed(
+        " then", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
+    ),
+    f"<tool_call>{PAIR}": Parsed("", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))),
 }
 LLAMA = {
     '{"name": "add", "parameters": {"a": 1}}': Parsed("", (FoundCall("add", '{"a": 1}'),)),
@@ -67,7 +79,20 @@ SCHEMA = {
         "note": {"type": ["string", "null"]},
         "any": {},
         "odd": True,
-    }
+        "title": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "size": {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/size"}]},
+        "color": {"$ref": "#/$defs/color"},
+        "code": {"enum": ["1", "2"]},
+        "fixed": {"const": "1"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "gone": {"$ref": "#/nowhere/0"},
+    },
+    "$defs": {
+        "size": {"type": "string"},
+        "color": {"$ref": "#/$defs/named"},
+        "named": {"enum": ["7", "red"], "type": "string"},
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
+    },
 }
 parse_qwen = qwen3_coder_parser({"f": SCHEMA, "odd": {"properties": [1]}})
 
@@ -98,6 +123,13 @@ QWEN = {
     xml(("days", "many"), ("days", "NaN")): called('{"days": "many", "days": "NaN"}'),
     xml(("note", "null")): called('{"note": null}'),
     xml(("note", "12")): called('{"note": "12"}'),
+    # Pydantic's form of an optional text.
+    xml(("title", "12"), ("title", "null")): called('{"title": "12", "title": null}'),
+    xml(("size", "12"), ("size", "true")): called('{"size": 12, "size": "true"}'),
+    xml(("color", "7"), ("code", "1"), ("fixed", "1")): called(
+        '{"color": "7", "code": "1", "fixed": "1"}'
+    ),
+    xml(("loop", "1"), ("gone", "1")): called('{"loop": "1", "gone": 1}'),
     xml(("any", "[1]"), ("odd", "1.5")): called('{"any": [1], "odd": 1.5}'),
     xml(("unknown", "1")): called('{"unknown": "1"}'),
     xml(("x", "1"), name="odd"): called('{"x": "1"}', "odd"),

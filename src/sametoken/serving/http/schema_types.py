@@ -1,0 +1,64 @@
+"""The types that a JSON Schema allows, as far as they tell texts from other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+_KINDS: Mapping[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    NoneType: frozenset({"null"}),
+}
+STRING = _KINDS[str]
+_ANY = frozenset[str]().union(*_KINDS.values())
+
+
+def types_of_value(value: Any) -> frozenset[str]:
+    """JSON Schema's types of a value as ``json`` reads it."""
+    return _KINDS[type(value)]
+
+
+def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The types of a function's parameter; text for one that the schema does not have."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or name not in properties:
+        return STRING
+    return frozenset(_types(properties[name], schema, set()))
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+    """The types of a schema; ``seen`` has the references that were followed."""
+    fields = schema if isinstance(schema, dict) else {}
+    named, reference = fields.get("type"), fields.get("$ref")
+    choices = fields.get("anyOf", fields.get("oneOf"))
+    if isinstance(named, str):
+        yield named
+    elif isinstance(named, list):
+        yield from (one for one in named if isinstance(one, str))
+    elif "const" in fields:
+        yield from types_of_value(fields["const"])
+    elif isinstance(fields.get("enum"), list):
+        for value in fields["enum"]:
+            yield from types_of_value(value)
+    elif isinstance(choices, list):
+        for choice in choices:
+            yield from _types(choice, root, seen)
+    elif not isinstance(reference, str):
+        yield from _ANY
+    elif reference not in seen:
+        seen.add(reference)
+        yield from _types(_referenced(root, reference), root, seen)
+
+
+def _referenced(root: Any, reference: str) -> Any:
+    """What a reference within the schema names; None if there is nothing."""
+    found = root
+    for step in reference.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, dict) else None
+    return found

@@ -60,7 +60,8 @@ class OutputProcessor:
     def add(self, processed: ProcessedRequest, now: float, *, stream: bool) -> None:
         """Register a request; ``now`` is in seconds of a monotonic clock.
 
-        With ``stream`` every step gives a partial output, else only the last step gives one.
+        With ``stream`` every step gives a partial output, once there are the prompt's candidates
+        if they are wanted; else only the last step gives one.
         """
         request = _Request(processed, now, self._tokenizer, stream=stream)
         self._requests[processed.request_id] = request
@@ -89,7 +90,7 @@ class OutputProcessor:
         outputs = tuple(
             request.output()
             for request_id, request in touched.items()
-            if request.stream or request_id in finished
+            if request.is_shown or request_id in finished
         )
         for request_id in finished:
             del self._requests[request_id]
@@ -133,6 +134,12 @@ class _Request:
     @property
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a stream shows it: the prompt's candidates come with the first completion."""
+        first, waits = self.completions[0], self._processed.params.prompt_logprobs is not None
+        return self.stream and bool(not waits or first.token_ids or first.finish_reason)
 
     def take(self, completion: _Completion, update: RequestUpdate, now: float) -> None:
         if completion.index == 0:

@@ -334,6 +334,21 @@ def test_a_request_that_fails_before_its_first_token_tells_no_prompt_candidates(
     assert output.prompt_logprobs is None
 
 
+def test_nothing_is_told_before_the_prompt_s_candidates(run):
+    """They come with the first completion, and another one's first token may come before."""
+    request = run(n=2, prompt_logprobs=0)
+    early, _ = request.emit(43, EOS, request_id="r.1")
+    assert early is None
+    chunk = ({41: Logprob(-2.0, 3)}, {42: Logprob(-3.0, 4)})
+    request.emit(samples=False, prompt_logprobs=chunk, request_id="r.0")
+    output, _ = request.emit(44, request_id="r.0")
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert [one.token_ids for one in output.outputs] == [(44,), (43, EOS)]
+    failing = run(n=2, prompt_logprobs=0)
+    output, _ = failing.emit(failed=True, request_id="r.1")
+    assert output.outputs[1].finish_reason == "error"
+
+
 def test_without_detokenize_there_is_no_text(run, tokenizer):
     output, _ = run(detokenize=False).emit(*tokenizer.encode("the cat"), EOS)
     assert completion(output).text == ""

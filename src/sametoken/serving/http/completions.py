@@ -141,11 +141,19 @@ class _Answer:
         """The output; with ``max_tokens=0`` without the token that the engine made."""
         if self.request.max_tokens != 0:
             return output
-        completions = tuple(
-            replace(one, text="", token_ids=(), logprobs=None if one.logprobs is None else ())
-            for one in output.outputs
-        )
-        return replace(output, outputs=completions)
+        return replace(output, outputs=tuple(map(_without_token, output.outputs)))
+
+
+def _without_token(completion: CompletionOutput) -> CompletionOutput:
+    """A completion as it would be without its only token, which may have been a stop."""
+    return replace(
+        completion,
+        text="",
+        token_ids=(),
+        logprobs=None if completion.logprobs is None else (),
+        finish_reason=completion.finish_reason and "length",
+        stop_reason=None,
+    )
 
 
 class _ChoiceWriter:

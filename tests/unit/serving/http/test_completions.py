@@ -103,6 +103,15 @@ def test_only_the_prompt_when_no_token_is_asked_for(serve):
     assert whole["usage"]["completion_tokens"] == 0
 
 
+def test_a_token_that_is_not_sent_is_no_reason_to_end(serve):
+    echo = {"prompt": "abc", "echo": True, "max_tokens": 0}
+    for said, body in (("", {}), ("hello", {"stop": "h"}), ("", {"n": 2, "logprobs": 0})):
+        whole, chunks = both(serve, FakeEngine(said, window=1), **echo, **body)
+        found = {(one["finish_reason"], one["stop_reason"]) for one in whole["choices"]}
+        assert found == {("length", None)}
+        assert {one["finish_reason"] for one in merged_completions(chunks).values()} == {"length"}
+
+
 def test_usage_and_statistics_when_asked_for(serve):
     options = {"stream_options": {"include_usage": True}, "include_speculation_stats": True}
     client = serve(FakeEngine("hello"))

@@ -97,8 +97,10 @@ def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, Sa
     parser = served.tool_parser(request.tools) if request.tools else None
     use = tool_use(request, structured_outputs(request), parser)
     _, reasoning = served.parsers
-    use = replace(use, reasoning=reasoning)
-    return use, chat_params(request, served.defaults, use.structured)
+    params = chat_params(request, served.defaults, use.structured)
+    if parser is not None and use.parser is parser:
+        params = served.with_calls(params)
+    return replace(use, reasoning=reasoning), params
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ or ended the reasoning in it. The same holds for what a grammar of the content w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -246,13 +246,18 @@ def with_marks(
     An answer also ends with harmony's marks for that, which some copies of gpt-oss do not name as
     its ends.
     """
-    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in form.marks}
+    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in ENDS}
     stops = tuple(params.stop_token_ids or ())
     known = {*eos_token_ids, *stops}
-    ends = [] if params.ignore_eos else [ids[mark] for mark in ENDS if mark in ids]
-    return replace(
+    ends = [] if params.ignore_eos else [ids[mark] for mark in ENDS if mark in form.marks]
+    params = replace(
         params,
         stop_token_ids=(*stops, *(end for end in ends if end is not None and end not in known)),
-        skip_special_tokens=params.skip_special_tokens
-        and tokenizer.special_ids.isdisjoint(ids.values()),
     )
+    return showing(params, form.marks, tokenizer)
+
+
+def showing(params: SamplingParams, marks: Iterable[str], tokenizer: Tokenizer) -> SamplingParams:
+    """Parameters whose text has these marks; if one is a special token, it has all of these."""
+    is_special = not tokenizer.special_ids.isdisjoint(map(tokenizer.backend.token_to_id, marks))
+    return replace(params, skip_special_tokens=params.skip_special_tokens and not is_special)

@@ -19,12 +19,13 @@ from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.reasoning_parsers import (
     REASONING_FORMS,
     RenderedPrompt,
+    showing,
     with_marks,
 )
 from sametoken.serving.http.responses import ChatLogprobs, ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
-from sametoken.serving.http.tool_parsers import TOOL_PARSERS, parser_of_template
+from sametoken.serving.http.tool_parsers import CALL_MARKS, TOOL_PARSERS, parser_of_template
 from sametoken.serving.http.tools import template_messages
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
@@ -211,6 +212,10 @@ class Served:
             return None
         functions = [tool.function for tool in tools]
         return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
+
+    def with_calls(self, params: SamplingParams) -> SamplingParams:
+        """Parameters of an answer in which calls are looked for."""
+        return showing(params, CALL_MARKS, self.engine.get_tokenizer())
 
     def reasons(
         self, params: SamplingParams, prompt: RenderedPrompt, content: Parser

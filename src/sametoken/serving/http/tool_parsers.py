@@ -44,6 +44,8 @@ from sametoken.serving.http.schema_types import STRING, parameter_types, types_o
 _CallsReader = Callable[[str, bool], Sequence[FoundCall]]
 
 _START, _END = "<tool_call>", "</tool_call>"
+#: What parsers must see, special tokens or not; Llama's tag may be missing.
+CALL_MARKS = (_START, _END)
 _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})

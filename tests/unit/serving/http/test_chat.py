@@ -120,6 +120,15 @@ def test_tool_calls(serve):
     assert all("id" not in call and "name" not in call["function"] for call in deltas[1:])
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_marks_of_calls_may_be_special_tokens(serve, choice):
+    engine = FakeEngine(CALL, special=(*BYTES_SPECIAL, "<tool_call>", "</tool_call>"))
+    whole, chunks = both(serve, engine, tools=[ADD], tool_choice=choice, max_tokens=200)
+    message = whole["choices"][0]["message"]
+    assert len(calls_of(message)) == len(merged_chat(chunks)[0]["calls"]) == (choice == "auto")
+    assert "<" not in (message["content"] or "")
+
+
 def test_without_parallel_calls_the_first_is_the_only_one(serve):
     two = {"tools": [ADD], "parallel_tool_calls": False}
     for said in (f"{CALL}\n{CALL}", harmony(f"{TO_ADD}{{}}<|call|><|start|>assistant{TO_ADD}{{}}")):

@@ -36,7 +36,8 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str
     """The types of a schema; ``seen`` has the references that were followed."""
     fields = schema if isinstance(schema, dict) else {}
     named, reference = fields.get("type"), fields.get("$ref")
-    choices = fields.get("anyOf", fields.get("oneOf"))
+    # Pydantic has written a reference beside a default as the only one of allOf.
+    choices = next((fields[name] for name in ("anyOf", "oneOf", "allOf") if name in fields), None)
     if isinstance(named, str):
         yield named
     elif isinstance(named, list):

@@ -81,7 +81,7 @@ SCHEMA = {
         "odd": True,
         "title": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "size": {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/size"}]},
-        "color": {"$ref": "#/$defs/color"},
+        "color": {"allOf": [{"$ref": "#/$defs/color"}], "default": "red"},
         "code": {"enum": ["1", "2"]},
         "fixed": {"const": "1"},
         "loop": {"$ref": "#/$defs/loop"},

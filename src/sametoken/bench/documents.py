@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -28,16 +29,15 @@ _PAGE = resources.files("sametoken.bench").joinpath("page")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
+    """Write a file atomically; a link stays, and the file that it names is written.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, shared=True) as unfinished:
+        with replacing(Path(os.path.realpath(path)), shared=True) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-            unfinished.chmod(0o644)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
 

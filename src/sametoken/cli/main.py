@@ -33,8 +33,10 @@ from sametoken.errors import SametokenError
 NO_COMMAND = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-NO_ROOM = 2
+BAD_PATH = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# A name that the user gave is the cause; ``Path.exists`` and its like raise these as they are.
+_BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 #: Groups of commands in the help.
@@ -68,12 +70,16 @@ def _told() -> Iterator[None]:
         _discard_stdout()
         raise typer.Exit(BROKEN_PIPE) from error
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno in _NO_ROOM:
+            _discard_stdout()
+            what, remedy = "written", "make room"
+        elif error.errno in _BAD_PATH and error.filename is not None:
+            what, remedy = "used", "check the name, and the permissions of its folders"
+        else:
             raise
-        _discard_stdout()
         where = error.filename or "the output"
-        typer.echo(f"error: {where} cannot be written ({error.strerror}). make room", err=True)
-        raise typer.Exit(NO_ROOM) from error
+        typer.echo(f"error: {where} cannot be {what} ({error.strerror}). {remedy}", err=True)
+        raise typer.Exit(BAD_PATH) from error
 
 
 class _Stderr(io.TextIOWrapper):

@@ -21,6 +21,7 @@ from sametoken.errors import ConfigError
 
 #: Twice the size of a weight map of 200,000 tensors.
 MAX_JSON_BYTES = 2**25
+_IRREGULAR = "it is not a regular file"
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -32,7 +33,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is not a regular file")
+            raise OSError(_IRREGULAR)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -59,17 +60,27 @@ def require_writable(path: Path) -> None:
     """Refuse a file that cannot be written, before there is anything to write.
 
     Raises:
-        ConfigError: it is a directory, has none, or may not be written.
+        ConfigError: it is a directory, a device or a pipe, has no directory, or may not be
+            written.
     """
-    if path.is_dir():
-        why = "it is a directory"
-    elif not path.parent.is_dir():
-        why = f"there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "permission denied"
-    else:
-        return
-    raise ConfigError(f"{path} cannot be written ({why})", "choose another file")
+    why = _unwritable(path)
+    if why:
+        raise ConfigError(f"{path} cannot be written ({why})", "choose another file")
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written, or an empty text."""
+    try:
+        if path.is_dir():
+            return "it is a directory"
+        if not path.parent.is_dir():
+            return f"there is no directory {path.parent}"
+        if path.exists() and not path.is_file():
+            return _IRREGULAR
+        may = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if may else "permission denied"
 
 
 def make_directory(path: Path) -> None:
@@ -103,8 +114,11 @@ def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iter
             Otherwise it is fixed, so that the next write overwrites what a crash left.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or ``path`` is a device, a pipe or a directory.
     """
+    # A rename would put a file in the place of /dev/null.
+    if path.exists() and not path.is_file():
+        raise OSError(_IRREGULAR)
     name = f".{path.name}.{uuid.uuid4().hex}" if shared else f"{path.name}.tmp"
     unfinished = path.with_name(name)
     try:
@@ -155,7 +169,7 @@ class DirectoryLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._close = weakref.finalize(self, os.close, descriptor)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError("it is not a regular file")
+                raise OSError(_IRREGULAR)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _own_name().encode(), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,20 @@ def test_what_json_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="give finite options"):
         write_json(tmp_path / "a.json", {"temperature": math.nan})
     assert not (tmp_path / "a.json").exists()
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for text in ("old", "new"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_file_has_the_rights_that_its_user_gives_to_files(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "file", "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

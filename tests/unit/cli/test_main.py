@@ -311,6 +311,17 @@ def test_an_output_without_room_is_one_line(command):
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
 
+@pytest.mark.parametrize(
+    "command", ["bench throughput --dataset custom --path", "audit --prompts", "bench report"]
+)
+def test_a_path_that_cannot_be_looked_up_is_one_line(command):
+    name = "a" * 300
+    result = run(*command.split(), name)
+    remedy = "check the name, and the permissions of its folders"
+    cause = f"error: {name} cannot be used (File name too long). {remedy}"
+    assert (result.exit_code, result.stderr.splitlines()) == (2, [cause])
+
+
 WITH_A_STATUS_LINE = """
 from sametoken.cli import main, report
 main.app = lambda: (report.announce("lost"), print("kept"))

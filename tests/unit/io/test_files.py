@@ -118,3 +118,19 @@ def test_what_cannot_be_written_is_said_beforehand(tmp_path):
         with pytest.raises(ConfigError, match=why):
             require_writable(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["old"]
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        require_writable(pipe)
+    with pytest.raises(OSError, match="not a regular file"), replacing(pipe) as unfinished:
+        unfinished.write_text("text")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_name_that_no_file_can_have_is_refused_beforehand(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be written .*too long"):
+        require_writable(tmp_path / ("a" * 300))

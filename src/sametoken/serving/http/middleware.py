@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import io
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -295,11 +296,13 @@ def _counted(size: int) -> int:
 
 
 def _too_many(cause: str, wait_s: float) -> ApiError:
+    # In whole seconds, as the header has it.
+    seconds = max(1, math.ceil(wait_s))
     return ApiError(
         429,
-        f"{cause}. Try again after {wait_s:.0f} s",
+        f"{cause}. Try again after {seconds} s",
         code="rate_limit_exceeded",
-        retry_after_s=wait_s,
+        retry_after_s=seconds,
     )
 
 

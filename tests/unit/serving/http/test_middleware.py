@@ -10,6 +10,7 @@ from sametoken.serving.http.middleware import (
     Authentication,
     BodyBounds,
     BodyLimit,
+    Buckets,
     RateLimit,
 )
 
@@ -49,6 +50,13 @@ def test_rates_are_bounded_and_refill(serve):
     assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert client.get("/health").status_code == 200
+
+
+def test_a_wait_below_a_second_is_told_as_the_header_has_it(serve, monkeypatch):
+    monkeypatch.setattr(Buckets, "take", lambda limit, client: 0.2)
+    refused = serve(rate_limit=1).get("/v1/models")
+    assert refused.headers["retry-after"] == "1"
+    assert "Try again after 1 s" in refused.json()["error"]["message"]
 
 
 def test_keys_have_rates_of_their_own(serve):

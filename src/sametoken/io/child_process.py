@@ -25,6 +25,8 @@ from sametoken.errors import SametokenError
 LENGTH = struct.Struct(">Q")
 #: Unsent messages before ``Outbox.put`` blocks, and the engine's steps with it.
 _MAX_UNREAD = 64
+#: Ctrl-C and service managers signal the whole process group; the parent alone handles these.
+_OF_THE_GROUP = (signal.SIGINT, signal.SIGTERM)
 # Those that were made here and are still there.
 _directories: weakref.WeakSet[TemporaryDirectory[str]] = weakref.WeakSet()
 
@@ -48,15 +50,30 @@ def decode(payload: bytes | bytearray) -> Any:
 
 
 def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
-    """Run a module of this package in a process that inherits the socket ``fd``."""
-    # A new interpreter: forking a process with threads is unsafe, and multiprocessing's spawn
-    # would run the user's main module again.
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(fd)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(fd,),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    """Run a module of this package in a process that inherits the socket ``fd``.
+
+    The process calls ``ignore_signals`` once its imports, which take seconds, are done.
+    """
+    # The child inherits the mask, so a signal cannot end it amid its imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)
+    try:
+        # A new interpreter: forking a process with threads is unsafe, and multiprocessing's spawn
+        # would run the user's main module again.
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(fd)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(fd,),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM, which this process's parent handles, and unblock them."""
+    for number in _OF_THE_GROUP:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_GROUP)
 
 
 def status_text(status: int) -> str:
@@ -154,13 +171,8 @@ class Outbox:
 
 
 def take_socket(fd: int) -> socket.socket:
-    """The inherited socket; the process exits when the other end closes it.
-
-    SIGINT and SIGTERM are ignored, because Ctrl-C and service managers signal the whole process
-    group.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """The inherited socket; the process exits when the other end closes it."""
+    ignore_signals()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     return sock

@@ -99,20 +99,26 @@ class EngineProcess:
         return message
 
     async def stop(self, *, grace_s: float = _GRACE_S) -> SametokenError:
-        """Close the socket and wait for the end; kill the process if it takes too long.
+        """Close the socket and wait for the end.
+
+        A process that takes too long is killed, and so is one for which nobody waits any more,
+        because this call is cancelled.
 
         Returns:
             Why the process ended, if it ended unexpectedly.
         """
         # Without what is unsent: a process that reads nothing would never let the socket close.
         self._writer.transport.abort()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
         try:
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
             status = await asyncio.to_thread(self._process.wait, grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = await asyncio.to_thread(self._process.wait)
+        except asyncio.CancelledError:
+            self._process.kill()
+            raise
         return self._failure or EngineDeadError(
             f"the engine process ended with {status_text(status)}",
             "see its log; requests that it lost can be sent again",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from sametoken.io.child_process import spawn
 
 PATIENCE_S = 60.0
 CHILD = """
@@ -35,3 +39,38 @@ def test_its_directory_goes_with_the_parent_s_socket(tmp_path):
         ours.close()
         assert process.wait(PATIENCE_S) == 0
     assert not directory.exists()
+
+
+SLOW_START = """
+import sys
+import time
+from pathlib import Path
+
+here = Path(__file__).parent
+(here / "begun").touch()
+while not (here / "go_on").exists():
+    time.sleep(0.01)
+
+from sametoken.io.child_process import Inbox, take_socket
+
+Inbox(take_socket(int(sys.argv[1]))).read_first()
+"""
+
+
+def test_signals_of_the_group_end_no_child_that_is_starting(tmp_path, monkeypatch):
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours, theirs = socket.socketpair()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with theirs:
+        process = spawn("slow_start", theirs.fileno())
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    with process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        (tmp_path / "go_on").touch()
+        ours.close()
+        assert process.wait(PATIENCE_S) == 0

@@ -89,6 +89,21 @@ async def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(conf
     assert not is_alive(second.pid)
 
 
+async def test_a_stop_that_is_given_up_leaves_no_process(config):
+    process = await EngineProcess.start(config, build_engine)
+    # Stopped, so that the closed socket cannot end it.
+    os.kill(process.pid, signal.SIGSTOP)
+    stopping = asyncio.create_task(process.stop(grace_s=0.2))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    async with asyncio.timeout(PATIENCE_S):
+        while process._process.poll() is None:
+            await asyncio.sleep(0.01)
+    assert process._process.returncode == -signal.SIGKILL
+
+
 async def test_a_process_that_reads_nothing_is_killed(config):
     process = await EngineProcess.start(config, build_engine)
     os.kill(process.pid, signal.SIGSTOP)

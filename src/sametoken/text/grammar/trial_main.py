@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sametoken.errors import RequestError, SametokenError
+from sametoken.io.child_process import ignore_signals
 from sametoken.text.grammar.compiled import (
     CompiledGrammars,
     GrammarSource,
@@ -83,9 +84,7 @@ def _silence() -> None:
 
 def main(fd: int) -> int:
     """Serve over the inherited socket."""
-    # As in the engine process: only the serving process handles these signals.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     os.nice(_NICENESS)
     with contextlib.suppress(EOFError, OSError):
         serve(Connection(fd))

@@ -70,10 +70,7 @@ class OutputProcessor:
 
     def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
         """Process one step's updates; those of finished requests are ignored."""
-        touched: dict[str, _Request] = {}
-        finished: set[str] = set()
-        released: dict[str, int] = {}
-        num_tokens = 0
+        touched, released, num_tokens = dict[str, _Request](), dict[str, int](), 0
         for update in updates:
             if update.request_id not in self._completions:
                 continue
@@ -85,16 +82,11 @@ class OutputProcessor:
             if completion.finish_reason is not None:
                 del self._completions[update.request_id]
                 released[update.request_id] = completion.num_kept_tokens
-                if request.finished:
-                    finished.add(request.request_id)
-        outputs = tuple(
-            request.output()
-            for request_id, request in touched.items()
-            if request.is_shown or request_id in finished
-        )
-        for request_id in finished:
-            del self._requests[request_id]
-        return ProcessedUpdates(outputs, released, num_tokens)
+        shown = [request for request in touched.values() if request.is_shown or request.finished]
+        for request in shown:
+            if request.finished:
+                del self._requests[request.request_id]
+        return ProcessedUpdates(tuple(one.output() for one in shown), released, num_tokens)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
         """Abort a request, keeping its output so far; an unknown id gives no output."""
@@ -106,7 +98,7 @@ class OutputProcessor:
             if self._completions.pop(completion.request.request_id, None) is not None:
                 completion.end("abort")
                 released[completion.request.request_id] = completion.num_kept_tokens
-        request.note_time(now)
+        request.metrics["finished_time"] = now
         return ProcessedUpdates((request.output(),), released)
 
 
@@ -123,11 +115,8 @@ class _Request:
             for index, request in enumerate(processed.completions)
         ]
         self._processed = processed
-        self._arrival_time = now
-        self._first_token_time: float | None = None
-        self._finished_time: float | None = None
-        self._num_cached = 0
-        self._speculation = SpeculationMetrics()
+        #: Fields of ``RequestMetrics``, which is made where it is shown.
+        self.metrics: dict[str, Any] = {"arrival_time": now, "speculation": SpeculationMetrics()}
         self._prompt_logprobs: tuple[PositionLogprobs | None, ...] = (None,)
         self._weight_versions: tuple[int, int] | None = None
 
@@ -145,20 +134,18 @@ class _Request:
         if completion.index == 0:
             # By chunks of the prompt, so the copies are few.
             self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs or ()))
-            self._num_cached = update.num_cached
+            self.metrics["num_cached_tokens"] = update.num_cached
         if update.samples and not update.failed:
-            self._speculation = self._speculation.with_step(update.num_drafts, update.num_accepted)
+            stats = self.metrics["speculation"]
+            self.metrics["speculation"] = stats.with_step(update.num_drafts, update.num_accepted)
         first, last = update.weight_versions
         oldest, newest = self._weight_versions or (first, last)
         self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
-        if completion.token_ids and self._first_token_time is None:
-            self._first_token_time = now
+        if completion.token_ids:
+            self.metrics.setdefault("first_token_time", now)
         if completion.finish_reason is not None and self.finished:
-            self.note_time(now)
-
-    def note_time(self, now: float) -> None:
-        self._finished_time = now
+            self.metrics["finished_time"] = now
 
     def output(self) -> RequestOutput:
         # With a token, or none: what a failed request has scored depends on chunk borders.
@@ -170,13 +157,7 @@ class _Request:
             prompt_token_ids=self._processed.prompt.token_ids,
             outputs=tuple(completion.output() for completion in self.completions),
             finished=self.finished,
-            metrics=RequestMetrics(
-                self._arrival_time,
-                self._first_token_time,
-                self._finished_time,
-                self._num_cached,
-                self._speculation,
-            ),
+            metrics=RequestMetrics(**self.metrics),
             prompt_logprobs=self._prompt_logprobs if wanted else None,
             weight_versions=self._weight_versions,
         )
@@ -241,7 +222,7 @@ class _Completion:
         held = self._held
         # At the end of the text, an incomplete character is final.
         before = self._held_back() if is_stop_token else ""
-        added = before + self._piece(token_id)
+        added = before + (self._detokenizer.append(token_id) if self._detokenizer else "")
         if self._ends_at_stop_string(added, held):
             return
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
@@ -342,9 +323,6 @@ class _Completion:
         self._num_characters = match.end if included else match.start
         self._stop_reason = self._text.part(match.start, match.end)
         self.finish_reason = "stop"
-
-    def _piece(self, token_id: int) -> str:
-        return self._detokenizer.append(token_id) if self._detokenizer else ""
 
     @property
     def _held(self) -> str:

@@ -109,9 +109,7 @@ class HostBuffer:
 
 
 def _cause(fault: int, known: MaskFault | None) -> MaskFault:
-    if fault <= HAS_NAN:
-        return MaskFault.NONE
-    return MaskFault(fault - HAS_NAN) if known is None else known
+    return MaskFault.NONE if fault <= HAS_NAN else known or MaskFault(fault - HAS_NAN)
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:

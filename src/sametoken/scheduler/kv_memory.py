@@ -102,6 +102,8 @@ class KVMemory:
 
     def assign(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
         """Append ``count`` new blocks to a request's table; evicted prefixes are saved."""
+        if not count:
+            return []
         blocks = self.pool.allocate(count)
         saved = [(block, self.swap.save_prefix(key)) for key, block in self.pool.evicted]
         self.pool.evicted.clear()

@@ -285,17 +285,15 @@ class Scheduler:
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
         """Schedule a running request, swapping out younger ones if blocks are short."""
-        request, lacking = turn.request, self._memory.lacking(turn)
-        if lacking > self._pool.num_available:
+        request = turn.request
+        if self._memory.lacking(turn) > self._pool.num_available:
             while self._lacks_blocks(request):
                 if request is self._youngest:
                     draft.short_of_blocks = True
                     return
                 self._swap_out(self._youngest, draft)
             turn = self._memory.fit(turn)
-            lacking = self._memory.lacking(turn)
-        if lacking:
-            self._memory.assign(request, lacking, draft)
+        self._memory.assign(request, self._memory.lacking(turn), draft)
         draft.turns.append(turn)
 
     def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:

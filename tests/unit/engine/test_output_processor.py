@@ -345,8 +345,8 @@ def test_nothing_is_told_before_the_prompt_s_candidates(run):
     assert len(output.prompt_logprobs) == len(PROMPT)
     assert [one.token_ids for one in output.outputs] == [(44,), (43, EOS)]
     failing = run(n=2, prompt_logprobs=0)
-    output, _ = failing.emit(failed=True, request_id="r.1")
-    assert output.outputs[1].finish_reason == "error"
+    output, _ = failing.emit(failed=True, request_id="r.0")
+    assert output.outputs[0].finish_reason == "error"
 
 
 def test_without_detokenize_there_is_no_text(run, tokenizer):

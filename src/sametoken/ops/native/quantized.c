@@ -39,7 +39,9 @@ INLINE int64_t scale_size(const format *f) { return scale_bytes(f->scales); }
 INLINE int64_t offset_size(const format *f) {
     return f->offsets == ZEROS ? 1 : f->offsets == FACTORS ? 4 : 0;
 }
-INLINE int64_t num_offsets(const format *f) { return f->offsets == FACTORS ? 1 : num_groups(f); }
+INLINE int64_t num_offsets(const format *f) {
+    return f->offsets == ZEROS ? num_groups(f) : f->offsets == FACTORS;
+}
 INLINE int64_t offsets_at(const format *f) {
     return round_up(num_groups(f) * GROUP * scale_size(f), sizeof(u32v));
 }

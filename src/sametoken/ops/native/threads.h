@@ -27,20 +27,19 @@ static inline range own_part(int64_t count) {
     return (range){count * thread / threads, count * (thread + 1) / threads};
 }
 
-typedef struct {
+/* Thread-local memory, all 0 at first; it is freed when its thread ends (threads.c). */
+typedef struct buffer {
     char *memory;
     size_t size;
+    struct buffer *next; /* of the same thread */
+    int noted;
 } buffer;
 
-/* Thread-local memory that grows on demand; NULL if allocation fails. */
+void *grow(buffer *own, size_t bytes);
+
+/* At least `bytes`, which may be 0; NULL if allocation fails. */
 static inline void *reserve(buffer *own, size_t bytes) {
-    if (own->size < bytes) {
-        free(own->memory);
-        own->size = (bytes + 4095) / 4096 * 4096;
-        own->memory = aligned_alloc(64, own->size);
-        if (!own->memory) own->size = 0;
-    }
-    return own->memory;
+    return own->memory && own->size >= bytes ? own->memory : grow(own, bytes);
 }
 
 #endif

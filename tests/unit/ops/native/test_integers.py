@@ -135,9 +135,9 @@ def test_other_forms_are_refused(bits, width, zero):
 def generic(tmp_path_factory):
     """The C kernels as the compiler makes them for any CPU of the architecture, and one thread."""
     path = tmp_path_factory.mktemp("generic") / "integers.so"
-    source = str(SOURCE_DIRECTORY / "integers.c")
+    sources = [str(SOURCE_DIRECTORY / name) for name in ("integers.c", "threads.c")]
     # -O1, which compiles faster: no bit depends on it.
-    command = [*find_compiler(), *FLAGS, "-O1", "-shared", source, "-lm", "-o", str(path)]
+    command = [*find_compiler(), *FLAGS, "-O1", "-shared", *sources, "-lm", "-o", str(path)]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(path))
     names = [name for name in _SIGNATURES if "integer" in name]

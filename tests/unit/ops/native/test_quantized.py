@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -119,6 +123,35 @@ def test_a_row_that_is_not_finite_spoils_no_other(form, bad):
     assert not found[4].isfinite().any()
     kept = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(found[kept], wanted[kept])
+
+
+def in_a_thread(function):
+    """The result of a function in a thread that has called nothing before."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_thread_may_begin_with_no_rows(form):
+    """A chunk of a prompt samples nothing: the first product of a head may have no rows."""
+    weight = FORMS[form]()
+    x = torch.empty(0, weight.in_features)
+    assert in_a_thread(lambda: weight.matmul(x)).shape == (0, 70)
+
+
+def test_memory_of_a_thread_ends_with_it():
+    """Threads may share an engine: a server may start one for every request."""
+    weight = native.pack_fp8(fp8_matrix(8, 8192), BF16)
+    x = torch.ones(48, 8192)
+
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    in_a_thread(lambda: weight.matmul(x))
+    before = resident_bytes()
+    for _ in range(60):
+        in_a_thread(lambda: weight.matmul(x))
+    assert resident_bytes() - before < 20 * x.nbytes
 
 
 @pytest.mark.parametrize("rows", [1, 4, 48])

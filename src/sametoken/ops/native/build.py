@@ -80,13 +80,14 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
 
     Raises:
         UnsupportedError: the compiler or the cache directory failed, or other users may write to
-            the directory.
+            the directory, or its file system runs no code.
         ConfigError: the cache directory's home is unknown.
     """
     stem = f"kernels-{_fingerprint(recipe, compiler)}"
     try:
         directory = make_cache_directory()
         _require_own(directory)
+        _require_executable(directory)
         if cached := _cached(directory, stem):
             return cached
         logger.info("compiling the CPU kernels (%s) into %s", recipe.name, directory)
@@ -109,6 +110,15 @@ def _require_own(directory: Path) -> None:
         raise UnsupportedError(
             f"CPU kernels are not loaded from {directory}: {why}",
             f"make it writable by you alone, or set {CACHE_VARIABLE} to another directory",
+        )
+
+
+def _require_executable(directory: Path) -> None:
+    """Refuse a file system that no library can be loaded from, before minutes of compiling."""
+    if os.statvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise UnsupportedError(
+            f"CPU kernels cannot be loaded from {directory}: its file system is mounted noexec",
+            f"set {CACHE_VARIABLE} to a directory of another file system",
         )
 
 

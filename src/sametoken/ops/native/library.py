@@ -101,14 +101,18 @@ def load_library() -> NativeLibrary:
         UnsupportedError: there is no C compiler, or no recipe works.
     """
     compiler = find_compiler()
-    failure = UnsupportedError("no recipe to build the CPU kernels")
+    failures: list[UnsupportedError] = []
     for recipe in RECIPES:
         try:
-            return _opened(recipe, build(recipe, compiler))
+            library = _opened(recipe, build(recipe, compiler))
         except UnsupportedError as error:
             logger.info("kernels with %s: %s", recipe.name, error)
-            failure = error
-    raise failure
+            failures.append(error)
+            continue
+        if failures:
+            logger.warning("the CPU kernels use %s, since %s", recipe.name, failures[0])
+        return library
+    raise failures[-1]
 
 
 def openmp_runtimes() -> list[Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +80,17 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         build(RECIPES[0], fake_compiler(tmp_path / "cc"))
 
 
+def test_a_cache_that_runs_no_code_is_named_before_anything_is_compiled(
+    cache, tmp_path, monkeypatch
+):
+    compiler = fake_compiler(tmp_path / "cc")
+    found = SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    with pytest.raises(UnsupportedError, match=r"noexec\. set SAMETOKEN_CACHE"):
+        build(RECIPES[0], compiler)
+    assert not (tmp_path / "cc.log").exists()
+
+
 def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):
     (command,) = script(tmp_path / "my cc", "exit 0\n")
     monkeypatch.setenv("CC", f"'{command}' -m64")
@@ -140,7 +153,7 @@ def test_torch_governs_the_one_openmp_runtime():
 
 @pytest.mark.usefixtures("fresh_loader", "cache")
 def test_without_openmp_and_vector_extensions_the_kernels_still_work(
-    monkeypatch, tmp_path, make_scene
+    monkeypatch, tmp_path, make_scene, caplog
 ):
     """A compiler that refuses both leads to the last recipe: portable C on one thread."""
     compiler = os.environ.get("CC", "cc")
@@ -148,7 +161,9 @@ def test_without_openmp_and_vector_extensions_the_kernels_still_work(
     # Optimization takes most of a compiler's time and is not what is looked at.
     (command,) = script(tmp_path / "plain", refusal + f'exec {compiler} "$@" -O0\n')
     monkeypatch.setenv("CC", command)
-    portable, reference = NativeKernels(load_library()), ReferenceKernels()
+    with caplog.at_level(logging.WARNING):
+        portable, reference = NativeKernels(load_library()), ReferenceKernels()
+    assert re.search(r"the CPU kernels use one thread, generic .* since .*refused", caplog.text)
     assert load_library().team_size() == 1
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float32, 1e-5)):

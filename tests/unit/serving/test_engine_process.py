@@ -91,8 +91,9 @@ async def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(conf
 
 async def test_a_stop_that_is_given_up_leaves_no_process(config):
     process = await EngineProcess.start(config, build_engine)
-    # Stopped, so that the closed socket cannot end it.
+    # Stopped, with all of its threads, so that the closed socket cannot end it.
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     stopping = asyncio.create_task(process.stop(grace_s=0.2))
     await asyncio.sleep(0)
     stopping.cancel()

@@ -57,12 +57,9 @@ def without_vllm_keys(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: such a key asks for something else.
     """
     for key, value in given.items():
-        about = _VLLM_KEY.get(key)
-        if about is not None and not about.accepts(value):
-            raise ConfigError(
-                f"speculative config: {as_keyword(key, value)} is not offered: {about.why}",
-                about.instead,
-            )
+        if key in _VLLM_KEY:
+            spelled = f"speculative config: {as_keyword(key, value)}"
+            _VLLM_KEY[key].require_accepted(value, spelled)
     return {key: value for key, value in given.items() if key not in _VLLM_KEY}
 
 

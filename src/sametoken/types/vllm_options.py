@@ -39,6 +39,15 @@ class VllmOptions:
         """Whether a value is accepted; ``True`` and ``None`` are written true and none."""
         return not self.instead or str(value).lower() in self.accepted
 
+    def require_accepted(self, value: object, spelled: str) -> None:
+        """Refuse a value that asks for something else than what happens here.
+
+        Raises:
+            ConfigError: names the option as it is ``spelled``, the reason and the remedy.
+        """
+        if not self.accepts(value):
+            raise ConfigError(f"{spelled} is not offered: {self.why}", self.instead)
+
 
 #: Further spellings on vLLM's command line.
 SHORT_FLAGS: Mapping[str, tuple[str, ...]] = {
@@ -383,7 +392,6 @@ def take_vllm_options(
         value, about = options.pop(name), known[name]
         if value is None:
             continue
-        if not about.accepts(value):
-            raise ConfigError(f"{spelled(name, value)} is not offered: {about.why}", about.instead)
+        about.require_accepted(value, spelled(name, value))
         reasons.append(f"{spelled(name, value)} ({about.why})")
     return f"without effect here: {', '.join(reasons)}" if reasons else None

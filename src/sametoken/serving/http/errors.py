@@ -51,6 +51,11 @@ _MAX_MESSAGE, _MAX_PARAM = 2 * MAX_CAUSE, 100
 _logger = logging.getLogger("sametoken.server")
 
 
+def whole_seconds(wait_s: float) -> int:
+    """A time to wait as ``Retry-After`` has it: rounded up, at least 1."""
+    return max(1, math.ceil(wait_s))
+
+
 class ApiError(Exception):
     """An error response.
 
@@ -82,7 +87,7 @@ class ApiError(Exception):
         """Headers of the response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["Retry-After"] = str(whole_seconds(self.retry_after_s))
         return headers
 
     @property

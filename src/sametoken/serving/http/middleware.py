@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import io
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.errors import ApiError, whole_seconds
 from sametoken.serving.http.pages import ASSETS
 
 #: Paths of the server's own pages, which need no key. All others are for the model.
@@ -296,13 +295,11 @@ def _counted(size: int) -> int:
 
 
 def _too_many(cause: str, wait_s: float) -> ApiError:
-    # In whole seconds, as the header has it.
-    seconds = max(1, math.ceil(wait_s))
     return ApiError(
         429,
-        f"{cause}. Try again after {seconds} s",
+        f"{cause}. Try again after {whole_seconds(wait_s)} s",
         code="rate_limit_exceeded",
-        retry_after_s=seconds,
+        retry_after_s=wait_s,
     )
 
 

@@ -81,11 +81,6 @@ def _server() -> subprocess.Popen:
     return process
 
 
-def is_compiler(pid: int) -> bool:
-    """Whether a child of this process is the one that compiles."""
-    return _server.cache_info().currsize > 0 and pid == _server().pid
-
-
 def compile_launches(code: str, cache) -> None:
     """Run code, in a process of its own, that calls host wrappers of kernels on CPU tensors.
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -19,7 +20,6 @@ import psutil
 import pytest
 
 from helpers.checkpoints import write_llama
-from helpers.compiled import is_compiler
 from helpers.harness import requests_of, run
 from helpers.thread_ranks import engine_over_threads
 from helpers.warm_processes import is_server
@@ -53,6 +53,18 @@ def path(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("model") / "target", **SIZES)
 
 
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes that the test has started; others are children of this one as well."""
+    before = psutil.Process().children()
+
+    def started() -> list[psutil.Process]:
+        now = psutil.Process().children()
+        return [one for one in now if one not in before and not is_server(one.pid)]
+
+    return started
+
+
 def config_of(path, **options) -> EngineConfig:
     given = {"tensor_parallel_size": 2, "num_kv_blocks": 40, "device": "cpu"} | options
     return EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, **given)
@@ -60,11 +72,6 @@ def config_of(path, **options) -> EngineConfig:
 
 def items():
     return requests_of(PROMPTS, MAX_TOKENS, 0.0, 0.8)
-
-
-def children() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [one for one in found if not (is_server(one.pid) or is_compiler(one.pid))]
 
 
 def gone(process: psutil.Process) -> bool:
@@ -89,12 +96,11 @@ def outcome(work) -> Future:
     return result
 
 
-def test_processes_say_what_threads_say_and_a_dead_one_ends_all(path):
+def test_processes_say_what_threads_say_and_a_dead_one_ends_all(path, children):
     with engine_over_threads(config_of(path)) as (core, _):
         truth = run(core, items()).tokens
-    before = children()
     core = build_engine(config_of(path, speculative_config=NGRAM, steps_in_flight=2))
-    (follower,) = [one for one in children() if one not in before]
+    (follower,) = children()
     ran = run(core, items())
     assert ran.tokens == truth
     assert ran.accepted > 0
@@ -122,17 +128,17 @@ def test_processes_say_what_threads_say_and_a_dead_one_ends_all(path):
         core.add_request(items()[1])
 
 
-def test_followers_end_with_their_engine(path):
+def test_followers_end_with_their_engine(path, children):
     llm = LLM.from_engine(build_engine(config_of(path)), None)
-    before = children()
+    followers = children()
     (output,) = llm.generate({"prompt_token_ids": [3, 1]}, SamplingParams(max_tokens=2, seed=0))
     assert len(output.outputs[0].token_ids) == 2
     del llm
     gc.collect()
-    assert all(gone(process) for process in before)
+    assert all(gone(process) for process in followers)
 
 
-def test_an_engine_that_cannot_be_built_leaves_nobody_behind(path):
+def test_an_engine_that_cannot_be_built_leaves_nobody_behind(path, children):
     with pytest.raises(ConfigError, match="the KV memory holds"):
         build_engine(config_of(path, num_kv_blocks=1, max_model_len=64))
     assert children() == []
@@ -146,7 +152,7 @@ def test_an_engine_that_cannot_be_built_leaves_nobody_behind(path):
         ("this", EngineDeadError, "rank 1 of the model ended with exit status 0"),
     ],
 )
-def test_a_follower_that_cannot_start_says_why(path, monkeypatch, module, error, match):
+def test_a_follower_that_cannot_start_says_why(path, children, monkeypatch, module, error, match):
     monkeypatch.setattr(ranks, "FOLLOWER_MODULE", module)
     with pytest.raises(error, match=match):
         build_engine(config_of(path))
@@ -170,13 +176,13 @@ async def answered(llm, request_id) -> int:
                 await asyncio.sleep(0.05)
 
 
-def engine_and_follower() -> tuple[psutil.Process, psutil.Process]:
+def engine_and_follower(children) -> tuple[psutil.Process, psutil.Process]:
     (engine,) = children()
     (follower,) = engine.children()
     return engine, follower
 
 
-def test_a_served_engine_and_its_ranks_end_together(path, caplog):
+def test_a_served_engine_and_its_ranks_end_together(path, children, caplog):
     """Within a request, while nothing runs, and where the engine's process is what dies."""
 
     async def scenario():
@@ -184,7 +190,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, caplog):
         llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
         assert await answered(llm, "first") == 6
         assert await llm.update_weights(path) == 1
-        engine, follower = engine_and_follower()
+        engine, follower = engine_and_follower(children)
         stream = asked(llm, "second", max_tokens=100)
         await anext(stream)
         follower.kill()
@@ -195,7 +201,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, caplog):
         assert await answered(llm, "third") == 6
 
         caplog.clear()
-        engine, follower = engine_and_follower()
+        engine, follower = engine_and_follower(children)
         follower.kill()
         assert await asyncio.to_thread(gone, engine)
         async with asyncio.timeout(PATIENCE_S):
@@ -204,7 +210,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, caplog):
         assert "the engine died: rank 1 of the model ended with SIGKILL" in caplog.text
         assert await answered(llm, "fourth") == 6
 
-        engine, follower = engine_and_follower()
+        engine, follower = engine_and_follower(children)
         engine.kill()
         assert await asyncio.to_thread(gone, follower)
         await llm.shutdown()
@@ -216,7 +222,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, caplog):
 @pytest.mark.parametrize(
     ("size", "match"), [(4, "num_key_value_heads=2"), (0, "tensor_parallel_size=0")]
 )
-def test_what_ranks_cannot_do_is_refused_before_any_starts(path, size, match):
+def test_what_ranks_cannot_do_is_refused_before_any_starts(path, children, size, match):
     with pytest.raises(ConfigError, match=match):
         build_engine(config_of(path, tensor_parallel_size=size))
     assert children() == []

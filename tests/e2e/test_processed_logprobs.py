@@ -1,4 +1,4 @@
-"""Log-probabilities of the policy: those of the distribution that tokens are chosen from."""
+"""Log-probabilities of the policy, the distribution that tokens are chosen from; and of prompts."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def test_without_processing_both_are_the_same(llama):
             for mode in ("raw_logprobs", "processed_logprobs")
         ]
         assert pair[0] == pair[1]
+
+
+def test_completions_of_a_prompt_share_its_computation_and_its_log_probabilities(llama):
+    prompt = {"prompt_token_ids": [0, 1, 4] * 10}
+    wanted = params(4, n=3, prompt_logprobs=2)
+    small = {"max_num_batched_tokens": 8, "prefill_chunk_size": 8}
+    llm, alone = engine(llama, NGRAM, **small), engine(llama, NGRAM, **small)
+    (found,) = llm.generate(prompt, wanted)
+    (one,) = alone.generate(prompt, replace(wanted, n=1))
+    (plain,) = alone.generate(prompt, replace(wanted, prompt_logprobs=None))
+    assert found.prompt_logprobs == one.prompt_logprobs
+    assert len(found.prompt_logprobs) == 30
+    assert found.outputs == plain.outputs
+    # The others start after blocks of the first, of four tokens: beside its last chunk, and later.
+    assert llm._engine.scheduler.prefix_cache_hits == 24 + 28
 
 
 def test_what_a_trainer_reads_of_a_server(tmp_path):

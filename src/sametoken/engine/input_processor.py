@@ -168,7 +168,7 @@ class InputProcessor:
             replace(
                 first,
                 request_id=request_id if params.n == 1 else f"{request_id}.{index}",
-                params=params.of_completion(derive_seed(seed, index)),
+                params=params.of_completion(derive_seed(seed, index), index),
             )
             for index in range(params.n)
         )

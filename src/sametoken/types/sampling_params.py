@@ -126,11 +126,16 @@ class SamplingParams:
         self._check_numbers()
         self._check_together()
 
-    def of_completion(self, seed: int) -> SamplingParams:
-        """A copy for one completion, without checking again."""
+    def of_completion(self, seed: int, index: int = 0) -> SamplingParams:
+        """A copy for one completion, without checking again.
+
+        The prompt is the same for all, so its candidates come with completion 0 alone.
+        """
         own = copy.copy(self)
         object.__setattr__(own, "n", 1)
         object.__setattr__(own, "seed", seed)
+        if index:
+            object.__setattr__(own, "prompt_logprobs", None)
         return own
 
     @property

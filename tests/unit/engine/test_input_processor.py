@@ -250,6 +250,12 @@ def test_a_given_seed_is_kept_and_completions_derive_theirs(tokenizer):
     assert all(c.params.n == 1 for c in processed.completions)
 
 
+def test_the_first_completion_alone_scores_the_prompt(tokenizer):
+    processed = process(make(tokenizer), n=3, prompt_logprobs=2)
+    assert processed.params.prompt_logprobs == 2
+    assert [c.params.prompt_logprobs for c in processed.completions] == [2, None, None]
+
+
 def test_drawn_seeds_depend_on_the_engine_s_seed_and_the_order_alone(tokenizer):
     def draw(seed):
         inputs = make(tokenizer, seed)

@@ -55,7 +55,7 @@ class EngineConfig:
     generation_config: str = option(
         "auto",
         "default sampling parameters: auto, of the model's generation_config.json; vllm, of no "
-        "file; or a directory with that file",
+        "file; or a directory with that file, whose max_new_tokens limits requests to a server too",
     )
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: str = option(

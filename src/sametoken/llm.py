@@ -17,14 +17,11 @@ from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.input_processor import (
-    InputProcessor,
-    ProcessedRequest,
-    default_sampling_params,
-)
+from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.engine.user_inputs import (
     Prompt,
     PromptTokens,

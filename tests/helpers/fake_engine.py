@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import DrainingError
 from sametoken.serving.engine_client import RequestStream
@@ -113,8 +114,8 @@ class FakeEngine:
     def render_chat(self, messages, **options) -> PromptTokens:
         return self._inputs.tokenize_chat(messages, **options)
 
-    def default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(temperature=0.5)
+    def server_defaults(self) -> ServerDefaults:
+        return ServerDefaults(SamplingParams(temperature=0.5, max_tokens=None))
 
     async def prepare(self, prompts, params: SamplingParams, request_id: str):
         return await asyncio.to_thread(self._inputs.process_all, request_id, prompts, params)

@@ -35,7 +35,7 @@ from sametoken import LLM
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.drafters.eagle import read_token_map
-from sametoken.engine.input_processor import default_sampling_params
+from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
 from sametoken.layers.rotary import DRAFT_POSITIONS, rotary_table
 from sametoken.models import decoder
@@ -490,7 +490,8 @@ def test_an_index_of_any_values_loads_or_is_refused(tmp_path, weight_map):
 @FUZZ
 @given(
     values=st.dictionaries(
-        st.sampled_from(["temperature", "top_p", "top_k", "repetition_penalty"]), NASTY
+        st.sampled_from(["temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"]),
+        NASTY,
     )
 )
 def test_recommendations_of_any_values_are_taken_or_refused(tmp_path, values):

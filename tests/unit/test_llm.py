@@ -226,9 +226,9 @@ def test_without_a_tokenizer_token_ids_work(scripted):
 def test_sampling_defaults_come_from_the_checkpoint(scripted, tmp_path):
     llm, engine = scripted([[EOS]], model_path=tmp_path)
     assert llm.get_default_sampling_params() == SamplingParams()
-    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 3}
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
-    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
+    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=9)
     assert llm.get_default_sampling_params() == expected
     llm.generate("a")
     assert engine.requests[0].params.top_k == 20

@@ -117,7 +117,8 @@ class Chat:
             )
         recommended = llm.get_default_sampling_params()
         reads_file = self._config.generation_config != NO_FILE
-        calm = CALM if reads_file and recommended == SamplingParams() else {}
+        usual = SamplingParams(max_tokens=recommended.max_tokens)
+        calm = CALM if reads_file and recommended == usual else {}
         self._params = sampling_params(recommended, {**calm, **self._sampling})
         if self._interactive:
             self._say(f"You chat with {self._config.model}.", markup=False)

@@ -139,7 +139,7 @@ def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:
             kind, default = int, max_tokens
         elif name == "stop":
             kind, default = list[str] | None, None
-        elif name in RECOMMENDED:
+        elif name in RECOMMENDED.values():
             kind, default, shown = kind | None, None, f"the model's, else {default}"
         parameters.append(
             _parameter(

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from sametoken.engine.user_inputs import (
@@ -18,16 +17,14 @@ from sametoken.engine.user_inputs import (
     template_variables,
     text_or_ids,
 )
-from sametoken.errors import CheckpointError, RequestError, shown
-from sametoken.models.load.files import read_generation_config
+from sametoken.errors import RequestError, shown
 from sametoken.sampling.admission import require_choosable
 from sametoken.text.grammar.grammar import GrammarCompiler, GrammarTrials
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.stop_strings import StopStrings
 from sametoken.text.tokenizer import Messages, Tokenizer
-from sametoken.types.option_values import MODELS_OWN, NO_FILE
 from sametoken.types.request import EngineRequest
-from sametoken.types.sampling_params import RECOMMENDED, SamplingParams, derive_seed
+from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import PARAM, Grammar
 
 
@@ -316,25 +313,3 @@ def _spellings(word: str) -> tuple[str, ...]:
     """A word at the start of a text and after a space; spaces alone stand for themselves."""
     bare = word.lstrip(" ")
     return (bare, f" {bare}") if bare else (word,)
-
-
-def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> SamplingParams:
-    """Defaults from a generation_config.json, else those of SamplingParams.
-
-    Args:
-        model_path: the checkpoint.
-        source: ``EngineConfig.generation_config``.
-
-    Raises:
-        CheckpointError: the file is not a JSON object, or a value in it is impossible.
-    """
-    if source == NO_FILE:
-        return SamplingParams()
-    recommended = read_generation_config(model_path if source == MODELS_OWN else Path(source))
-    chosen = {name: recommended.get(name) for name in RECOMMENDED}
-    try:
-        return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
-    except RequestError as error:
-        raise CheckpointError(
-            f"{recommended.location}: {error.cause}", "repair or delete the file"
-        ) from error

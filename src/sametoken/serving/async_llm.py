@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from sametoken.config import EngineConfig
-from sametoken.engine.input_processor import (
-    InputProcessor,
-    ProcessedRequest,
+from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
+from sametoken.engine.sampling_defaults import (
+    ServerDefaults,
     default_sampling_params,
+    server_defaults,
 )
 from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
 from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
@@ -224,6 +225,10 @@ class AsyncLLM:
             CheckpointError: the file is not a JSON object.
         """
         return default_sampling_params(Path(self.resolved.model_path), self._generation_config)
+
+    def server_defaults(self) -> ServerDefaults:
+        """The same for the requests of a server."""
+        return server_defaults(Path(self.resolved.model_path), self._generation_config)
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str

@@ -15,8 +15,15 @@ from sametoken.errors import RequestError, shown
 from sametoken.types.option_values import require_known
 from sametoken.types.structured_outputs import StructuredOutputs
 
-#: Parameters that a checkpoint's generation_config.json may recommend.
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: Parameters that a checkpoint's generation_config.json may recommend, by their names in it.
+RECOMMENDED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 MAX_LOGPROBS = 20
 #: Completions per prompt.
 MAX_N = 2**16

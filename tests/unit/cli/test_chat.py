@@ -244,6 +244,10 @@ def test_models_that_recommend_nothing_are_calmed(monkeypatch):
     talk.say("a")
     assert talk.llm.asked[-1][1].temperature == CALM["temperature"]
     assert talk.llm.asked[-1][1].top_p == 0.5
+    monkeypatch.setattr(EchoLLM, "recommended", SamplingParams(max_tokens=99))
+    talk = Talk()
+    talk.say("a")
+    assert talk.llm.asked[-1][1].temperature == CALM["temperature"]
     monkeypatch.setattr(EchoLLM, "recommended", SamplingParams(temperature=0.7))
     talk = Talk()
     talk.say("a")

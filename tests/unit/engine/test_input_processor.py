@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
 
-from sametoken.engine.input_processor import InputProcessor, default_sampling_params
+from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.user_inputs import PromptTokens, params_of, parts_of, prompts_of
-from sametoken.errors import CheckpointError, RequestError
+from sametoken.errors import RequestError
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
@@ -324,34 +323,3 @@ def test_drafts_without_a_drafter_are_refused_with_its_option(tokenizer):
     )
     with pytest.raises(RequestError, match="give the engine a speculative_config"):
         process(inputs, num_speculative_tokens=1)
-
-
-def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):
-    values = {"temperature": 0.6, "top_p": None, "top_k": 20, "min_p": 0.15, "max_length": 9}
-    (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    expected = SamplingParams(temperature=0.6, top_k=20, min_p=0.15)
-    assert default_sampling_params(tmp_path) == expected
-
-
-def test_another_file_or_none_may_be_chosen(tmp_path):
-    for name, temperature in (("own", 0.6), ("other", 0.2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "generation_config.json").write_text(f'{{"temperature": {temperature}}}')
-    own, other = tmp_path / "own", tmp_path / "other"
-    assert default_sampling_params(own, "auto") == SamplingParams(temperature=0.6)
-    assert default_sampling_params(own, str(other)) == SamplingParams(temperature=0.2)
-    assert default_sampling_params(own, "vllm") == SamplingParams()
-
-
-def test_without_the_file_the_usual_ones_hold(tmp_path):
-    assert default_sampling_params(tmp_path) == SamplingParams()
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [("{", "JSON"), ("[1]", "JSON object"), ('{"temperature": -1}', "temperature=-1")],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path, text, why):
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{why}"):
-        default_sampling_params(tmp_path)

@@ -88,7 +88,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """The application over an engine that is ready."""
     model = served_names(config, engine.resolved.model)[0]
     registry = make_registry(engine.stats, engine.resolved, model)
-    served = Served(engine, config, RequestTimes(registry, model), engine.default_sampling_params())
+    served = Served(engine, config, RequestTimes(registry, model), engine.server_defaults())
     app = FastAPI(
         title="sametoken",
         version=sametoken.__version__,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.schemas import (
@@ -47,7 +48,7 @@ _SAME = (
 
 
 def completion_params(
-    request: CompletionRequest, defaults: SamplingParams, structured: StructuredOutputs | None
+    request: CompletionRequest, defaults: ServerDefaults, structured: StructuredOutputs | None
 ) -> SamplingParams:
     """Parameters of a completion request.
 
@@ -62,7 +63,7 @@ def completion_params(
     max_tokens = request.max_tokens
     if max_tokens == 0 and request.echo:
         max_tokens = 1
-    values = {"max_tokens": max_tokens, "logprobs": request.logprobs}
+    values = {"max_tokens": defaults.max_tokens(max_tokens), "logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         if request.prompt_logprobs not in (None, request.logprobs):
             raise invalid(
@@ -74,9 +75,9 @@ def completion_params(
 
 
 def chat_params(
-    request: ChatRequest, defaults: SamplingParams, structured: StructuredOutputs | None
+    request: ChatRequest, defaults: ServerDefaults, structured: StructuredOutputs | None
 ) -> SamplingParams:
-    """Parameters of a chat request; without ``max_tokens`` the answer may fill the context.
+    """Parameters of a chat request; by default the answer may fill the context.
 
     Raises:
         ApiError: fields contradict each other.
@@ -92,7 +93,7 @@ def chat_params(
         defaults,
         structured,
         {
-            "max_tokens": next(iter(limits), None),
+            "max_tokens": defaults.max_tokens(next(iter(limits), None)),
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
         },
     )
@@ -100,7 +101,7 @@ def chat_params(
 
 def _params(
     request: SamplingFields,
-    defaults: SamplingParams,
+    defaults: ServerDefaults,
     structured: StructuredOutputs | None,
     values: dict[str, Any],
 ) -> SamplingParams:
@@ -112,7 +113,7 @@ def _params(
         given["num_speculative_tokens"] = request.speculative.num_speculative_tokens
     if structured is not None:
         given["structured_outputs"] = structured
-    return replace(defaults, **{**values, **given})
+    return replace(defaults.params, **{**values, **given})
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import shown
 from sametoken.serving.http.config import ServerConfig
@@ -59,14 +60,14 @@ class Served:
         engine: the engine.
         config: options of the server.
         times: histograms of requests.
-        defaults: the checkpoint's default sampling parameters.
+        defaults: what holds for requests that leave it out.
         created: Unix time of the server's start.
     """
 
     engine: AsyncLLM
     config: ServerConfig
     times: RequestTimes
-    defaults: SamplingParams
+    defaults: ServerDefaults
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

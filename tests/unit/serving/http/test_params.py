@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 
+from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.params import chat_params, completion_params, structured_outputs
 from sametoken.serving.http.schemas import ChatRequest, CompletionRequest
 from sametoken.types.sampling_params import SamplingParams
 
-DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+DEFAULTS = ServerDefaults(SamplingParams(temperature=0.6, top_k=20, max_tokens=None))
 EVERY = {
     "n": 2,
     "temperature": 0.0,
@@ -35,14 +36,14 @@ EVERY = {
 }
 
 
-def completion(**fields) -> SamplingParams:
+def completion(defaults=DEFAULTS, **fields) -> SamplingParams:
     request = CompletionRequest(prompt="x", **fields)
-    return completion_params(request, DEFAULTS, structured_outputs(request))
+    return completion_params(request, defaults, structured_outputs(request))
 
 
-def chat(**fields) -> SamplingParams:
+def chat(defaults=DEFAULTS, **fields) -> SamplingParams:
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
-    return chat_params(request, DEFAULTS, structured_outputs(request))
+    return chat_params(request, defaults, structured_outputs(request))
 
 
 def test_every_field_arrives():
@@ -55,6 +56,17 @@ def test_the_model_s_recommendation_holds_where_nothing_is_given():
     assert completion() == SamplingParams(temperature=0.6, top_k=20, max_tokens=16)
     assert chat() == SamplingParams(temperature=0.6, top_k=20, max_tokens=None)
     assert completion(temperature=0.0).top_k == 20
+
+
+def test_max_new_tokens_of_the_model_or_the_server_s_owner_limits_requests():
+    of_model = ServerDefaults(SamplingParams(max_tokens=40))
+    found = chat(of_model), chat(of_model, max_tokens=50), completion(of_model)
+    assert [one.max_tokens for one in found] == [40, 50, 16]
+    assert completion(of_model, max_tokens=None).max_tokens == 40
+    of_owner = ServerDefaults(SamplingParams(max_tokens=10), most_tokens=10)
+    found = chat(of_owner), chat(of_owner, max_completion_tokens=50), completion(of_owner)
+    assert [one.max_tokens for one in found] == [10, 10, 10]
+    assert completion(of_owner, max_tokens=7).max_tokens == 7
 
 
 def test_chat_s_own_names():

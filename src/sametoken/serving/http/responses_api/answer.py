@@ -203,7 +203,7 @@ class _Answer:
 
     def _response(self) -> ResponseObject:
         """The response in progress."""
-        request, defaults = self.request, self.served.defaults
+        request, defaults = self.request, self.served.defaults.params
         choice = request.tool_choice or "auto"
         temperature, top_p = request.temperature, request.top_p
         return ResponseObject(

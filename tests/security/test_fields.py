@@ -225,11 +225,20 @@ def test_template_variables_of_the_server_s_own_are_refused(client, name):
     assert "chat_template_kwargs" in refused(client, body, "/v1/chat/completions")
 
 
-@pytest.mark.parametrize("arguments", ["[" * 2000, '{"a":' * 100_000, '{"a": 1e400}', "{", "[1]"])
-def test_arguments_that_are_no_object_are_refused(client, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ("[" * 2000, "no JSON object"),
+        ('{"a":' * 100_000, "members, objects and lists"),
+        ('{"a": 1e400}', "not finite"),
+        ("{", "no JSON object"),
+        ("[1]", "no JSON object"),
+    ],
+)
+def test_arguments_that_are_no_object_or_beyond_a_bound_are_refused(client, arguments, cause):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert "no JSON object" in refused(client, {"messages": [message]}, "/v1/chat/completions")
+    assert cause in refused(client, {"messages": [message]}, "/v1/chat/completions")
 
 
 CHAT = '{"messages": [{"role": "user", "content": "x"}], %s}'

@@ -8,11 +8,17 @@ from typing import Any
 
 from sametoken.engine.user_inputs import content_text
 from sametoken.errors import shown
-from sametoken.serving.http.body import read_json
+from sametoken.serving.http.body import require_bounded
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.params import json_schema
 from sametoken.serving.http.parsed import Parser, parse_nothing
-from sametoken.serving.http.schemas import ChatRequest, Message, NamedTool, Tool
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    Message,
+    MessageToolCall,
+    NamedTool,
+    Tool,
+)
 from sametoken.serving.http.tool_parsers import named_parser, parse_required
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -95,34 +101,34 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages in the format of chat templates: texts joined, arguments of calls as objects.
+    """Messages as ``LLM.chat`` takes them, with the reasoning where any template reads it.
 
     Raises:
         RequestError: a part is not text.
-        ApiError: arguments are not a JSON object.
+        ApiError: arguments of a call are beyond a limit of bodies.
     """
     return [_template_message(message) for message in messages]
 
 
 def _template_message(message: Message) -> dict[str, Any]:
     values = message.model_dump(exclude_unset=True)
-    values["content"] = content_text(message.content)
     if message.tool_calls:
-        values["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _object(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    else:
-        values.pop("tool_calls", None)
+        values["tool_calls"] = [_bounded(call).model_dump() for call in message.tool_calls]
     _spread_reasoning(message, values)
     return values
+
+
+def _bounded(call: MessageToolCall) -> MessageToolCall:
+    """The call, whose arguments are JSON in a string, which the limits of bodies leave out."""
+    try:
+        require_bounded(call.function.arguments.encode())
+    except ValueError as error:
+        raise invalid(
+            f"a tool call of an earlier message has arguments that cannot be read: {error}. Send "
+            "less, in finite numbers",
+            "messages",
+        ) from error
+    return call
 
 
 def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
@@ -134,23 +140,9 @@ def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
             values[name] = reasoning
         elif values.get(name) is None:
             values.pop(name, None)
-    if reasoning and values["content"] and message.tool_calls:
+    if reasoning and message.tool_calls and content_text(message.content):
         # gpt-oss's template refuses a call with both, and transformers fills what is missing.
         values["thinking"] = ""
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        value = read_json(arguments.encode()) if arguments else {}
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise invalid(
-            "a tool call of an earlier message has arguments that are no JSON object. Send "
-            "them as they were received, or as {}",
-            "messages",
-        )
-    return value
 
 
 def _named(tools: Sequence[Tool], name: str) -> Tool:

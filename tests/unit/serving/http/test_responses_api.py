@@ -9,6 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from helpers.fake_engine import FakeEngine
+from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import NumericalError
 from sametoken.serving.http.parsed import FoundCall, FoundText, parse_nothing, parsed_of
 from sametoken.serving.http.responses_api.conversation import chat_request
@@ -196,7 +197,8 @@ def test_log_probabilities_are_those_of_the_text(serve):
 
 
 def rendered(**body) -> list[dict]:
-    return template_messages(chat_request(ResponsesRequest.model_validate(body)).messages)
+    messages = chat_request(ResponsesRequest.model_validate(body)).messages
+    return plain_messages(template_messages(messages))
 
 
 def test_items_become_messages():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.params import structured_outputs
@@ -110,7 +111,7 @@ def test_what_cannot_be_honoured_is_refused(fields, param):
 
 
 def messages(*given) -> list:
-    return template_messages(ChatRequest(messages=list(given)).messages)
+    return plain_messages(template_messages(ChatRequest(messages=list(given)).messages))
 
 
 def test_messages_become_what_templates_read():

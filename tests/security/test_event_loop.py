@@ -115,12 +115,13 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
     [
         (parse_hermes, '<tool_call>{"name": "f", "arguments": {"a": [' + "[1, 2], " * 8000),
         (parse_hermes, '<tool_call>{"x": [' + "[1, 2], " * 8000),
+        (parse_hermes, '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 5000),
         (parse_required, '[{"name": "f", "parameters": {"a": [' + '{"b": 1}, ' * 6000),
         (parse_required, " " * 60_000),
         (parse_harmony, " to=functions.f<|message|>" + "[1, 2], " * 8000),
         (parse_harmony, "<|channel|>" * 2000),
     ],
-    ids=["call", "no call", "required", "spaces", "harmony", "marks"],
+    ids=["call", "no call", "tags", "required", "spaces", "harmony", "marks"],
 )
 def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
     request = ChatRequest(messages=[{"role": "user", "content": "x"}])

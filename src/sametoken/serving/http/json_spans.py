@@ -11,6 +11,8 @@ _OPENING, _CLOSING = "{[", "}]"
 # Possessive quantifiers do not backtrack, so the time is linear in the text.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
+# Followed by what may follow a string in an object or a list.
+_WHOLE_STRING = rf"{_STRING.pattern}(?=[{_SPACE}]*+[:,}}\]])"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACES = re.compile(rf"[{_SPACE}]*")
 _AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
@@ -68,6 +70,24 @@ def value_end(text: str, start: int) -> int | None:
         return _nested_end(text, start)
     found = _AFTER_SCALAR.search(text, start)
     return None if found is None else found.start()
+
+
+def find_outside_strings(text: str, mark: str, start: int) -> tuple[int, bool]:
+    """Where the first mark outside of strings is, -1 without one, and whether that is final.
+
+    Where a string neither ends nor is followed as in JSON, marks from its beginning on count. As
+    long as it may still end so, the result is not final.
+    """
+    scanner = re.compile(rf'{_WHOLE_STRING}|"|{re.escape(mark)}', re.DOTALL)
+    for found in scanner.finditer(text, start):
+        place = found.start()
+        if found[0] == mark:
+            return place, True
+        if found[0] == '"':
+            end = _string_end(text, place)
+            is_final = end is not None and skip_space(text, end) < len(text)
+            return text.find(mark, place), is_final
+    return -1, True
 
 
 def read_object(text: str, start: int) -> ObjectSpan:

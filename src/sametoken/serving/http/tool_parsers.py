@@ -17,12 +17,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from sametoken.serving.http.harmony import TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_spans import (
     Member,
     ObjectSpan,
+    find_outside_strings,
     read_object,
     skip_space,
     string_value,
@@ -40,8 +41,18 @@ from sametoken.serving.http.parsed import (
 )
 from sametoken.serving.http.schema_types import STRING, parameter_types, types_of_value
 
-#: Maps the text between two tags, and whether it is complete, to its calls.
-_CallsReader = Callable[[str, bool], Sequence[FoundCall]]
+
+class _Syntax(NamedTuple):
+    """How calls are written between two tags.
+
+    Attributes:
+        calls_in: maps the text between the tags, and whether it is complete, to its calls.
+        find: finds the closing tag in a text from a place on, as ``find_outside_strings``.
+    """
+
+    calls_in: Callable[[str, bool], Sequence[FoundCall]]
+    find: Callable[[str, str, int], tuple[int, bool]]
+
 
 _START, _END = "<tool_call>", "</tool_call>"
 #: What parsers must see, special tokens or not; Llama's tag may be missing.
@@ -58,9 +69,9 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
 
     The form of Hermes and of Qwen's templates. A call is reported once its name and the first
     character of its arguments are there; otherwise the text between the tags is content. Between
-    two tags there may be several.
+    two tags there may be several. A closing tag in a string of an argument is text.
     """
-    return _parse_marked(text, finished, _calls_in)
+    return _parse_marked(text, finished, _Syntax(_calls_in, find_outside_strings))
 
 
 def qwen3_coder_parser(schemas: Schemas) -> Parser:
@@ -77,21 +88,24 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
         found = read_call(body, is_whole, types_of)
         return () if found is None else (FoundCall(*found),)
 
+    # Values have no quotes, so the first closing tag is the end.
+    syntax = _Syntax(calls_in, lambda text, mark, start: (text.find(mark, start), True))
+
     def parse(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, calls_in)
+        return _parse_marked(text, finished, syntax)
 
     return parse
 
 
 def _parse_marked(
-    text: str, finished: bool, calls_in: _CallsReader, *, follows_call: bool = False
+    text: str, finished: bool, syntax: _Syntax, *, follows_call: bool = False
 ) -> Parsed:
     """Calls between tags, and the text around them.
 
     Args:
         text: the text, or its rest.
         finished: whether it is whole.
-        calls_in: reads what is between the tags.
+        syntax: of what is between the tags.
         follows_call: whether there was a call before the text.
     """
     parts: list[Part] = []
@@ -99,21 +113,22 @@ def _parse_marked(
     begin = place = 0
 
     def read_rest(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, calls_in, follows_call=follows_call)
+        return _parse_marked(text, finished, syntax, follows_call=follows_call)
 
     while (start := text.find(_START, place)) >= 0:
         body = start + len(_START)
-        end = text.find(_END, body)
+        end, is_final = syntax.find(text, _END, body)
+        is_whole = end >= 0 and (is_final or finished)
         known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
-        calls = calls_in(text[body:known], end >= 0)
+        calls = syntax.calls_in(text[body:known], is_whole)
         if calls:
             parts += _content(text[begin:start].rstrip())
             parts += calls
-            if end < 0:
+            if not is_whole:
                 return parsed_of(parts, Rest(start, read_rest, num_parts=len(calls)))
             follows_call = True
             begin = place = end + len(_END)
-        elif end < 0 and not finished:
+        elif not is_whole and not finished:
             place = start
             break
         else:

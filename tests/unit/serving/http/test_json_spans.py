@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sametoken.serving.http.json_spans import read_object, skip_space, string_value, value_end
+from sametoken.serving.http.json_spans import (
+    find_outside_strings,
+    read_object,
+    skip_space,
+    string_value,
+    value_end,
+)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -66,3 +72,29 @@ def test_half_of_a_surrogate_pair_is_no_text():
     broken, whole = read_object(text, 0).members
     assert (broken.key, string_value(text, broken)) == ("a\ufffd", "x\ufffd")
     assert string_value(text, whole) == "😀"
+
+
+@settings(max_examples=80)
+@given(st.dictionaries(st.text('a<>"\\:,} '), VALUES, min_size=1, max_size=3))
+def test_a_mark_is_found_behind_an_object_and_not_in_its_strings(value):
+    text = json.dumps(value | {"<>": ["<>"]}, ensure_ascii=False)
+    assert find_outside_strings(f"{text}\n<>", "<>", 0) == (len(text) + 1, True)
+    assert find_outside_strings(text, "<>", 0) == (-1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": "<>', (7, False)),
+        ('{"a": "<>"', (7, False)),
+        ('{"a": "<>" ', (7, False)),
+        ('{"a": "<>" b', (7, True)),
+        ('{"a": "<>" }', (-1, True)),
+        ('{"a": "b" c"<>', (12, True)),
+        ('{"a": "<\\"<>', (10, False)),
+    ],
+)
+def test_a_mark_in_a_string_counts_where_the_string_is_none_and_is_final_once_that_is_known(
+    text, found
+):
+    assert find_outside_strings(text, "<>", 0) == found

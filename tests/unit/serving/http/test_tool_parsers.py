@@ -54,6 +54,21 @@ HERMES = {
     ),
     f"<tool_call>{PAIR}": Parsed("", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))),
 }
+#: Arguments with the closing tag in a string; and others, whose quotes hide no tag.
+WITH_TAG = (
+    '{"x": "a </tool_call> b"}',
+    '{"</tool_call>" : ["\\"<tool_call>{}</tool_call>" ]}',
+)
+BROKEN = ('{"x": 5" wide}', '{"x": "5" wide"}', '{"x": "a}')
+for written in WITH_TAG:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call> then'
+    HERMES[text] = Parsed(" then", (FoundCall("f", written),))
+    text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(written)}}}</tool_call>'
+    HERMES[text] = Parsed("", (FoundCall("f", written),))
+for written in BROKEN:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    HERMES[f"{text} then"] = Parsed(" then", (FoundCall("f", written + "}"),))
+    HERMES[f"{text}\n{CALL}"] = Parsed("", (FoundCall("f", written + "}"), ADD))
 LLAMA = {
     '{"name": "add", "parameters": {"a": 1}}': Parsed("", (FoundCall("add", '{"a": 1}'),)),
     '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", '

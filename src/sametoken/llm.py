@@ -43,6 +43,7 @@ from sametoken.text.tokenizer import (
 )
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.vllm_arguments import takes_vllm_arguments
 from sametoken.types.vllm_options import take_vllm_options
 
 _logger = logging.getLogger("sametoken")
@@ -152,6 +153,7 @@ class LLM:
         resolved = self.resolved
         return default_sampling_params(resolved.model_path, resolved.config.generation_config)
 
+    @takes_vllm_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -179,6 +181,7 @@ class LLM:
         tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         return self._run(tokenized, sampling_params, use_tqdm)
 
+    @takes_vllm_arguments
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -205,6 +208,7 @@ class LLM:
         options = {"add_generation_prompt": True, **template_options}
         return self._inputs.tokenize_chat(messages, **options)
 
+    @takes_vllm_arguments
     def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:

@@ -56,6 +56,23 @@ def test_chat_takes_one_conversation_or_several(scripted, tokenizer):
     assert prompts == ["<|user|>hi<|end|>", "<|user|>hi", "<|user|>hi"]
 
 
+def test_arguments_of_vllm_without_a_meaning_here_are_refused_before_anything_runs(scripted):
+    llm, engine = scripted([[EOS]], [[EOS]])
+    hi = [{"role": "user", "content": "hi"}]
+    for call in (
+        lambda **given: llm.generate("a", GREEDY, **given),
+        lambda **given: llm.generate_stream("a", GREEDY, **given),
+        lambda **given: llm.chat(hi, GREEDY, **given),
+    ):
+        with pytest.raises(RequestError, match=r"^lora_request='x' is not offered: .*merge"):
+            call(lora_request="x")
+    assert engine.requests == []
+    llm.generate("a", GREEDY, lora_request=None, priority=None, tokenization_kwargs=None)
+    # What has the name of a sampling parameter may still reach a template.
+    llm.chat(hi, GREEDY, chat_template_kwargs={"seed": 1}, chat_template_content_format="auto")
+    assert len(engine.requests) == 2
+
+
 def test_lists_of_ids_and_rendered_chats_are_prompts(scripted):
     llm, engine = scripted([[EOS]], [[EOS]], [[EOS]], [[EOS]])
     llm.generate([5, 6], GREEDY)

@@ -52,6 +52,7 @@ from sametoken.text.tokenizer import (
 )
 from sametoken.types.engine_summary import EngineSummary
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.vllm_arguments import takes_vllm_arguments
 from sametoken.types.weight_updates import Rendezvous
 
 #: What a pause does with unfinished requests.
@@ -230,6 +231,7 @@ class AsyncLLM:
         """The same for the requests of a server."""
         return server_defaults(Path(self.resolved.model_path), self._generation_config)
 
+    @takes_vllm_arguments
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
     ) -> RequestStream:

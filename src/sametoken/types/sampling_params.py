@@ -43,7 +43,7 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 
 #: Names of vLLM and transformers that are no parameters here.
-_ELSEWHERE = {
+ELSEWHERE = {
     "best_of": "use n",
     "do_sample": "use temperature, which 0 makes greedy",
     "extra_args": "leave it out",
@@ -110,7 +110,7 @@ class SamplingParams:
 
     def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
         """Refuse unknown arguments before the dataclass does."""
-        require_known(cls.__name__, given, cls.__slots__, _ELSEWHERE)
+        require_known(cls.__name__, given, cls.__slots__, ELSEWHERE)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -39,14 +39,17 @@ class VllmOptions:
         """Whether a value is accepted; ``True`` and ``None`` are written true and none."""
         return not self.instead or str(value).lower() in self.accepted
 
-    def require_accepted(self, value: object, spelled: str) -> None:
+    def require_accepted(
+        self, value: object, spelled: str, refusal: Callable[[str, str], Exception] = ConfigError
+    ) -> None:
         """Refuse a value that asks for something else than what happens here.
 
         Raises:
-            ConfigError: names the option as it is ``spelled``, the reason and the remedy.
+            ConfigError: names the option as it is ``spelled``, the reason and the remedy; another
+                ``refusal`` does in its place.
         """
         if not self.accepts(value):
-            raise ConfigError(f"{spelled} is not offered: {self.why}", self.instead)
+            raise refusal(f"{spelled} is not offered: {self.why}", self.instead)
 
 
 #: Further spellings on vLLM's command line.
@@ -62,7 +65,7 @@ SHORT_FLAGS: Mapping[str, tuple[str, ...]] = {
     "quantization": ("-q",),
 }
 
-_NO_ADAPTERS = "adapters are not served"
+NO_ADAPTERS = "adapters are not served"
 
 #: The table. What vLLM's command lines have and is neither here nor an option of ours is unknown.
 VLLM_OPTIONS = (
@@ -135,7 +138,7 @@ VLLM_OPTIONS = (
     ),
     VllmOptions("/metrics shows the load", switches="enable_server_load_tracking"),
     VllmOptions(
-        f"{_NO_ADAPTERS}, so there is nothing to size",
+        f"{NO_ADAPTERS}, so there is nothing to size",
         values="max_loras max_lora_rank max_cpu_loras lora_dtype",
         switches="fully_sharded_loras",
     ),
@@ -284,7 +287,7 @@ VLLM_OPTIONS = (
         instead="send chat_template_kwargs, or use --chat-template FILE",
     ),
     VllmOptions(
-        _NO_ADAPTERS,
+        NO_ADAPTERS,
         values="lora_modules qlora_adapter_name_or_path default_mm_loras",
         switches="enable_lora enable_prompt_adapter",
         instead="merge the adapter into the checkpoint",
@@ -356,7 +359,7 @@ OFFLINE_OPTIONS = (
     ),
 )
 
-_OPTION_OF = {name: options for options in VLLM_OPTIONS for name in options.names}
+OPTION_OF = {name: options for options in VLLM_OPTIONS for name in options.names}
 _OFFLINE_OPTION_OF = {name: options for options in OFFLINE_OPTIONS for name in options.names}
 
 
@@ -386,7 +389,7 @@ def take_vllm_options(
     Raises:
         ConfigError: an option asks for something else than what happens here.
     """
-    known = {**_OPTION_OF, **_OFFLINE_OPTION_OF} if offline else _OPTION_OF
+    known = {**OPTION_OF, **_OFFLINE_OPTION_OF} if offline else OPTION_OF
     reasons = []
     for name in [name for name in options if name in known and name not in kept]:
         value, about = options.pop(name), known[name]

@@ -230,6 +230,16 @@ def test_bad_requests_are_refused_at_once(served, prompt, params, cause):
         served.run(scenario())
 
 
+def test_arguments_of_vllm_without_a_meaning_here_are_refused(served):
+    async def scenario():
+        with pytest.raises(RequestError, match="priority=1 is not offered"):
+            served.llm.generate("a", SamplingParams(), "refused", priority=1)
+        defaults = {"lora_request": None, "priority": 0, "trace_headers": None}
+        return await last_of(served.llm.generate("a", SamplingParams(), "taken", **defaults))
+
+    assert served.run(scenario()).finished
+
+
 @pytest.mark.parametrize("request_id", [5, ["a"], None])
 def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_id):
     async def scenario():

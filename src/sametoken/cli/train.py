@@ -209,6 +209,7 @@ def _train_drafter(
     """Train a drafter for a target and report the result."""
     from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
+    from sametoken.train.results import require_output
     from sametoken.train.text import require_text
 
     given = take(options, _SOURCE)
@@ -219,6 +220,7 @@ def _train_drafter(
             "give --text, --generate-from or, for eagle3, --states",
         )
     drafter, loop = kind(**take(options, kind)), LoopOptions(**options)
+    require_output(output, resume=loop.resume)
     if prompts is not None:
         text = _generated(model, prompts, output, given["answer_tokens"], loop)
     elif text is not None:

@@ -96,7 +96,7 @@ def run_loop(
         The last report.
 
     Raises:
-        ConfigError: ``resume`` without a checkpoint, or one of another training.
+        ConfigError: the checkpoint is of another training, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         NumericalError: the loss is not finite.
     """
@@ -171,8 +171,6 @@ class _Loop:
             ) from error
 
     def _restore(self) -> None:
-        if not self._path.is_file():
-            raise ConfigError(f"{self._path} does not exist", "leave resume out")
         try:
             state = _read_checkpoint(self._path)
             self._require_same_training(state["format"], state["identity"], state["steps"])
@@ -182,7 +180,8 @@ class _Loop:
         except Exception as error:
             # A foreign file can fail in zip, in pickle or in the optimizer, with any error.
             raise CheckpointError(
-                f"{self._path} cannot be read ({error!r})", "train again without resume"
+                f"{self._path} cannot be read ({error!r})",
+                "remove it, and train again without resume",
             ) from error
 
     def _require_same_training(self, found: Any, identity: dict[str, Any], steps: int) -> None:

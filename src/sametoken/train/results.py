@@ -40,10 +40,11 @@ def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
 
     Args:
         directory: the output.
-        resume: the training goes on from a checkpoint, and may replace its own result.
+        resume: as for ``require_output``.
 
     Raises:
-        ConfigError: it cannot be created, holds a model, or another training writes to it.
+        ConfigError: as ``require_output``; or it cannot be created, or another training writes
+            to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,13 +53,30 @@ def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
             f"{directory} cannot be made ({error})", "choose another output"
         ) from error
     with DirectoryLock(directory, "wait for that training's end, or choose another output"):
-        # A result may have taken hours.
-        if not resume and is_there(directory / _CONFIG):
+        require_output(directory, resume=resume)
+        yield
+
+
+def require_output(directory: Path, *, resume: bool) -> None:
+    """Refuse to start over where a training has been, which may have taken hours.
+
+    Args:
+        directory: the output.
+        resume: the training goes on from a checkpoint, and may replace its own result.
+
+    Raises:
+        ConfigError: the directory holds a model or a checkpoint; with ``resume``, no checkpoint.
+    """
+    if resume:
+        if not is_there(directory / CHECKPOINT):
+            raise ConfigError(f"{directory / CHECKPOINT} does not exist", "leave resume out")
+        return
+    for name, what in ((_CONFIG, "a model"), (CHECKPOINT, "an unfinished training")):
+        if is_there(directory / name):
             raise ConfigError(
-                f"{directory} holds a model already",
+                f"{directory} holds {what} already",
                 "choose another output, remove it, or give --resume to go on from its checkpoint",
             )
-        yield
 
 
 def write_result(directory: Path, settings: dict[str, Any], result: dict[str, Any]) -> None:

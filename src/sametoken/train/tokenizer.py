@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
 )
 # Every byte is a token.
 _LEAST = 256 + len(SPECIAL)
+_REMEDY = "put it back beside its checkpoint, or choose another output and leave resume out"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -78,12 +79,11 @@ def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         CheckpointError: it cannot be read.
     """
     if not (directory / "tokenizer.json").is_file():
-        raise ConfigError(f"{directory} holds no tokenizer.json", "leave resume out")
+        raise ConfigError(f"{directory} holds no tokenizer.json", _REMEDY)
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         # transformers raises errors of many kinds here.
         raise CheckpointError(
-            f"{directory} holds no tokenizer that can be read ({error!r})",
-            "train again without resume",
+            f"{directory} holds no tokenizer that can be read ({error!r})", _REMEDY
         ) from error

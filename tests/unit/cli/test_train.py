@@ -137,17 +137,24 @@ def test_a_training_that_cannot_begin_shows_no_bar(tmp_path):
 
 @pytest.mark.parametrize("name", ["eagle3", "draft"])
 @pytest.mark.parametrize("source", ["--text", "--generate-from"])
-def test_a_finished_result_is_kept(target, tmp_path, monkeypatch, name, source):
-    monkeypatch.setattr("sametoken.llm.build_engine", None)
-    path, output = tmp_path / "rows.jsonl", tmp_path / "out"
-    path.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+@pytest.mark.parametrize(
+    ("kept", "what"), [("config.json", "a model"), ("checkpoint.pt", "an unfinished training")]
+)
+def test_an_earlier_training_is_kept_and_nothing_is_read(tmp_path, name, source, kept, what):
+    output, missing = tmp_path / "out", tmp_path / "missing"
     output.mkdir()
-    (output / "config.json").write_text("kept")
-    refused = run(name, target, output, source, path, "--device", "cpu")
+    (output / kept).write_text("kept")
+    refused = run(name, missing, output, source, missing)
     assert refused.exit_code == 2, refused.output
-    assert f"{output} holds a model already. choose another output, remove it" in refused.stderr
-    assert {one.name for one in output.iterdir()} == {"config.json", ".lock"}
-    assert (output / "config.json").read_text() == "kept"
+    assert f"{output} holds {what} already. choose another output, remove it" in refused.stderr
+    assert (output / kept).read_text() == "kept"
+
+
+def test_a_training_that_never_began_is_not_resumed_and_nothing_is_read(tmp_path):
+    output, missing = tmp_path / "out", tmp_path / "missing"
+    refused = run("draft", missing, output, "--text", missing, "--resume")
+    assert refused.exit_code == 2, refused.output
+    assert f"{output / 'checkpoint.pt'} does not exist. leave resume out" in refused.stderr
 
 
 def test_a_llama_needs_no_word_about_the_module(tmp_path):

@@ -13,6 +13,7 @@ from helpers.training import SIZES
 from sametoken.errors import ConfigError
 from sametoken.models.loader import read_config
 from sametoken.train.draft import train_draft
+from sametoken.train.loop import CHECKPOINT
 from sametoken.train.options import DraftOptions
 
 K = 2
@@ -20,10 +21,8 @@ DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, verified_drafts=
 LOOP = replace(training.LOOP, learning_rate=5e-3)
 
 
-def train(target, output, text, *, loop=LOOP):
-    return train_draft(
-        target, output, text, DRAFT, loop, report=lambda now: None, announce=lambda line: None
-    )
+def train(target, output, text, *, loop=LOOP, report=lambda now: None):
+    return train_draft(target, output, text, DRAFT, loop, report=report, announce=lambda line: None)
 
 
 def test_a_trained_drafter_is_accepted_as_training_said(target, text, tmp_path):
@@ -42,6 +41,19 @@ def test_a_seed_names_the_bits_and_the_config_is_the_target_s(target, text, tmp_
     assert config.vocab_size == SIZES["vocab_size"]
     assert config.tie_word_embeddings
     assert config.max_position_embeddings == SIZES["max_position_embeddings"]
+
+
+def test_an_interrupted_training_is_not_started_over(target, text, tmp_path, cut_off):
+    loop = replace(LOOP, steps=12, checkpoint_every=4)
+    cut_off(train, target, tmp_path, text, loop=loop)
+    begun = (tmp_path / CHECKPOINT).read_bytes()
+    with pytest.raises(ConfigError, match="holds an unfinished training already") as refused:
+        # The target is not there: nothing is read before.
+        train(tmp_path / "none", tmp_path, text, loop=loop)
+    assert "give --resume" in refused.value.remedy
+    assert "remove it" in refused.value.remedy
+    assert (tmp_path / CHECKPOINT).read_bytes() == begun
+    assert train(target, tmp_path, text, loop=replace(loop, resume=True)).steps == 12
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.errors import ConfigError
 from sametoken.train.corpus import Source
 from sametoken.train.lm import train_lm
+from sametoken.train.loop import CHECKPOINT
 from sametoken.train.options import LMOptions, LoopOptions
 
 SMALL = LMOptions(
@@ -106,8 +107,12 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path
 
 
 def test_there_is_something_to_resume(sources, tmp_path):
+    resumed = replace(LOOP, resume=True)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt does not exist"):
+        train(tmp_path, sources, SMALL, resumed)
+    (tmp_path / CHECKPOINT).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        train(tmp_path, sources, SMALL, replace(LOOP, resume=True))
+        train(tmp_path, sources, SMALL, resumed)
 
 
 @pytest.mark.parametrize(

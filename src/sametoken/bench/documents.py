@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -19,27 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.report import Summary, environment, settings
 from sametoken.errors import ConfigError
-from sametoken.io.files import make_directory, replacing, require_writable
+from sametoken.io.files import make_directory, require_writable, write_text
 from sametoken.io.json_text import parse_json
 
 if TYPE_CHECKING:
     from sametoken.bench.session import Session
 
 _PAGE = resources.files("sametoken.bench").joinpath("page")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; a link stays, and the file that it names is written.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(Path(os.path.realpath(path)), shared=True) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
 
 
 def require_output(path: Path | None) -> None:
@@ -54,7 +39,7 @@ def require_output(path: Path | None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, atomically.
+    """Write a value as JSON, atomically; its directory is made.
 
     Raises:
         ConfigError: it cannot be written, or a number is not finite, which JSON has not.
@@ -63,6 +48,7 @@ def write_json(path: Path, value: Any) -> None:
         text = json.dumps(value, indent=1, allow_nan=False)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be written ({error})", "give finite options") from error
+    make_directory(path.parent)
     write_text(path, text + "\n")
 
 

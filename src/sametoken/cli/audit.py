@@ -17,7 +17,7 @@ from sametoken.cli.options import AsJson, engine_options, numbers, options_in, t
 from sametoken.cli.report import announce
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
-from sametoken.io.files import require_writable
+from sametoken.io.files import require_writable, write_text
 
 if TYPE_CHECKING:
     from sametoken.audit.asks import AuditRequest
@@ -234,8 +234,6 @@ def _report(
     html: Path | None,
     as_json: bool,
 ) -> NoReturn:
-    from sametoken.bench.documents import write_text
-
     for line in (json.dumps(verdict.as_json()),) if as_json else lines:
         typer.echo(line)
     if html is not None:

@@ -39,8 +39,10 @@ def report(
 ) -> None:
     """Compare runs with the first one."""
     from sametoken.bench.comparison import compare_runs
-    from sametoken.bench.documents import render_report, write_text
+    from sametoken.bench.documents import render_report, require_output
+    from sametoken.io.files import write_text
 
+    require_output(html)
     data = compare_runs(runs, label or ())
     if html is not None:
         title = " against ".join(run["label"] for run in reversed(data["runs"]))

@@ -22,6 +22,7 @@ from sametoken.errors import (
     SametokenError,
     UnsupportedError,
 )
+from sametoken.io.files import write_text
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.parsed import Parser, parse_nothing
 from sametoken.serving.http.reasoning_parsers import (
@@ -265,10 +266,7 @@ class Chat:
         if path.exists() and path.resolve() not in self._saved:
             raise ConfigError(f"{path} exists already", "choose another name")
         as_text = _as_json if path.suffix == ".json" else _as_markdown
-        try:
-            path.write_text(as_text(self._config.model, self.messages), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error})", "choose another") from error
+        write_text(path, as_text(self._config.model, self.messages))
         self._saved.add(path.resolve())
         self._say(f"{len(self.messages)} messages are saved in {path}.", markup=False)
 

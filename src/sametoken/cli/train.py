@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sametoken.train.generate import Written
     from sametoken.train.loop import Report
 
-_TEXT = "text.jsonl"
 # Interval of progress lines without a terminal for a progress bar.
 _LINE_INTERVAL_S = 20.0
 
@@ -262,13 +261,13 @@ def _measured_on(held_back: int) -> str:
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, loop: LoopOptions) -> Path:
     """Write answers to the prompts beside the head, and free the engine."""
-    from sametoken.train.results import output_directory
+    from sametoken.train.results import TEXT, output_directory
 
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
     options = {"max_num_seqs": 256, "device": loop.device}
     with output_directory(output, resume=loop.resume):
-        _write_text(model, prompts, output / _TEXT, params, None, options)
-    return output / _TEXT
+        _write_text(model, prompts, output / TEXT, params, None, options)
+    return output / TEXT
 
 
 def _write_text(

@@ -132,6 +132,21 @@ def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iter
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically; a link stays, and the file that it names is written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with replacing(Path(os.path.realpath(path)), shared=True) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error})", "make room, or choose another name"
+        ) from error
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or a directory's entries, to the disk.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from sametoken.train.loop import Report, StepLoss
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
-from sametoken.train.results import output_directory, write_decoder
+from sametoken.train.results import copy_file, output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
 
@@ -130,10 +129,10 @@ def train_draft(
         network = network.to(compute.device)
 
         def write() -> None:
-            write_decoder(output, config, network, torch.bfloat16)
             for name in _TOKENIZER_FILES if model.is_dir() else ():
                 if (model / name).is_file():
-                    shutil.copyfile(model / name, output / name)
+                    copy_file(model / name, output / name)
+            write_decoder(output, config, network, torch.bfloat16)
 
         ready = Run(
             objective=DraftObjective(network, target, draft.verified_drafts, compute),

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.io.files import LOCK, DirectoryLock, is_there
+from sametoken.io.files import LOCK, DirectoryLock, is_there, replacing, write_text
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE
@@ -30,6 +30,10 @@ from sametoken.train.loop import CHECKPOINT
 from sametoken.train.networks import DecoderNetwork
 
 RESULT, _CONFIG = "training.json", "config.json"
+#: Answers to train on, beside the drafter that is trained on them.
+TEXT = "text.jsonl"
+#: Files of an output that are not those of a target which was such an output itself.
+_OWN = (INDEX, LOCK, RESULT, CHECKPOINT, TEXT, _CONFIG)
 #: Names that no checkpoint's own shards have.
 _TARGET_FILE, _MODULE_FILE = "model-target.safetensors", "model-mtp.safetensors"
 
@@ -86,7 +90,7 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
         ConfigError: the directory cannot be written.
     """
     text = json.dumps({"settings": settings, "result": result}, indent=2) + "\n"
-    _write_text(directory / RESULT, text)
+    write_text(directory / RESULT, text)
 
 
 def write_decoder(
@@ -100,7 +104,7 @@ def write_decoder(
     tensors = _rounded(network, dtype)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     _save(tensors, directory / SINGLE)
-    _write_text(directory / _CONFIG, text)
+    write_text(directory / _CONFIG, text)
 
 
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
@@ -117,23 +121,25 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     _save(tensors, directory / _MODULE_FILE)
     files: dict[str, str] = {}
     for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name in (INDEX, LOCK, RESULT, CHECKPOINT):
+        if not path.is_file() or path.name in _OWN:
             continue
         # A file of the usual name would be read without the index.
         name = _TARGET_FILE if path.name == SINGLE else path.name
         if path.suffix != ".safetensors":
-            _copy(path, directory / name)
+            copy_file(path, directory / name)
             continue
         names = _names_in(path)
         kept = [key for key in names if not key.startswith(f"{PREFIX}.")]
         if kept == names:
-            _copy(path, directory / name)
+            copy_file(path, directory / name)
         elif kept:
             with safe_open(path, framework="pt") as file:
                 _save({key: file.get_tensor(key) for key in kept}, directory / name)
         files |= dict.fromkeys(kept, name)
     files |= dict.fromkeys(tensors, _MODULE_FILE)
-    _write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+    write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+    # Last, as of every training: a directory that has it holds a model.
+    copy_file(source / _CONFIG, directory / _CONFIG)
 
 
 def _rounded(network: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -179,7 +185,7 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
     except OSError as error:
         raise _not_written(directory, error) from error
     _save(tensors, directory / SINGLE)
-    _write_text(directory / _CONFIG, config)
+    write_text(directory / _CONFIG, config)
 
 
 def _config(layout: HeadLayout) -> dict[str, Any]:
@@ -260,16 +266,15 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         raise _not_written(path, error) from error
 
 
-def _copy(source: Path, path: Path) -> None:
-    try:
-        shutil.copyfile(source, path)
-    except OSError as error:
-        raise _not_written(path, error) from error
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file, whole or not at all.
 
-
-def _write_text(path: Path, text: str) -> None:
+    Raises:
+        ConfigError: the copy cannot be written.
+    """
     try:
-        path.write_text(text, encoding="utf-8")
+        with replacing(path) as unfinished:
+            shutil.copyfile(source, unfinished)
     except OSError as error:
         raise _not_written(path, error) from error
 

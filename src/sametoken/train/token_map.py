@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sametoken.errors import ConfigError
+from sametoken.io.files import write_text
 from sametoken.models.loader import read_config
 from sametoken.train.options import TokenMapOptions
 from sametoken.train.text import Encode, read_sequences
@@ -63,10 +63,7 @@ def write_token_map(
     wanted = counts.clone()
     wanted[list(config.eos_token_ids)] = sys.maxsize
     token_ids = frequent_tokens(wanted, options.size)
-    try:
-        output.write_text(json.dumps(token_ids.tolist()) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
+    write_text(output, json.dumps(token_ids.tolist()) + "\n")
     verified = sequences.answer_counts(config.vocab_size, held) if held else counts
     return TokenMapResult(
         tokens=token_ids.shape[0],

@@ -15,6 +15,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from helpers.full_disk import filling_disk
 from sametoken import llm as llm_module
 from sametoken.cli.chat import default_drafts
 from sametoken.cli.conversation import CALM, COMMANDS, Chat, Consoles
@@ -285,6 +286,10 @@ def test_save_overwrites_only_what_it_wrote(tmp_path):
     assert "2 messages are saved" in talk.say("abc", f"/save {path}", f"/save {path}")
     assert "give a name in .json or .md" in talk.say("/save c.txt")
     assert "cannot be written" in talk.say(f"/save {tmp_path / 'no' / 'c.md'}")
+    saved = path.read_text()
+    with filling_disk():
+        assert "no space left" in talk.say("def", f"/save {path}")
+    assert path.read_text() == saved
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from helpers.full_disk import filling_disk
 from sametoken.errors import ConfigError
 from sametoken.io.files import (
     MAX_JSON_BYTES,
@@ -14,6 +15,7 @@ from sametoken.io.files import (
     read_json,
     replacing,
     require_writable,
+    write_text,
 )
 
 
@@ -91,6 +93,32 @@ def test_writers_of_a_shared_file_do_not_meet(tmp_path):
         assert first != second
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_that_cannot_be_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with filling_disk(), pytest.raises(ConfigError, match="no space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for text in ("old", "new"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_text_has_the_rights_that_its_user_gives_to_files(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "file", "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 
 def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,20 @@ def test_an_interrupted_training_is_not_started_over(target, text, tmp_path, cut
     assert "remove it" in refused.value.remedy
     assert (tmp_path / CHECKPOINT).read_bytes() == begun
     assert train(target, tmp_path, text, loop=replace(loop, resume=True)).steps == 12
+
+
+def test_a_drafter_whose_tokenizer_cannot_be_copied_is_no_model(
+    target, text, tmp_path, monkeypatch
+):
+    def refuse(source, path):
+        raise OSError("no space left on device")
+
+    model = shutil.copytree(target, tmp_path / "target")
+    (model / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be written"):
+        train(model, tmp_path / "out", text)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock", CHECKPOINT}
 
 
 @pytest.mark.parametrize(

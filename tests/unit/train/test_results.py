@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama
+from helpers.full_disk import filling_disk
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.train.results import HeadLayout, write_head, write_with_module
+
+MODULE = SimpleNamespace(mtp=torch.nn.Linear(2, 2))
+OWN = ("checkpoint.pt", "text.jsonl", "training.json")
 
 
 @pytest.fixture
@@ -60,26 +66,58 @@ def test_rotary_settings_without_a_name_are_refused(tmp_path, layout):
         write_head(tmp_path, replace(layout, layer=replace(layout.layer, rope=rope)), {})
 
 
+def test_a_head_that_cannot_be_written_whole_is_no_model(tmp_path, layout):
+    with filling_disk(), pytest.raises(ConfigError, match="no space left"):
+        write_head(tmp_path / "head", layout, {"norm.weight": torch.ones(2)})
+    assert not (tmp_path / "head" / "config.json").exists()
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path, layout):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_head(tmp_path / "file" / "head", layout, {"norm.weight": torch.ones(2)})
 
 
-def test_a_target_of_two_shards_and_another_training_is_whole(tmp_path):
+@pytest.fixture
+def two_shards(tmp_path):
+    """A target, trained before, and the output of another training."""
     source, out = tmp_path / "source", tmp_path / "out"
     for directory in (source, out):
         directory.mkdir()
-        (directory / "checkpoint.pt").write_text(directory.name)
+        for name in OWN:
+            (directory / name).write_text(directory.name)
+    (source / "config.json").write_text("{}")
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name, shard in zip("ab", shards, strict=True):
         save_file({f"model.{name}": torch.ones(2)}, source / shard)
     weight_map = {"weight_map": dict(zip(("model.a", "model.b"), shards, strict=True))}
     (source / "model.safetensors.index.json").write_text(json.dumps(weight_map))
-    write_with_module(source, out, SimpleNamespace(mtp=torch.nn.Linear(2, 2)))
+    return source, out
+
+
+def test_a_target_of_two_shards_and_another_training_is_whole(two_shards):
+    source, out = two_shards
+    write_with_module(source, out, MODULE)
     files = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert files.keys() == {"model.a", "model.b", "mtp.weight", "mtp.bias"}
     assert all(name in load_file(out / file) for name, file in files.items())
-    assert (out / "checkpoint.pt").read_text() == "out"
+    assert {(out / name).read_text() for name in OWN} == {"out"}
     modes = {stat.S_IMODE(path.stat().st_mode) for path in out.glob("*.safetensors")}
     assert modes == {0o644}
+
+
+def test_a_target_that_cannot_be_copied_whole_is_no_model(two_shards, monkeypatch):
+    source, out = two_shards
+    copyfile = shutil.copyfile
+
+    def copy_half(given, path):
+        copyfile(given, path)
+        if given.name.startswith("model-00002"):
+            os.truncate(path, 9)
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    with pytest.raises(ConfigError, match="no space left"):
+        write_with_module(source, out, MODULE)
+    written = {path.name for path in out.iterdir()}
+    assert written == {*OWN, "model-mtp.safetensors", "model-00001-of-00002.safetensors"}

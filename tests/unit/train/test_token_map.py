@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_llama
+from helpers.full_disk import filling_disk
 from sametoken.errors import ConfigError
 from sametoken.train.options import TokenMapOptions
 from sametoken.train.token_map import (
@@ -65,6 +66,12 @@ def test_coverage_is_that_of_answers_which_were_not_counted(target, text, tmp_pa
     assert set(counted["output_token_ids"]) <= set(token_ids)
     inside = [token in token_ids for token in judged["output_token_ids"]]
     assert result.coverage == sum(inside) / len(inside) < 1
+
+
+def test_a_map_that_cannot_be_written_whole_is_not_there(target, text, tmp_path):
+    with filling_disk(), pytest.raises(ConfigError, match="no space left"):
+        write(target, text, tmp_path, size=3)
+    assert not (tmp_path / "map.json").exists()
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"validation": 1.0}, {"validation": -0.1}])

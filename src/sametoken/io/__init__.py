@@ -1,1 +1,1 @@
-"""Bounded reads of untrusted files and JSON, atomic writes, and child processes."""
+"""Bounded reads of untrusted files and JSON, atomic writes, journals, and child processes."""

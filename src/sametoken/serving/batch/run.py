@@ -15,9 +15,9 @@ from starlette.types import ASGIApp
 
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, EngineDeadError
+from sametoken.io.journal import Journal, write_whole
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.batch.config import BatchConfig
-from sametoken.serving.batch.journal import Journal, write_whole
 from sametoken.serving.batch.lines import (
     BatchRequest,
     BatchResponse,
@@ -32,6 +32,7 @@ from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.limits import ServingLimits
 
+_FORMAT = "sametoken-batch-1"
 #: Options that tokens depend on. Speculation is none: a run may be resumed with another drafter.
 _SETTINGS = (
     "model",
@@ -83,7 +84,7 @@ def run_batch(
     _require_free(output, source)
     lines = read_input(source, batch_config.max_line_bytes)
     parts = output.with_name(output.name + ".parts")
-    settings = {name: getattr(config, name) for name in _SETTINGS}
+    settings = {"format": _FORMAT} | {name: getattr(config, name) for name in _SETTINGS}
     settings |= {
         "served_model_name": list(batch_config.served_model_name),
         "synthetic": list(config.synthetic),

@@ -16,7 +16,6 @@ from sametoken.errors import ConfigError
 from sametoken.io.files import DirectoryLock, replacing, sync
 from sametoken.io.json_text import parse_json
 
-_FORMAT = "sametoken-batch-1"
 _SETTINGS = "settings.json"
 _PARTS = "part-*.jsonl"
 _START_AGAIN = "remove the directory to have every line answered again"
@@ -39,7 +38,8 @@ class Journal:
 
     Args:
         directory: created if missing.
-        settings: the settings that results depend on; JSON values.
+        settings: the settings that results depend on, and the format of keys and results; JSON
+            values.
 
     Raises:
         ConfigError: another process holds the directory, it cannot be written, its results
@@ -56,7 +56,7 @@ class Journal:
                     DirectoryLock(directory, "wait for that run's end, or choose another output")
                 )
                 parts = self._find_parts()
-                self._require_settings({"format": _FORMAT, **settings}, are_new=not parts)
+                self._require_settings(dict(settings), are_new=not parts)
                 self._read(parts)
                 self._path = directory / f"part-{len(parts):05}.jsonl"
                 # Unbuffered: a failed write must not be repeated when the file is closed.

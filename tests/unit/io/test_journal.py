@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sametoken.errors import ConfigError
-from sametoken.serving.batch import journal as module
-from sametoken.serving.batch.journal import Journal, write_whole
+from sametoken.io import journal as module
+from sametoken.io.journal import Journal, write_whole
 
 RESULTS = [("k1", b'{"a": 1}'), ("k2", b'{"b": "x y"}'), ("k3", b"{}")]
 SETTINGS = {"model": "m", "names": ["a"]}

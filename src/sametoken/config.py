@@ -184,6 +184,12 @@ class EngineConfig:
         return tuple(part for part, is_synthetic in parts.items() if is_synthetic)
 
     @property
+    def result_settings(self) -> dict[str, Any]:
+        """Options that results depend on, as JSON values; no drafter is among them."""
+        settings = {name: getattr(self, name) for name in _OF_RESULTS}
+        return settings | {"synthetic": list(self.synthetic)}
+
+    @property
     def num_speculative_tokens(self) -> int:
         """k: maximum drafts per step; 0 without speculation."""
         speculative = self.speculative_config
@@ -208,4 +214,18 @@ class EngineConfig:
         return cls(**options)
 
 
+_OF_RESULTS = (
+    "model",
+    "tokenizer",
+    "chat_template",
+    "generation_config",
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "load_format",
+    "max_model_len",
+    "tensor_parallel_size",
+    "logprobs_mode",
+    "enable_return_routed_experts",
+)
 _PATHS = ("model", "tokenizer", "chat_template", "generation_config", "swap_dir")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from sametoken.errors import ConfigError
-from sametoken.io.files import DirectoryLock, replacing, sync
+from sametoken.io.files import DirectoryLock, is_there, replacing, sync
 from sametoken.io.json_text import parse_json
 
 _SETTINGS = "settings.json"
@@ -49,6 +49,7 @@ class Journal:
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         self._directory = directory
         self._locations: dict[str, _Location] = {}
+        self._is_new = not is_there(directory)
         with contextlib.ExitStack() as opened:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,14 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._opened.close()
+        """Let the directory go; one that this run made and put no result into is removed."""
+        with self._opened:
+            if self._is_new and not self._locations:
+                with contextlib.suppress(ConfigError):
+                    self.remove()
+
+    def __len__(self) -> int:
+        return len(self._locations)
 
     def __contains__(self, key: str) -> bool:
         return key in self._locations
@@ -102,12 +110,14 @@ class Journal:
         try:
             _write_all(self._part, text)
             os.fsync(self._part.fileno())
-        except OSError as error:
+        except BaseException as error:
             # Drop the incomplete record, if the disk allows it.
             with contextlib.suppress(OSError):
                 self._part.truncate(whole)
                 self._part.seek(whole)
-            raise _unusable(self._path, error) from error
+            if isinstance(error, OSError):
+                raise _unusable(self._path, error) from error
+            raise
         self._locations |= locations
 
     def remove(self) -> None:
@@ -120,6 +130,7 @@ class Journal:
         shutil.rmtree(gone, ignore_errors=True)
         try:
             self._directory.rename(gone)
+            self._is_new = False
             shutil.rmtree(gone)
         except OSError as error:
             raise ConfigError(

@@ -104,12 +104,42 @@ def test_one_run_at_a_time(tmp_path):
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
-    with opened(tmp_path / "j"):
-        pass
+    with opened(tmp_path / "j") as journal:
+        journal.append(RESULTS)
     with pytest.raises(ConfigError, match="names=\\['a'\\], and this one has \\['b'\\]"):
         opened(tmp_path / "j", names=["b"])
     with opened(tmp_path / "j"):
         pass
+
+
+def test_a_run_without_a_result_leaves_nothing(tmp_path):
+    with opened(tmp_path / "j"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    # What was there before stays.
+    (tmp_path / "j").mkdir()
+    with opened(tmp_path / "j"):
+        pass
+    assert (tmp_path / "j").is_dir()
+
+
+def test_an_append_that_is_interrupted_leaves_no_part_of_a_record(tmp_path, monkeypatch):
+    def write_half(file, text):
+        file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with opened(tmp_path / "j") as journal:
+        journal.append(RESULTS[:1])
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_write_all", write_half)
+            with pytest.raises(KeyboardInterrupt):
+                journal.append(RESULTS[1:])
+        assert len(journal) == 1
+        journal.append(RESULTS[1:])
+    (part,) = parts(tmp_path / "j")
+    assert part.read_bytes().count(b"\n") == len(RESULTS)
+    with opened(tmp_path / "j") as journal:
+        assert [journal[key] for key, _ in RESULTS] == [result for _, result in RESULTS]
 
 
 def test_removal_leaves_nothing(tmp_path):

@@ -33,20 +33,6 @@ from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.limits import ServingLimits
 
 _FORMAT = "sametoken-batch-1"
-#: Options that tokens depend on. Speculation is none: a run may be resumed with another drafter.
-_SETTINGS = (
-    "model",
-    "tokenizer",
-    "chat_template",
-    "generation_config",
-    "dtype",
-    "device",
-    "load_format",
-    "max_model_len",
-    "tensor_parallel_size",
-)
-
-
 ANSWERED, KEPT, REFUSED, FAILED = "answered", "kept", "refused", "failed"
 
 
@@ -84,11 +70,8 @@ def run_batch(
     _require_free(output, source)
     lines = read_input(source, batch_config.max_line_bytes)
     parts = output.with_name(output.name + ".parts")
-    settings = {"format": _FORMAT} | {name: getattr(config, name) for name in _SETTINGS}
-    settings |= {
-        "served_model_name": list(batch_config.served_model_name),
-        "synthetic": list(config.synthetic),
-    }
+    names = {"served_model_name": list(batch_config.served_model_name)}
+    settings = {"format": _FORMAT} | config.result_settings | names
     with Journal(parts, settings) as journal:
         valid = [line for line in lines if isinstance(line.parse(), BatchRequest)]
         pending = [line for line in valid if line.key not in journal]

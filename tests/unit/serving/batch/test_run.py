@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -136,14 +137,25 @@ def test_a_line_that_was_changed_is_answered_anew(engine, source, tmp_path):
     ]
 
 
-def test_a_run_may_go_on_with_another_drafter_but_not_with_another_model(engine, source, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "other", "held"),
+    [
+        ("model", "other", "'toy'"),
+        ("kv_cache_dtype", "fp8", "'auto'"),
+        ("logprobs_mode", "processed_logprobs", "'raw_logprobs'"),
+        ("enable_return_routed_experts", True, "False"),
+    ],
+)
+def test_a_run_may_go_on_with_another_drafter_but_not_with_other_results(
+    engine, source, tmp_path, option, other, held
+):
     output = tmp_path / "out.jsonl"
     engine.fatal = "p8"
     with pytest.raises(KeyboardInterrupt):
         run_batch(CONFIG, source, output, BATCH)
     engine.fatal = ""
-    with pytest.raises(ConfigError, match="model='toy'"):
-        run_batch(EngineConfig(model="other", device="cpu"), source, output, BATCH)
+    with pytest.raises(ConfigError, match=f"{option}={held}"):
+        run_batch(dataclasses.replace(CONFIG, **{option: other}), source, output, BATCH)
     ngram = {"method": "ngram", "num_speculative_tokens": 4}
     config = EngineConfig.from_options(model="toy", device="cpu", speculative_config=ngram)
     assert run_batch(config, source, output, BATCH).num_kept > 0

@@ -23,6 +23,7 @@ from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.engine.user_inputs import (
+    OnFinished,
     Prompt,
     PromptTokens,
     conversations_of,
@@ -160,6 +161,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        on_finished: OnFinished = lambda index, output: None,
     ) -> list[RequestOutput]:
         """Complete one prompt, or several in the same batch.
 
@@ -168,6 +170,8 @@ class LLM:
                 ``{"prompt_token_ids": [...]}``, or what ``render_chat`` returns.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
             use_tqdm: show progress on stderr.
+            on_finished: called with a prompt's index and output as soon as it is complete, so that
+                an interrupt loses none; interrupts wait for its end.
 
         Returns:
             One output per prompt, in order. A request that fails while it runs has
@@ -179,7 +183,14 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, after the current step.
         """
         tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = params_of(sampling_params, len(tokenized))
+        requests = [
+            self._inputs.process(next(self._request_ids), prompt, chosen)
+            for prompt, chosen in zip(tokenized, params, strict=True)
+        ]
+        return self._run(requests, on_finished, use_tqdm=use_tqdm)
 
     @takes_vllm_arguments
     def chat(
@@ -201,7 +212,7 @@ class LLM:
         """
         several = conversations_of(messages)
         prompts = [self.render_chat(conversation, **template_options) for conversation in several]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
         """The prompt that ``chat`` completes, with the generation prompt added."""
@@ -310,34 +321,26 @@ class LLM:
         self._later(partial(self._end, request_id))
 
     def _run(
-        self,
-        prompts: Sequence[PromptTokens],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        self, requests: Sequence[ProcessedRequest], on_finished: OnFinished, *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = params_of(sampling_params, len(prompts))
-        requests = [
-            self._inputs.process(next(self._request_ids), prompt, chosen)
-            for prompt, chosen in zip(prompts, params, strict=True)
-        ]
-        request_ids = [request.request_id for request in requests]
-        waiting, outputs = set(request_ids), dict[str, RequestOutput]()
+        places = {request.request_id: place for place, request in enumerate(requests)}
+        waiting, outputs = set(places), dict[str, RequestOutput]()
         with self._interrupts() as interrupts:
             try:
                 self._submit(requests, interrupts, stream=False)
-                with shown_progress(len(request_ids), shown=use_tqdm) as advance:
+                with shown_progress(len(places), shown=use_tqdm) as advance:
                     while waiting:
                         ready = self._advance(waiting, interrupts)
                         outputs |= ready
                         waiting -= ready.keys()
                         advance(len(ready))
+                        for request_id, output in ready.items():
+                            on_finished(places[request_id], output)
                 self._drain(interrupts)
             except BaseException:
-                self._later(partial(self._forget, request_ids))
+                self._later(partial(self._forget, list(places)))
                 raise
-        return [outputs[request_id] for request_id in request_ids]
+        return [outputs[request_id] for request_id in places]
 
     def _submit(
         self,

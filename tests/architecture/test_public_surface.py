@@ -95,7 +95,7 @@ SPECULATIVE = {
     "eagle_aux_hidden_state_layer_ids": None,
 }
 LLM_METHODS = {
-    "generate": ["prompts", "sampling_params", "use_tqdm"],
+    "generate": ["prompts", "sampling_params", "use_tqdm", "on_finished"],
     "chat": ["messages", "sampling_params", "use_tqdm", "template_options"],
     "generate_stream": ["prompt", "sampling_params"],
     "abort": ["request_id"],

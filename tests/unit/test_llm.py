@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import weakref
 
 import pytest
@@ -130,6 +131,24 @@ def test_a_request_that_fails_while_it_runs_leaves_the_others_alone(scripted, id
     bad, good = llm.generate(["a", "b"], GREEDY)
     assert bad.outputs[0].finish_reason == "error"
     assert good.outputs[0].text == "the cat"
+
+
+def test_an_interrupt_loses_no_finished_output(scripted, ids):
+    llm, engine = scripted(
+        [ids("the"), ids(" cat"), [EOS]], [ids("dog"), [EOS]], [ids("mat"), [EOS]], [[EOS]]
+    )
+    finished = {}
+
+    def interrupt(index, output):
+        finished[index] = output.outputs[0].text
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], GREEDY, on_finished=interrupt)
+    # Both of the same step.
+    assert finished == {1: "dog", 2: "mat"}
+    assert "0" in engine.released
+    assert llm.generate("d", GREEDY)[0].finished
 
 
 def test_a_dead_engine_is_reported_once_and_as_it_died(scripted):

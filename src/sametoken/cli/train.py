@@ -13,8 +13,8 @@ import typer
 
 from sametoken.cli.options import engine_options, options_in, options_of, take, with_options
 from sametoken.cli.report import announce, status_console
-from sametoken.config import MODEL_HELP
-from sametoken.errors import ConfigError
+from sametoken.config import MODEL_HELP, EngineConfig
+from sametoken.errors import ConfigError, EngineDeadError
 from sametoken.io.files import is_there, require_writable
 from sametoken.train.options import (
     DraftOptions,
@@ -27,9 +27,11 @@ from sametoken.train.options import (
 )
 
 if TYPE_CHECKING:
+    from sametoken.io.journal import Journal
     from sametoken.train.distillation import DrafterResult
     from sametoken.train.generate import Written
     from sametoken.train.loop import Report
+    from sametoken.types.sampling_params import SamplingParams
 
 # Interval of progress lines without a terminal for a progress bar.
 _LINE_INTERVAL_S = 20.0
@@ -68,13 +70,17 @@ def text(
     seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
     **options: Any,
 ) -> None:
-    """Answer prompts with a model, as training text for its drafters."""
+    """Answer prompts with a model, as training text for its drafters.
+
+    After a stop or a crash, the same command continues with the remaining prompts.
+    """
     _require_new(output)
     params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     written = _write_text(model, prompts, output, params, max_seconds, options)
+    before = f"; {written.kept} kept from an earlier run" if written.kept else ""
     announce(
         f"{written.answers} answers of {written.tokens} tokens in {written.seconds:.1f} s, "
-        f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s"
+        f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s{before}"
     )
 
 
@@ -260,14 +266,24 @@ def _measured_on(held_back: int) -> str:
 
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, loop: LoopOptions) -> Path:
-    """Write answers to the prompts beside the head, and free the engine."""
+    """Write answers to the prompts beside the drafter; a resumed training has them."""
     from sametoken.train.results import TEXT, output_directory
 
+    text = output / TEXT
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
     options = {"max_num_seqs": 256, "device": loop.device}
     with output_directory(output, resume=loop.resume):
-        _write_text(model, prompts, output / TEXT, params, None, options)
-    return output / TEXT
+        if not is_there(text):
+            _write_text(model, prompts, text, params, None, options)
+        elif loop.resume:
+            announce(f"the answers in {text} are there and are trained on")
+        else:
+            raise ConfigError(
+                f"{text} is there already",
+                f"give --text {text} in place of --generate-from, remove it, or choose another "
+                "output",
+            )
+    return text
 
 
 def _write_text(
@@ -287,26 +303,42 @@ def _write_text(
     from sametoken.train.generate import read_prompts, write_text
     from sametoken.types.sampling_params import SamplingParams
 
-    require_writable(output)
     require_seconds(max_seconds)
     requests, sampling = read_prompts(prompts), SamplingParams(**params)
-    llm = LLM(model, announce=announce, **options)
-    with Progress(console=status_console()) as progress:
-        task = progress.add_task("answers", total=len(requests))
-        written = write_text(
-            llm,
-            requests,
-            output,
-            sampling,
-            max_seconds=max_seconds,
-            advance=lambda count: progress.advance(task, count),
-        )
+    config = EngineConfig.from_options(model=model, **options)
+    with _answers(output, config, sampling) as kept:
+        llm = LLM(model, announce=announce, **options)
+        with Progress(console=status_console()) as progress:
+            task = progress.add_task("answers", total=len(requests))
+            written = write_text(
+                llm,
+                requests,
+                output,
+                sampling,
+                kept,
+                max_seconds=max_seconds,
+                advance=lambda count: progress.advance(task, count),
+            )
     # Free the engine's memory for training.
     del llm
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return written
+
+
+@contextmanager
+def _answers(output: Path, config: EngineConfig, params: SamplingParams) -> Iterator[Journal]:
+    """Open the answers of ``output`` for the block; an end before its time says that they stay."""
+    from sametoken.train.generate import open_answers
+
+    with open_answers(output, config, params) as kept:
+        try:
+            yield kept
+        except (KeyboardInterrupt, EngineDeadError):
+            if len(kept):
+                announce(f"answers kept: {len(kept)}; the same command goes on from them")
+            raise
 
 
 def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from sametoken.errors import RequestError, shown
 from sametoken.io.json_text import parse_json
 from sametoken.text.tokenizer import Messages
+from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, plain_number
 
 
@@ -24,6 +25,9 @@ class PromptTokens:
 #: A text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}`` or what
 #: ``render_chat`` returns.
 Prompt = str | Sequence[int] | Mapping[str, Any] | PromptTokens
+
+#: Called with a prompt's index and output.
+OnFinished = Callable[[int, RequestOutput], None]
 
 #: By this clients know that a shorter conversation may fit.
 TOO_LONG = "context_length_exceeded"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, RequestError
-from sametoken.io.files import require_writable
+from sametoken.io.files import replacing, require_writable
+from sametoken.io.journal import Journal
 from sametoken.io.json_text import json_lines
 from sametoken.train.options import require_seconds
 from sametoken.train.text import messages_in, text_in, token_ids_in
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 # Requests per slot in one call of the engine. With fewer, slots idle while the last ones end.
 _REQUESTS_PER_SLOT = 8
+# Of keys and rows of kept answers.
+_FORMAT = "sametoken-text-1"
+_KEEP_EVERY_S = 1.0
 _REMEDY = (
     'give one a line: a text, {"prompt": text}, {"messages": [..]} or {"prompt_token_ids": [..]}'
 )
@@ -51,11 +57,12 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Counts of answers and their tokens, and the seconds they took."""
+    """Counts of new answers and their tokens, the seconds they took, and answers kept before."""
 
     answers: int
     tokens: int
     seconds: float
+    kept: int = 0
 
 
 def read_prompts(path: Path) -> list[TextPrompt]:
@@ -80,11 +87,30 @@ def read_prompts(path: Path) -> list[TextPrompt]:
     return prompts
 
 
+def open_answers(output: Path, config: EngineConfig, params: SamplingParams) -> Journal:
+    """Open ``OUTPUT.parts``, where answers are kept until all are there.
+
+    Args:
+        output: the file that ``write_text`` will write.
+        config: of the target.
+        params: of every answer.
+
+    Raises:
+        ConfigError: the output cannot be written; or as ``Journal``, as where an earlier run left
+            answers with other settings.
+    """
+    require_writable(output)
+    own = {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed")}
+    settings = {"format": _FORMAT} | config.result_settings | own
+    return Journal(output.with_name(f"{output.name}.parts"), settings)
+
+
 def write_text(
     llm: LLM,
     prompts: Sequence[TextPrompt],
     output: Path,
     params: SamplingParams,
+    kept: Journal,
     *,
     max_seconds: float | None = None,
     advance: Callable[[int], None] = lambda count: None,
@@ -94,36 +120,97 @@ def write_text(
     Args:
         llm: the target.
         prompts: what to answer, in this order.
-        output: the file; an existing one is replaced, once there are answers.
+        output: the file; it is written whole, once the answers are there.
         params: of every answer; a prompt's own temperature and seed take precedence.
+        kept: from ``open_answers``. What an earlier run answered is not answered again; of an
+            interrupted run the finished answers stay there.
         max_seconds: start no more answers after this time.
         advance: receives the number of new answers.
 
     Raises:
-        ConfigError: the file cannot be written, or ``max_seconds`` is not above 0.
+        ConfigError: a file cannot be written, or ``max_seconds`` is not above 0.
         RequestError: a prompt is too long or outside the vocabulary, or it is a conversation and
             the target has no chat template; nothing was answered.
         SametokenError: none of the first prompts could be answered.
     """
-    require_writable(output)
     require_seconds(max_seconds)
-    chosen = [_params(one, index, params) for index, one in enumerate(prompts)]
-    asked = [_answerable(llm, one, own) for one, own in zip(prompts, chosen, strict=True)]
-    began, answers, tokens = time.monotonic(), 0, 0
+    asked = [_asked(llm, prompt, index, params) for index, prompt in enumerate(prompts)]
+    num_before = sum(one.key in kept for one in asked)
+    advance(num_before)
+    began, keeper = time.monotonic(), _Keeper(kept, advance)
+    left = list({one.key: one for one in asked if one.key not in kept}.values())
     size = _REQUESTS_PER_SLOT * llm.resolved.config.max_num_seqs
-    for first in range(0, len(asked), size):
+    for first in range(0, len(left), size):
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             break
-        outputs = llm.generate(asked[first : first + size], chosen[first : first + size])
+        keeper.answer(llm, left[first : first + size])
+    rows = [kept[one.key] for one in asked if one.key in kept]
+    if rows:
+        _write(output, rows)
+        kept.remove()
+    seconds = time.monotonic() - began
+    return Written(len(rows) - num_before, keeper.tokens, seconds, num_before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt as the engine takes it, its parameters, and the key of its answer."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    key: str
+
+
+class _Keeper:
+    """Answers prompts, and keeps the answers on disk soon after each is finished."""
+
+    def __init__(self, kept: Journal, advance: Callable[[int], None]) -> None:
+        self.tokens = 0
+        self._kept = kept
+        self._advance = advance
+        self._finished: list[tuple[str, bytes]] = []
+        self._kept_at = time.monotonic()
+
+    def answer(self, llm: LLM, asked: Sequence[_Asked]) -> None:
+        """Answer prompts in one call of the engine; an answer that fails is not kept.
+
+        Raises:
+            SametokenError: all of them fail, and no answer was kept before.
+        """
+
+        def take(index: int, done: RequestOutput) -> None:
+            self._take(asked[index].key, done)
+
+        prompts, params = [one.prompt for one in asked], [one.params for one in asked]
+        try:
+            outputs = llm.generate(prompts, params, on_finished=take)
+        finally:
+            self._keep()
         errors = [error for done in outputs if (error := done.outputs[0].error) is not None]
-        if not first and len(errors) == len(outputs):
+        if errors and not len(self._kept):
             raise errors[0]
-        rows = [_row(done) for done in outputs if done.outputs[0].error is None]
-        _write(output, rows, is_first=not first)
-        tokens += sum(len(row["output_token_ids"]) for row in rows)
-        answers += len(rows)
-        advance(len(outputs))
-    return Written(answers, tokens, time.monotonic() - began)
+
+    def _take(self, key: str, done: RequestOutput) -> None:
+        (answer,) = done.outputs
+        if answer.error is None:
+            row = {"prompt_token_ids": done.prompt_token_ids, "output_token_ids": answer.token_ids}
+            self._finished.append((key, json.dumps(row).encode()))
+            self.tokens += len(answer.token_ids)
+        self._advance(1)
+        # The disk is waited for, so that answers go there together.
+        if time.monotonic() - self._kept_at > _KEEP_EVERY_S:
+            self._keep()
+
+    def _keep(self) -> None:
+        self._kept.append(self._finished)
+        self._finished.clear()
+        self._kept_at = time.monotonic()
+
+
+def _asked(llm: LLM, prompt: TextPrompt, index: int, params: SamplingParams) -> _Asked:
+    own = _params(prompt, index, params)
+    asked = _answerable(llm, prompt, own)
+    return _Asked(asked, own, hashlib.sha256(f"{asked} {own}".encode()).hexdigest())
 
 
 def _answerable(llm: LLM, prompt: TextPrompt, params: SamplingParams) -> dict[str, Any]:
@@ -140,18 +227,11 @@ def _answerable(llm: LLM, prompt: TextPrompt, params: SamplingParams) -> dict[st
         raise RequestError(cause, error.remedy) from error
 
 
-def _row(done: RequestOutput) -> dict[str, list[int]]:
-    return {
-        "prompt_token_ids": list(done.prompt_token_ids),
-        "output_token_ids": list(done.outputs[0].token_ids),
-    }
-
-
-def _write(output: Path, rows: Sequence[Mapping[str, Any]], *, is_first: bool) -> None:
+def _write(output: Path, rows: Sequence[bytes]) -> None:
+    open_file = gzip.open if output.suffix == ".gz" else open
     try:
-        open_file = gzip.open if output.suffix == ".gz" else open
-        with open_file(output, "wt" if is_first else "at", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with replacing(output) as unfinished, open_file(unfinished, "wb") as file:
+            file.writelines(row + b"\n" for row in rows)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from sametoken.cli import train as command
 from sametoken.cli.main import app
+from sametoken.train import generate
 
 QUICK = ["--steps", "3", "--warmup-steps", "1", "--device", "cpu", "--validation", "0"]
 HEAD = ["--draft-vocab-size", "20", "--ttt-steps", "2", "--aux-layers", "1,2,4"]
@@ -180,6 +182,55 @@ def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
     assert refused.exit_code == 2
     assert f"{text} is there already. remove it, or choose another output" in refused.stderr
     assert text.read_text() == "hours of answers\n"
+
+
+def interrupted(*arguments):
+    """Ctrl-C as soon as the first answer is finished."""
+
+    def interrupt(keeper, key, done):
+        take(keeper, key, done)
+        signal.raise_signal(signal.SIGINT)
+
+    take = generate._Keeper._take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate._Keeper, "_take", interrupt)
+        stopped = run(*arguments)
+    assert stopped.exit_code == 130, stopped.output
+    assert "; the same command goes on from them" in stopped.stderr
+
+
+def test_answers_go_on_after_an_interrupt(target, prompts, tmp_path):
+    text = tmp_path / "text.jsonl"
+    command = ["text", target, text, "--prompts", prompts, "--max-tokens", 6, "--device", "cpu"]
+    # The first of the two ends early.
+    interrupted(*command, "--max-num-seqs", 1)
+    written = run(*command, "--max-num-seqs", 1)
+    assert written.exit_code == 0, written.output
+    assert "1 answers of" in written.output
+    assert "1 kept from an earlier run" in written.output
+    assert len(text.read_text().splitlines()) == 2
+
+
+def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
+    target, prompts, tmp_path, monkeypatch
+):
+    head, options = tmp_path / "head", ["--generate-from", prompts, "--answer-tokens", 6]
+    command = ["eagle3", target, head, *options, *HEAD, *QUICK]
+    interrupted(*command)
+    trained = run(*command)
+    assert trained.exit_code == 0, trained.output
+    answers = (head / "text.jsonl").read_bytes()
+    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    resumed = run(*command, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert f"the answers in {head / 'text.jsonl'} are there" in resumed.stderr
+    # As if that training had ended before its first checkpoint.
+    for name in ("checkpoint.pt", "config.json"):
+        (head / name).unlink()
+    refused = run(*command)
+    assert refused.exit_code == 2
+    assert f"give --text {head / 'text.jsonl'} in place of --generate-from" in refused.stderr
+    assert (head / "text.jsonl").read_bytes() == answers
 
 
 def test_a_head_straight_from_prompts(target, prompts, tmp_path):

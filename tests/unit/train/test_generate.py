@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +14,13 @@ from helpers.training import GREEDY, open_llm, prompts_of, write_own_text
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, NumericalError, RequestError
 from sametoken.train import generate
-from sametoken.train.generate import TextPrompt, read_prompts, write_text
-from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.train.generate import TextPrompt, open_answers, read_prompts, write_text
+from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 EOS = 0
+SHORT = SamplingParams(max_tokens=2, temperature=0.0)
+FAILED = RequestUpdate("", (), 0, 0, True, 0, failed=True)
 
 
 def rows_of(path):
@@ -28,13 +32,17 @@ def write_prompts(path, rows):
     return path
 
 
+def answer(llm, prompts, output, params=GREEDY, **options):
+    with open_answers(output, llm.resolved.config, params) as kept:
+        return write_text(llm, prompts, output, params, kept, **options)
+
+
 def test_answers_are_the_engine_s(target, tmp_path):
     answers = write_own_text(target, tmp_path / "direct.jsonl")
     asked = read_prompts(write_prompts(tmp_path / "p.jsonl", prompts_of()))
     told = []
-    written = write_text(
-        open_llm(target, max_num_seqs=1), asked, tmp_path / "t.jsonl", GREEDY, advance=told.append
-    )
+    llm = open_llm(target, max_num_seqs=1)
+    written = answer(llm, asked, tmp_path / "t.jsonl", advance=told.append)
     rows = rows_of(tmp_path / "t.jsonl")
     assert [row["output_token_ids"] for row in rows] == answers
     assert [row["prompt_token_ids"] for row in rows] == [
@@ -42,15 +50,19 @@ def test_answers_are_the_engine_s(target, tmp_path):
     ]
     assert written.answers == sum(told) == len(answers)
     assert written.tokens == sum(map(len, answers))
-    # A few at a time, so that an end can be put to it.
     assert len(told) > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "direct.jsonl",
+        "p.jsonl",
+        "t.jsonl",
+    ]
 
 
 def test_a_prompt_s_own_temperature_and_seed_go_first(target, tmp_path):
     (prompt,) = prompts_of(1)
     asked = [prompt, prompt | {"temperature": 1.0, "seed": 5}, prompt | {"temperature": 1.0}]
     asked = read_prompts(write_prompts(tmp_path / "p.jsonl", [*asked, asked[1]]))
-    write_text(open_llm(target), asked, tmp_path / "t.jsonl", GREEDY)
+    answer(open_llm(target), asked, tmp_path / "t.jsonl")
     greedy, one, other, again = (row["output_token_ids"] for row in rows_of(tmp_path / "t.jsonl"))
     assert one == again
     assert len({tuple(answer) for answer in (greedy, one, other)}) == 3
@@ -65,8 +77,10 @@ def test_no_answers_are_begun_after_the_time(target, tmp_path, monkeypatch):
     def advance(count):
         clock.now += 2
 
-    written = write_text(llm, asked, tmp_path / "t.jsonl", GREEDY, max_seconds=1, advance=advance)
+    written = answer(llm, asked, tmp_path / "t.jsonl", max_seconds=1, advance=advance)
+    # A few at a time, so that an end can be put to it.
     assert written.answers == len(rows_of(tmp_path / "t.jsonl")) == 8
+    assert not (tmp_path / "t.jsonl.parts").exists()
 
 
 def test_every_kind_of_prompt_is_read(tmp_path):
@@ -93,8 +107,8 @@ def test_bad_prompts_are_named(tmp_path, text, says):
 def test_prompts_that_the_target_cannot_answer_are_named(target, tmp_path):
     output = tmp_path / "t.jsonl"
     with pytest.raises(RequestError):
-        write_text(open_llm(target), [TextPrompt([999])], output, GREEDY)
-    assert not output.exists(), "a failure leaves an empty file"
+        answer(open_llm(target), [TextPrompt([999])], output)
+    assert not list(tmp_path.iterdir()), "a failure leaves a file"
 
 
 def test_a_prompt_that_cannot_be_answered_is_placed_before_any_is_answered(target, tmp_path):
@@ -102,19 +116,20 @@ def test_a_prompt_that_cannot_be_answered_is_placed_before_any_is_answered(targe
     # More than are answered at a time.
     asked = read_prompts(write_prompts(path, [*prompts_of(10), {"prompt_token_ids": [999]}]))
     with pytest.raises(RequestError, match=f"line 11 of {path} cannot be answered .*holds 999"):
-        write_text(open_llm(target, max_num_seqs=1), asked, output, GREEDY)
+        answer(open_llm(target, max_num_seqs=1), asked, output)
     assert not output.exists()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf")])
-def test_a_time_in_which_nothing_can_be_done_is_refused(tmp_path, seconds):
+def test_a_time_in_which_nothing_can_be_done_is_refused(seconds):
     with pytest.raises(ConfigError, match=r"max_seconds=.* is not possible"):
-        write_text(None, [TextPrompt([1])], tmp_path / "t.jsonl", GREEDY, max_seconds=seconds)
+        write_text(None, [TextPrompt([1])], None, GREEDY, None, max_seconds=seconds)
 
 
 def test_an_output_that_cannot_be_written_is_found_first(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_text(None, [TextPrompt([1])], tmp_path / "no" / "t.jsonl", GREEDY)
+        open_answers(tmp_path / "no" / "t.jsonl", EngineConfig(), GREEDY)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("has_template", [False, True])
@@ -130,32 +145,96 @@ def test_a_text_is_a_message_only_where_there_is_a_template(
     if not has_template:
         monkeypatch.setattr(hf, "chat_template", None)
     asked = [TextPrompt(text="a")]
-    write_text(llm, asked, tmp_path / "t.jsonl", SamplingParams(max_tokens=2, temperature=0.0))
+    answer(llm, asked, tmp_path / "t.jsonl", SHORT)
     expected = templated if has_template else tuple(hf.encode("a"))
     assert engine.requests[0].prompt_token_ids == expected
     (row,) = rows_of(tmp_path / "t.jsonl")
     assert row == {"prompt_token_ids": list(expected), "output_token_ids": [7, EOS]}
 
 
-def test_answers_that_all_fail_are_an_error(scripted, tmp_path, monkeypatch):
-    llm, _ = scripted([[7]], config=EngineConfig(max_num_seqs=1))
-    failed = CompletionOutput(0, "", (), "error", error=NumericalError("NaN"))
-    output = RequestOutput("0", None, (5,), (failed,), True, RequestMetrics(0.0))
-    monkeypatch.setattr(llm, "generate", lambda prompts, params: [output])
+def test_answers_that_all_fail_are_an_error(scripted, tmp_path):
+    llm, _ = scripted([FAILED], config=EngineConfig(max_num_seqs=1))
     with pytest.raises(NumericalError):
-        write_text(llm, [TextPrompt([5])], tmp_path / "t.jsonl", GREEDY)
-    assert not (tmp_path / "t.jsonl").exists()
+        answer(llm, [TextPrompt([5])], tmp_path / "t.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
-def test_answers_that_fail_are_not_counted(scripted, tmp_path, monkeypatch):
-    llm, _ = scripted([[7]], config=EngineConfig(max_num_seqs=2))
-    failed = CompletionOutput(0, "", (), "error", error=NumericalError("NaN"))
-    whole = CompletionOutput(0, "", (7, EOS), "stop")
-    outputs = [
-        RequestOutput("0", None, (5,), (one,), True, RequestMetrics(0.0)) for one in (failed, whole)
-    ]
-    monkeypatch.setattr(llm, "generate", lambda prompts, params: outputs)
+def test_answers_that_fail_are_not_counted(scripted, tmp_path):
+    llm, _ = scripted([FAILED], [[7], [EOS]], config=EngineConfig(max_num_seqs=2))
     packed = tmp_path / "t.jsonl.gz"
-    written = write_text(llm, [TextPrompt([5])] * 4, packed, GREEDY)
+    written = answer(llm, [TextPrompt([5]), TextPrompt([6])], packed, SHORT)
     with gzip.open(packed, "rt") as lines:
         assert len(list(lines)) == written.answers == 1
+
+
+def interrupted(llm, prompts, output, num_answers, params=GREEDY):
+    """Ctrl-C after some answers; returns how many were finished."""
+    told = []
+
+    def interrupt(count):
+        told.append(count)
+        if sum(told) == num_answers:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(llm, prompts, output, params, advance=interrupt)
+    assert not output.exists()
+    return sum(told)
+
+
+def test_finished_answers_outlive_an_interrupt_and_are_not_given_again(target, tmp_path):
+    """In the midst of the first prompts, which are answered together."""
+    asked = [TextPrompt(p["prompt_token_ids"]) for p in prompts_of()]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "t.jsonl"
+    answer(open_llm(target, max_num_seqs=2), asked, whole)
+    num_kept = interrupted(open_llm(target, max_num_seqs=2), asked, output, 4)
+    assert 4 <= num_kept < len(asked)
+    told = []
+    written = answer(open_llm(target, max_num_seqs=2), asked, output, advance=told.append)
+    assert (told[0], written.kept) == (num_kept, num_kept)
+    assert written.answers == sum(told[1:]) == len(asked) - num_kept
+    assert output.read_bytes() == whole.read_bytes()
+    assert not (tmp_path / "t.jsonl.parts").exists()
+
+
+def test_finished_answers_are_on_disk_while_others_run(target, tmp_path, monkeypatch):
+    """A process that is killed cannot save them."""
+    monkeypatch.setattr(generate, "_KEEP_EVERY_S", 0.0)
+    part, on_disk = tmp_path / "t.jsonl.parts" / "part-00000.jsonl", []
+    asked = [TextPrompt(p["prompt_token_ids"]) for p in prompts_of()]
+
+    def look(count):
+        on_disk.append(part.read_bytes().count(b"\n"))
+
+    answer(open_llm(target, max_num_seqs=2), asked, tmp_path / "t.jsonl", advance=look)
+    # The first look is before any answer, each later one before its answer is kept.
+    assert on_disk == [0, *range(len(asked))]
+
+
+def test_answers_of_other_settings_are_refused_by_name(target, tmp_path):
+    asked = [TextPrompt(p["prompt_token_ids"]) for p in prompts_of()]
+    llm, output = open_llm(target), tmp_path / "t.jsonl"
+    interrupted(llm, asked, output, 1)
+    with pytest.raises(ConfigError, match="max_tokens=24, and this one has 9"):
+        answer(llm, asked, output, replace(GREEDY, max_tokens=9))
+    with pytest.raises(ConfigError, match="dtype='float32', and this one has 'auto'"):
+        open_answers(output, replace(llm.resolved.config, dtype="auto"), GREEDY)
+
+
+def test_prompts_that_failed_before_do_not_lose_the_others(scripted, tmp_path):
+    """The last that is left fails again: the answers that there are become the file."""
+    llm, _ = scripted([[7], [EOS]], [FAILED], [FAILED], config=EngineConfig(max_num_seqs=2))
+    asked, output = [TextPrompt([5]), TextPrompt([6])], tmp_path / "t.jsonl"
+    interrupted(llm, asked, output, 2, SHORT)
+    written = answer(llm, asked, output, SHORT)
+    assert (written.answers, written.kept) == (0, 1)
+    assert len(rows_of(output)) == 1
+
+
+def test_equal_prompts_of_one_seed_are_answered_once(scripted, tmp_path):
+    llm, engine = scripted([[7], [EOS]], config=EngineConfig(max_num_seqs=2))
+    written = answer(llm, [TextPrompt([5], seed=3)] * 2, tmp_path / "t.jsonl", SHORT)
+    assert len(engine.requests) == 1
+    one, other = rows_of(tmp_path / "t.jsonl")
+    assert one == other
+    assert (written.answers, written.tokens) == (2, 2)

@@ -181,7 +181,7 @@ def lm(
     sources = [Source.parse(value) for value in text]
     model = LMOptions(**take(options, LMOptions))
     loop = LoopOptions(validation=0.0, prompt_rows=False, **options)
-    with _progress() as report:
+    with _progress(output) as report:
         result = train_lm(output, sources, model, loop, report=report, announce=announce)
     _show(
         result,
@@ -232,7 +232,7 @@ def _train_drafter(
         require_text(text)
     path = resolve_model(model, announce)
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
-    with _progress() as report:
+    with _progress(output) as report:
         result = run(path, output, source, drafter, loop, report=report, announce=announce)
     _show(
         result,
@@ -360,9 +360,14 @@ def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | Non
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Report], None]]:
-    """Show a progress bar with loss, learning rate and acceptance per position."""
+def _progress(output: Path) -> Iterator[Callable[[Report], None]]:
+    """Show a progress bar with loss, learning rate and acceptance per position.
+
+    An interrupt says what goes on from the checkpoint, if there is one.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sametoken.train.loop import CHECKPOINT
 
     columns = (
         TextColumn("{task.description}"),
@@ -388,7 +393,12 @@ def _progress() -> Iterator[Callable[[Report], None]]:
                 last_line = now.seconds
                 announce(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
 
-        yield report
+        try:
+            yield report
+        except KeyboardInterrupt:
+            if is_there(output / CHECKPOINT):
+                announce(f"{output / CHECKPOINT} is kept; --resume goes on from it")
+            raise
 
 
 def _figures(now: Report) -> str:

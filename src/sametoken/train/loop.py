@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sametoken.engine.caller import DeferredInterrupts
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
 from sametoken.io.files import replacing
 from sametoken.train.acceptance import Acceptance
@@ -84,6 +85,8 @@ def run_loop(
 ) -> Report:
     """Train to the end, from the start or from a checkpoint.
 
+    Ctrl-C ends the training after the step under way, with a checkpoint; a second one at once.
+
     Args:
         objective: what to train.
         options: steps, learning rate and batches.
@@ -99,6 +102,7 @@ def run_loop(
         ConfigError: the checkpoint is of another training, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         NumericalError: the loss is not finite.
+        KeyboardInterrupt: Ctrl-C.
     """
     return _Loop(objective, options, output, identity).run(report, began)
 
@@ -114,15 +118,34 @@ class _Loop:
         self._parameters = [p for p in objective.network.parameters() if p.requires_grad]
         self._optimizer = _optimizer(objective.network, options)
         self._step, self._steps = 0, options.steps
+        self._is_whole = True
         self._last = Report(0, self._steps, 0.0, 0.0, (), 1.0, 0.0)
         self._pace = _Pace(options)
         if options.resume:
             self._restore()
 
     def run(self, report: Callable[[Report], None], began: float) -> Report:
+        try:
+            with DeferredInterrupts(self._cut) as interrupts:
+                self._take_steps(report, began, interrupts)
+                self._save()
+        except KeyboardInterrupt:
+            if self._is_whole:
+                self._save()
+            raise
+        return self._last
+
+    def _cut(self, cause: BaseException) -> None:
+        """A step ends in its middle, between old weights and new ones."""
+        self._is_whole = False
+
+    def _take_steps(
+        self, report: Callable[[Report], None], began: float, interrupts: DeferredInterrupts
+    ) -> None:
         meter = _Meter()
         while self._step < self._steps:
-            meter.add(self._take_step())
+            interrupts.check()
+            meter.add(interrupts.cuttable(self._take_step))
             self._step += 1
             if self._pace.wants(self._step):
                 meter.wait()
@@ -137,8 +160,6 @@ class _Loop:
             every = self._options.checkpoint_every
             if every and self._step % every == 0:
                 self._save()
-        self._save()
-        return self._last
 
     def _take_step(self) -> StepLoss:
         for group in self._optimizer.param_groups:

@@ -50,7 +50,9 @@ class LoopOptions:
     validation: float = _validation()
     prompt_rows: bool = option(False, "train on the tokens of prompts as well as of answers")
     seed: int = option(0, "of weights and of the order of the data")
-    checkpoint_every: int = option(0, "steps between checkpoints; 0 writes one at the end alone")
+    checkpoint_every: int = option(
+        0, "steps between checkpoints; 0: only at the end and after Ctrl-C"
+    )
     resume: bool = option(False, "go on from the checkpoint in the output directory")
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "auto, bfloat16 or float32: of matrix products; weights are fp32")

@@ -12,6 +12,7 @@ from helpers.chat_model import write_chat_model
 from sametoken.cli import train as command
 from sametoken.cli.main import app
 from sametoken.train import generate
+from sametoken.train.distillation import Distillation
 
 QUICK = ["--steps", "3", "--warmup-steps", "1", "--device", "cpu", "--validation", "0"]
 HEAD = ["--draft-vocab-size", "20", "--ttt-steps", "2", "--aux-layers", "1,2,4"]
@@ -231,6 +232,26 @@ def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
     assert refused.exit_code == 2
     assert f"give --text {head / 'text.jsonl'} in place of --generate-from" in refused.stderr
     assert (head / "text.jsonl").read_bytes() == answers
+
+
+def test_an_interrupted_training_goes_on(target, tmp_path, monkeypatch):
+    text, head = tmp_path / "text.jsonl", tmp_path / "head"
+    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+    command = ["eagle3", target, head, "--text", text, *HEAD, *QUICK]
+
+    def interrupt(objective, step):
+        signal.raise_signal(signal.SIGINT)
+        return loss(objective, step)
+
+    loss = Distillation.loss
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "loss", interrupt)
+        stopped = run(*command)
+    assert stopped.exit_code == 130
+    assert f"{head / 'checkpoint.pt'} is kept; --resume goes on from it" in stopped.stderr
+    assert "holds an unfinished training already" in run(*command).stderr
+    resumed = run(*command, "--resume", "--json")
+    assert json.loads(resumed.stdout)["steps"] == 3
 
 
 def test_a_head_straight_from_prompts(target, prompts, tmp_path):

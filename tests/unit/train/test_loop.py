@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -100,6 +103,40 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
     assert resumed.seen == list(range(15, 40))
     for name, value in whole.network.state_dict().items():
         assert torch.equal(resumed.network.state_dict()[name], value), name
+
+
+class Interrupted(Fit):
+    """Ctrl-C, some times over, in the midst of step 7."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def loss(self, step: int) -> StepLoss:
+        for _ in range(self.times if step == 7 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return super().loss(step)
+
+
+def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    whole, resumed = Fit(), Fit()
+    train(whole, tmp_path / "a", made(tmp_path / "a", options()))
+    output = tmp_path / "b"
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(1), output, made(output, options()))
+    train(resumed, output, options(resume=True))
+    assert resumed.seen == list(range(8, 40))
+    for name, value in whole.network.state_dict().items():
+        assert torch.equal(resumed.network.state_dict()[name], value), name
+
+
+def test_a_step_that_a_second_interrupt_cuts_is_in_no_checkpoint(tmp_path):
+    chosen = options(checkpoint_every=5)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(2), tmp_path, chosen)
+    resumed = Fit()
+    train(resumed, tmp_path, replace(chosen, resume=True))
+    assert resumed.seen == list(range(5, 40))
 
 
 def test_a_whole_training_that_is_resumed_keeps_its_last_report(tmp_path):

@@ -183,9 +183,8 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, after the current step.
         """
         tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = params_of(sampling_params, len(tokenized))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = params_of(given, len(tokenized))
         requests = [
             self._inputs.process(next(self._request_ids), prompt, chosen)
             for prompt, chosen in zip(tokenized, params, strict=True)

@@ -65,7 +65,9 @@ def head(tmp_path_factory):
 def live(targets, head):
     spec = {"method": "eagle3", "model": str(head[0]), "num_speculative_tokens": 2}
     core = build_engine(config_of(targets[0], spec, steps_in_flight=2))
-    return LLM.from_engine(core, None)
+    yield LLM.from_engine(core, None)
+    # Also where a failed test's traceback holds it.
+    core.peers.stop()
 
 
 def spoilt(path, row: int) -> dict:

@@ -246,6 +246,8 @@ class Follower:
                 failure = message.error
             else:
                 self._messages.put(message)
+            # While this waits it holds no error that was raised, and the engine in its frames.
+            del message
         self.ended.set_result(failure or self._how_it_ended())
         self._messages.put(None)
 

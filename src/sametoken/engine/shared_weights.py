@@ -122,9 +122,11 @@ class LeadingWeights:
                 new = self.own.load(source, target)
             finally:
                 answers = self.ranks.collect(ShareLoaded, lambda one: one.number == number)
-            for answer in answers:
-                if answer.error is not None:
-                    raise answer.error
+                refusals = [answer.error for answer in answers if answer.error is not None]
+                del answers
+            if refusals:
+                # Held by no frame of its own traceback, which would keep the engine alive.
+                raise refusals.pop(0)
         except BaseException:
             self.ranks.tell(UseShare(write=False))
             raise

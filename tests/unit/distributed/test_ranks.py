@@ -18,10 +18,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from helpers.checkpoints import write_llama
 from helpers.harness import requests_of, run
 from helpers.thread_ranks import engine_over_threads
+from helpers.updates import tensors_of
 from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
@@ -29,7 +31,13 @@ from sametoken.distributed import ranks
 from sametoken.distributed.ranks import Follower
 from sametoken.engine.build import build_engine
 from sametoken.engine.user_inputs import PromptTokens
-from sametoken.errors import ConfigError, EngineDeadError, EngineRestartingError, UnsupportedError
+from sametoken.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from sametoken.io.child_process import encode
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
@@ -133,6 +141,18 @@ def test_followers_end_with_their_engine(path, children):
     followers = children()
     (output,) = llm.generate({"prompt_token_ids": [3, 1]}, SamplingParams(max_tokens=2, seed=0))
     assert len(output.outputs[0].token_ids) == 2
+    del llm
+    gc.collect()
+    assert all(gone(process) for process in followers)
+
+
+def test_they_end_with_it_after_one_of_them_refused_an_update(path, children):
+    llm = LLM.from_engine(build_engine(config_of(path)), None)
+    followers = children()
+    tensors = tensors_of(path)
+    tensors["model.layers.0.mlp.up_proj.weight"][-1] = torch.nan
+    with pytest.raises(WeightUpdateError, match="NaN"):
+        llm.update_weights(tensors.items())
     del llm
     gc.collect()
     assert all(gone(process) for process in followers)

@@ -20,7 +20,7 @@ ALLOWED = {
     ("runner/graphs.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
     ("distributed/trainer_group.py", "_require_backend"): "NCCL is refused where there is no GPU",
     ("distributed/shared_memory.py", "_is_gpu"): "memory of each device is opened in its own way",
-    ("distributed/process_group.py", "join"): "each device has its own library",
+    ("distributed/process_group.py", "_is_gpu"): "each device has its own library",
     ("state/caches.py", "_zeros"): "memory of a CPU is taken when it is written",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",

@@ -1,4 +1,4 @@
-"""A follower that says why it cannot, and ends: ``python -m helpers.refusing_follower FD``."""
+"""A follower that says why it cannot, and ends: ``python -m helpers.refusing_follower FD ...``."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Variables that libraries read when they are imported.
 _READ_AT_IMPORT = ("CUDA", "HF_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_", "TRITON_")
 _LARGEST_REQUEST = 2**17
+_MOST_FDS = 4
 
 
 def install() -> None:
@@ -38,7 +39,7 @@ def install() -> None:
 
 
 class WarmProcess(subprocess.Popen):
-    """``python -m MODULE FD``, forked where it would import the same."""
+    """``python -m MODULE FD ...``, forked where it would import the same."""
 
     def _execute_child(self, args, executable, preexec, close_fds, pass_fds, cwd, env, *others):
         server = _server()
@@ -78,11 +79,11 @@ class _Server:
     def imports_the_same(self, env) -> bool:
         return _read_at_import(env) == self._imported_with
 
-    def fork(self, module: str, env, fd: int) -> int:
+    def fork(self, module: str, env, *fds: int) -> int:
         """Process id of a child of this process."""
         request = json.dumps([module, dict(env), os.getcwd()]).encode()
         with self._lock, _adopting():
-            socket.send_fds(self._sock, [request], [fd, 1, 2])
+            socket.send_fds(self._sock, [request], [1, 2, *fds])
             return int(self._sock.recv(_LARGEST_REQUEST))
 
 
@@ -112,7 +113,7 @@ def _adopting():
 def _serve(sock: socket.socket) -> None:
     """Fork for every request; returns in the process that runs a module, once it has."""
     while True:
-        request, fds, _, _ = socket.recv_fds(sock, _LARGEST_REQUEST, 3)
+        request, fds, _, _ = socket.recv_fds(sock, _LARGEST_REQUEST, _MOST_FDS)
         if not request:
             return
         read, write = os.pipe()
@@ -132,7 +133,7 @@ def _serve(sock: socket.socket) -> None:
             os.close(fd)
 
 
-def _run(request: list, fd: int, output: int, errors: int) -> None:
+def _run(request: list, output: int, errors: int, *fds: int) -> None:
     module, env, directory = request
     os.environ.clear()
     os.environ.update(env)
@@ -141,7 +142,7 @@ def _run(request: list, fd: int, output: int, errors: int) -> None:
     for number, inherited in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
         os.dup2(inherited, number)
         os.close(inherited)
-    sys.argv = [module, str(fd)]
+    sys.argv = [module, *map(str, fds)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -5,13 +5,11 @@ They only move bytes: no library adds numbers, so the order of addition is fixed
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
+from io import FileIO
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +17,16 @@ from torch import Tensor
 
 from sametoken.errors import SametokenError
 
+_distributed: Any = torch.distributed
+
 # Joining times out. A collective may wait as long as the host is idle, because the death of a
 # rank is detected elsewhere (distributed.ranks).
 _JOIN = timedelta(minutes=5)
 _UNLIMITED = timedelta(days=20)
-_RETRY_S = 0.01
 _ENDED = "another rank has ended"
+
+#: A socket on a CPU, a file in memory on GPUs.
+Opened = socket.socket | FileIO
 
 
 class ProcessGroup(Protocol):
@@ -46,33 +48,55 @@ class ProcessGroup(Protocol):
         ...
 
 
-def join(rank: int, size: int, device: torch.device, directory: Path) -> ProcessGroup:
+def meeting(size: int, device: torch.device) -> tuple[list[Opened], list[Opened]]:
+    """Open files by which ranks meet: rank 0's own, and one for each other rank to inherit.
+
+    None has a name, so nothing is left behind however a rank ends.
+    """
+    if _is_gpu(device):
+        store = os.memfd_create("sametoken-ranks")
+        copies = [os.dup(store) for _ in range(1, size)]
+        return [inherited(store, device)], [inherited(copy, device) for copy in copies]
+    pairs = [socket.socketpair() for _ in range(1, size)]
+    return [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+
+
+def inherited(fd: int, device: torch.device) -> Opened:
+    """The file that this rank has inherited."""
+    return FileIO(fd) if _is_gpu(device) else socket.socket(fileno=fd)
+
+
+def join(rank: int, size: int, device: torch.device, files: Sequence[Any]) -> ProcessGroup:
     """Meet the other ranks.
 
     Args:
         rank, size: as in ``TensorParallel``.
         device: the tensors' device; a CUDA device must be the current one.
-        directory: a directory shared by the ranks only, for rendezvous.
+        files: rank 0's of ``meeting``, or the one that another rank has inherited.
     """
-    group = NcclGroup if device.type == "cuda" else SocketGroup
-    return group(rank, size, directory)
+    if _is_gpu(device):
+        return NcclGroup(rank, size, files[0])
+    return SocketGroup(rank, size, files)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 class SocketGroup:
     """Ranks on a CPU: rank 0 has a socket to each of the others and passes on what they send.
 
     Args:
-        rank, size, directory: as in ``join``.
+        rank, size: as in ``join``.
+        sockets: of rank 0 one for each other rank, in rank order; of others that to rank 0.
 
     Raises:
-        RuntimeError: in a collective, another rank has ended; OSError: it never came.
+        RuntimeError: in a collective, another rank has ended.
     """
 
-    def __init__(self, rank: int, size: int, directory: Path) -> None:
+    def __init__(self, rank: int, size: int, sockets: Sequence[socket.socket]) -> None:
         self.rank, self.size = rank, size
-        with _address(directory) as address:
-            #: Of rank 0 one for each other rank, in rank order; of others that to rank 0.
-            self._sockets = _accepted(address, size) if rank == 0 else [_connected(address, rank)]
+        self._sockets = sockets
 
     def gather(self, x: Tensor) -> Tensor:
         """See ``ProcessGroup``."""
@@ -127,62 +151,29 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
         into = into[count:]
 
 
-@contextlib.contextmanager
-def _address(directory: Path) -> Iterator[str]:
-    # Through the open directory, for the path of a Unix socket has at most 107 bytes.
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        yield f"/proc/self/fd/{opened}/ranks"
-    finally:
-        os.close(opened)
-
-
-def _accepted(address: str, size: int) -> list[socket.socket]:
-    found: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(_JOIN.total_seconds())
-        listener.bind(address)
-        listener.listen(size)
-        while len(found) < size - 1:
-            sock, _ = listener.accept()
-            sock.setblocking(True)
-            found[sock.recv(1)[0]] = sock
-    return [found[rank] for rank in sorted(found)]
-
-
-def _connected(address: str, rank: int) -> socket.socket:
-    deadline = time.monotonic() + _JOIN.total_seconds()
-    while True:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(address)
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
-        else:
-            sock.sendall(bytes([rank]))
-            return sock
+def store_in(file: FileIO, size: int) -> Any:
+    """A store of ``size`` ranks, in a file that was empty and that all of them have open."""
+    return _distributed.FileStore(f"/proc/self/fd/{file.fileno()}", size)
 
 
 class NcclGroup:
     """Ranks on GPUs. Not torch's global group, so that one process can serve several engines.
 
     Args:
-        rank, size, directory: as in ``join``.
+        rank, size: as in ``join``.
+        file: one for all ranks, empty at first, in which they find each other.
     """
 
-    def __init__(self, rank: int, size: int, directory: Path) -> None:
+    def __init__(self, rank: int, size: int, file: FileIO) -> None:
         self.rank, self.size = rank, size
-        distributed: Any = torch.distributed
-        options = distributed.ProcessGroupNCCL.Options()
+        # The store opens it again at each use.
+        self._file = file
+        options = _distributed.ProcessGroupNCCL.Options()
         options._timeout = _JOIN
-        store = distributed.FileStore(str(directory / "ranks"), size)
-        self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
+        self._group = _distributed.ProcessGroupNCCL(store_in(file, size), rank, size, options)
         self._group._set_sequence_number_for_group()
-        self._gathered = distributed.distributed_c10d.AllgatherOptions()
-        self._sent = distributed.BroadcastOptions()
+        self._gathered = _distributed.distributed_c10d.AllgatherOptions()
+        self._sent = _distributed.BroadcastOptions()
         self._sent.rootRank = self._sent.rootTensor = 0
         # On the current stream, in its order.
         self._gathered.asyncOp = self._sent.asyncOp = False

@@ -13,18 +13,16 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.distributed.process_group import NoPeers, Peers, join
+from sametoken.distributed.process_group import NoPeers, Peers, join, meeting
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import (
     LENGTH,
@@ -33,7 +31,6 @@ from sametoken.io.child_process import (
     encode,
     spawn,
     status_text,
-    temporary_directory,
 )
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
@@ -60,15 +57,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Enlist:
-    """The first message: the follower's rank and the engine to build.
-
-    Attributes:
-        directory: the rendezvous directory of the ranks.
-    """
+    """The first message: the follower's rank and the engine to build."""
 
     config: EngineConfig
     rank: int
-    directory: str
 
 
 # From a follower: Present, Number, Built, then what is collected, or at any time Failure.
@@ -175,16 +167,18 @@ class SoleRank(NoPeers):
 class Follower:
     """Rank 0's handle of one follower; a thread reads its messages.
 
+    Args:
+        rank: the follower's.
+        meeting: the descriptor that it inherits, by which it meets the other ranks.
+
     Attributes:
         ended: completes with the cause once the process has ended.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, meeting: int) -> None:
         self.rank = rank
         self.ended: futures.Future[SametokenError] = futures.Future()
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn(FOLLOWER_MODULE, theirs.fileno())
+        self._process, self._sock = spawn(FOLLOWER_MODULE, meeting)
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read_all, name=f"rank {rank}", daemon=True)
         self._thread.start()
@@ -290,14 +284,17 @@ class LeadingRank:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         size = config.tensor_parallel_size
         self._telling = threading.Lock()
-        directory = temporary_directory()
-        self.followers = tuple(Follower(rank) for rank in range(1, size))
-        self._end = weakref.finalize(self, _stop, os.getpid(), self.followers, directory)
+        self.followers: list[Follower] = []
+        self._end = weakref.finalize(self, _stop, os.getpid(), self.followers)
         try:
+            own, others = meeting(size, device)
+            for rank, other in enumerate(others, start=1):
+                with other:
+                    self.followers.append(Follower(rank, other.fileno()))
             for follower in self.followers:
-                follower.send(encode(Enlist(config, follower.rank, directory.name)))
+                follower.send(encode(Enlist(config, follower.rank)))
             self.collect(Present)
-            group = join(0, size, device, Path(directory.name))
+            group = join(0, size, device, own)
         except BaseException:
             self.stop()
             raise
@@ -374,7 +371,7 @@ class LeadingRank:
         self._end()
 
 
-def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirectory[str]) -> None:
+def _stop(owner: int, followers: Sequence[Follower]) -> None:
     # A fork shares the sockets: when it exits, it must not close its parent's connections.
     if os.getpid() != owner:
         return
@@ -382,7 +379,6 @@ def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirec
         follower.hang_up()
     for follower in followers:
         follower.stop()
-    directory.cleanup()
 
 
 @dataclass(frozen=True, slots=True)

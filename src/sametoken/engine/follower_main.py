@@ -2,8 +2,9 @@
 
 Between plans it takes new weights.
 
-Run as ``python -m sametoken.engine.follower_main FD``, where FD is an inherited socket whose
-first message is ``Enlist``. The process exits when the socket closes, even if its device waits.
+Run as ``python -m sametoken.engine.follower_main FD MEETING``, of two inherited descriptors: a
+socket whose first message is ``Enlist``, and what the ranks meet by. The process exits when the
+socket closes, even if its device waits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from sametoken.distributed.process_group import NoPeers, join
+from sametoken.distributed.process_group import NoPeers, inherited, join
 from sametoken.distributed.ranks import Built, Enlist, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class FollowingRank(NoPeers):
     """``Ranks`` of a rank other than 0. Only rank 0 watches the processes."""
 
-    def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox, meeting: int) -> None:
         size = enlist.config.tensor_parallel_size
         self._sock = sock
         self._messages = _one_by_one(inbox)
@@ -47,7 +47,9 @@ class FollowingRank(NoPeers):
         if device.type == "cuda":
             torch.cuda.set_device(enlist.rank)
         self.send(Present())
-        self.parallel: TensorParallel = join(enlist.rank, size, device, Path(enlist.directory))
+        self.parallel: TensorParallel = join(
+            enlist.rank, size, device, [inherited(meeting, device)]
+        )
 
     def reduce_min(self, number: int) -> int:
         """Send this rank's number to rank 0; returns it."""
@@ -114,13 +116,13 @@ def _one_by_one(inbox: Inbox) -> Any:
         yield from inbox.take(wait=True)
 
 
-def main(fd: int) -> int:
+def main(fd: int, meeting: int) -> int:
     """Follow rank 0 over the inherited socket; the exit status is 1 after a failure."""
     sock = take_socket(fd)
     inbox = Inbox(sock)
     enlist: Enlist = inbox.read_first()
     try:
-        rank = FollowingRank(enlist, sock, inbox)
+        rank = FollowingRank(enlist, sock, inbox, meeting)
         rank.follow(*build_follower(enlist.config, rank))
     except SametokenError as error:
         sock.sendall(encode(Failure(error)))
@@ -132,4 +134,4 @@ def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*map(int, sys.argv[1:])))

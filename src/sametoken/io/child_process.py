@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
@@ -49,20 +50,34 @@ def decode(payload: bytes | bytearray) -> Any:
     return pickle.loads(payload)
 
 
-def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
-    """Run a module of this package in a process that inherits the socket ``fd``.
+def spawn(module: str, *inherited: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module of this package in a process; returns it and a socket to it.
 
-    The process calls ``ignore_signals`` once its imports, which take seconds, are done.
+    Its arguments are the number of its own socket, and the descriptors that it inherits beside. It
+    calls ``ignore_signals`` once its imports, which take seconds, are done.
+
+    Raises:
+        OSError: the system has no room for it.
     """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return _run(module, (theirs.fileno(), *inherited)), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+def _run(module: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     # The child inherits the mask, so a signal cannot end it amid its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)
     try:
         # A new interpreter: forking a process with threads is unsafe, and multiprocessing's spawn
         # would run the user's main module again.
         return subprocess.Popen(
-            [sys.executable, "-m", module, str(fd)],
+            [sys.executable, "-m", module, *map(str, fds)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(fd,),
+            pass_fds=fds,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     finally:
@@ -81,9 +96,13 @@ def status_text(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-def temporary_directory() -> TemporaryDirectory[str]:
-    """A directory that also goes when this process ends because its parent closed the socket."""
-    directory = TemporaryDirectory(prefix="sametoken-", ignore_cleanup_errors=True)
+def temporary_directory(parent: Path, prefix: str) -> TemporaryDirectory[str]:
+    """A directory that also goes when this process ends because its parent closed the socket.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory = TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     _directories.add(directory)
     return directory
 

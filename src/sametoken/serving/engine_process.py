@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,10 +62,13 @@ class EngineProcess:
                 cannot be built.
             EngineDeadError: the process ended for another reason.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = spawn(_MODULE, theirs.fileno())
-        reader, writer = await asyncio.open_connection(sock=ours)
+        process, sock = spawn(_MODULE)
+        try:
+            reader, writer = await asyncio.open_connection(sock=sock)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         engine = cls(process, reader, writer)
         try:
             engine.send(Launch(config, build))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 import torch
 
-from sametoken.distributed.process_group import join
+from sametoken.distributed.process_group import join, meeting, store_in
 
 CPU = torch.device("cpu")
 
 
+def joined(size: int) -> list:
+    """The groups of all ranks."""
+    own, others = meeting(size, CPU)
+    each = [own, *([other] for other in others)]
+    return [join(rank, size, CPU, files) for rank, files in enumerate(each)]
+
+
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory):
-    folder, found = tmp_path_factory.mktemp("ranks"), {}
-
-    def met(rank):
-        found[rank] = join(rank, 2, CPU, folder)
-
-    both(met)
-    return found
+def groups():
+    return joined(2)
 
 
 def both(work) -> list:
@@ -78,17 +80,14 @@ def test_giving_up_on_a_cpu_is_left_to_the_sockets(groups):
     assert both(lambda rank: groups[rank].broadcast(torch.tensor(rank)).item()) == [0, 0]
 
 
-def test_three_ranks_whose_directory_has_a_long_name(tmp_path):
-    """Longer than the name of a Unix socket may be; what is gathered is more than a buffer."""
-    folder = tmp_path / ("a" * 120)
-    folder.mkdir()
-    found = {}
+def test_three_ranks():
+    """What is gathered is more than a buffer."""
+    groups, found = joined(3), {}
 
     def work(rank):
-        group = join(rank, 3, CPU, folder)
         found[rank] = (
-            group.gather(torch.full((300_000,), rank)),
-            group.broadcast(torch.tensor(rank)),
+            groups[rank].gather(torch.full((300_000,), rank)),
+            groups[rank].broadcast(torch.tensor(rank)),
         )
 
     others = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (1, 2)]
@@ -103,9 +102,18 @@ def test_three_ranks_whose_directory_has_a_long_name(tmp_path):
     assert len(found) == 3
 
 
-def test_a_rank_that_has_ended_ends_the_collectives_of_the_others(tmp_path):
-    first, last = both(lambda rank: join(rank, 2, CPU, tmp_path))
+def test_a_rank_that_has_ended_ends_the_collectives_of_the_others():
+    first, last = joined(2)
     del last
     for collective in (first.gather, first.broadcast):
         with pytest.raises(RuntimeError, match="another rank has ended"):
             collective(torch.zeros(3))
+
+
+def test_ranks_on_gpus_have_one_store_without_a_name():
+    (own,), (other,) = meeting(2, torch.device("cuda"))
+    first, last = store_in(own, 2), store_in(other, 2)
+    first.set("key", "value")
+    assert last.get("key") == b"value"
+    assert os.fstat(own.fileno()).st_nlink == 0
+    assert os.path.sameopenfile(own.fileno(), other.fileno())

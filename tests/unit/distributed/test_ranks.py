@@ -28,7 +28,7 @@ from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
-from sametoken.distributed.ranks import Follower
+from sametoken.distributed.ranks import Follower, LeadingRank
 from sametoken.engine.build import build_engine
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import (
@@ -38,7 +38,7 @@ from sametoken.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from sametoken.io.child_process import encode
+from sametoken.io.child_process import encode, spawn
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
 
@@ -179,6 +179,22 @@ def test_a_follower_that_cannot_start_says_why(path, children, monkeypatch, modu
     assert children() == []
 
 
+def test_a_rank_that_the_system_has_no_room_for_leaves_none_of_the_others(path, monkeypatch):
+    started = []
+
+    def spawn_once(*given):
+        if started:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(spawn(*given))
+        return started[0]
+
+    monkeypatch.setattr(ranks, "spawn", spawn_once)
+    with pytest.raises(BlockingIOError):
+        LeadingRank(config_of(path, tensor_parallel_size=3), torch.device("cpu"))
+    ((process, _),) = started
+    assert process.poll() is not None
+
+
 def asked(llm, request_id, max_tokens):
     """A stream of outputs."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
@@ -202,8 +218,9 @@ def engine_and_follower(children) -> tuple[psutil.Process, psutil.Process]:
     return engine, follower
 
 
-def test_a_served_engine_and_its_ranks_end_together(path, children, caplog):
+def test_a_served_engine_and_its_ranks_end_together(path, children, caplog, tmp_path, monkeypatch):
     """Within a request, while nothing runs, and where the engine's process is what dies."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     async def scenario():
         limits = ServingLimits(max_restarts=3, restart_backoff_s=0.0)
@@ -233,6 +250,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, children, caplog):
         engine, follower = engine_and_follower(children)
         engine.kill()
         assert await asyncio.to_thread(gone, follower)
+        assert list(tmp_path.iterdir()) == []
         await llm.shutdown()
 
     with caplog.at_level(logging.ERROR, "sametoken"):
@@ -253,11 +271,10 @@ def test_a_fork_does_not_end_the_ranks_of_the_process_it_left():
     follower = SimpleNamespace(
         hang_up=lambda: calls.append("hang up"), stop=lambda: calls.append("stop")
     )
-    directory = SimpleNamespace(cleanup=lambda: calls.append("cleanup"))
-    ranks._stop(os.getpid() + 1, (follower,), directory)
+    ranks._stop(os.getpid() + 1, (follower,))
     assert calls == []
-    ranks._stop(os.getpid(), (follower,), directory)
-    assert calls == ["hang up", "stop", "cleanup"]
+    ranks._stop(os.getpid(), (follower,))
+    assert calls == ["hang up", "stop"]
 
 
 def test_a_message_that_is_cut_off_is_the_end_of_its_rank():

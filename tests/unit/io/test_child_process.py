@@ -15,9 +15,10 @@ from sametoken.io.child_process import spawn
 PATIENCE_S = 60.0
 CHILD = """
 import sys
+from pathlib import Path
 from sametoken.io.child_process import Inbox, take_socket, temporary_directory
 
-directory = temporary_directory()
+directory = temporary_directory(Path(sys.argv[2]), "made-")
 print(directory.name, flush=True)
 Inbox(take_socket(int(sys.argv[1]))).read_first()
 """
@@ -27,15 +28,15 @@ def test_its_directory_goes_with_the_parent_s_socket(tmp_path):
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(theirs.fileno())],
+            [sys.executable, "-c", CHILD, str(theirs.fileno()), str(tmp_path)],
             stdout=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-            env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
     with process:
         directory = Path(process.stdout.readline().decode().strip())
         assert directory.parent == tmp_path
-        (directory / "ranks").touch()
+        (directory / "file").touch()
         ours.close()
         assert process.wait(PATIENCE_S) == 0
     assert not directory.exists()
@@ -60,10 +61,8 @@ Inbox(take_socket(int(sys.argv[1]))).read_first()
 def test_signals_of_the_group_end_no_child_that_is_starting(tmp_path, monkeypatch):
     (tmp_path / "slow_start.py").write_text(SLOW_START)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ours, theirs = socket.socketpair()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with theirs:
-        process = spawn("slow_start", theirs.fileno())
+    process, ours = spawn("slow_start")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     with process:
         deadline = time.monotonic() + PATIENCE_S

@@ -21,6 +21,8 @@ from helpers.serving import (
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import ConfigError, EngineDeadError
+from sametoken.io.child_process import spawn
+from sametoken.serving import engine_process
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.messages import StepReport, Submit
 from sametoken.types.request import EngineRequest
@@ -128,6 +130,22 @@ def test_why_it_cannot_start_is_told_by_its_own_error(config, build, options, ki
     with pytest.raises(kind, match=cause) as caught:
         asyncio.run(EngineProcess.start(EngineConfig.from_options(**wanted), build))
     assert type(caught.value) is kind
+
+
+async def test_a_start_that_is_given_up_at_its_beginning_leaves_no_process(config, monkeypatch):
+    started = []
+
+    def spawn_noted(*given):
+        started.append(spawn(*given))
+        return started[0]
+
+    monkeypatch.setattr(engine_process, "spawn", spawn_noted)
+    start = asyncio.create_task(EngineProcess.start(config, build_engine))
+    await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.wait((start,))
+    ((process, _),) = started
+    assert process.returncode is not None
 
 
 async def test_a_start_that_is_given_up_leaves_no_process(config, caplog):

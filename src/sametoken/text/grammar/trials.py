@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import socket
 import subprocess
 import threading
 from concurrent.futures import Future
@@ -135,10 +134,8 @@ class TrialProcess:
 
     def __init__(self) -> None:
         self.num_bytes_ready = 0
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process: subprocess.Popen[bytes] = spawn(_MODULE, theirs.fileno())
-        self._connection = Connection(ours.detach())
+        self._process, sock = spawn(_MODULE)
+        self._connection = Connection(sock.detach())
         self._is_ready = False
         self.is_alive = True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 import zlib
@@ -27,6 +26,7 @@ from sametoken.io.cache_directory import (
     expanded,
     make_cache_directory,
 )
+from sametoken.io.child_process import temporary_directory
 from sametoken.io.files import open_regular, replacing
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
 from sametoken.types.option_values import closest
@@ -171,7 +171,7 @@ def _fetch(cached: Path) -> None:
     try:
         make_cache_directory()
         with (
-            tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch,
+            temporary_directory(cached.parent, ".fetch-") as scratch,
             replacing(cached, shared=True) as unpacked,
         ):
             _unpack(_download(Path(scratch)), unpacked)

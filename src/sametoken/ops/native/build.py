@@ -9,7 +9,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sametoken.io.cache_directory import (
     make_cache_directory,
     untrusted_reason,
 )
+from sametoken.io.child_process import temporary_directory
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
         if cached := _cached(directory, stem):
             return cached
         logger.info("compiling the CPU kernels (%s) into %s", recipe.name, directory)
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        with temporary_directory(directory, ".build-") as scratch:
             finished = _compile(recipe, compiler, Path(scratch))
             finished.chmod(0o700)
             library = directory / f"{stem}-{_checksum(finished)}.so"

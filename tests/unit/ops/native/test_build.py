@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +72,35 @@ def test_a_failing_compiler_is_quoted(cache, tmp_path):
     compiler = script(tmp_path / "cc", "echo no space left >&2; exit 1\n")
     with pytest.raises(UnsupportedError, match="no space left"):
         build(RECIPES[0], compiler)
+    assert list(cache.iterdir()) == []
+
+
+BUILD = """
+import sys, threading
+from sametoken.io.child_process import Inbox, take_socket
+from sametoken.ops.native.build import RECIPES, build
+
+threading.Thread(target=Inbox(take_socket(int(sys.argv[1]))).read_first, daemon=True).start()
+build(RECIPES[0], sys.argv[2:])
+"""
+
+
+def test_a_process_whose_parent_ends_meanwhile_leaves_nothing(cache, tmp_path):
+    """As an engine of a server that is ended while it starts for the first time."""
+    called = tmp_path / "called"
+    waiting = f"touch {called}; while kill -0 $PPID 2> /dev/null; do sleep 0.05; done\n"
+    compiler = script(tmp_path / "cc", "[ $1 = --version ] && exit\n" + waiting)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(theirs.fileno()), *compiler],
+            pass_fds=(theirs.fileno(),),
+        )
+    with process:
+        while not called.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        ours.close()
     assert list(cache.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from sametoken.engine.sampling_defaults import (
     server_defaults,
 )
 from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
-from sametoken.errors import ConfigError, RequestError, SametokenError, UnsupportedError, shown
+from sametoken.errors import ConfigError, RequestError, SametokenError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess, build_engine
 from sametoken.serving.limits import ServingLimits
@@ -64,7 +64,7 @@ class AsyncLLM:
 
     That process handles token ids only; detokenization and stop strings are done here. If it
     dies, its requests fail and it is restarted, within the limits. Call all methods on the
-    event loop that started it.
+    event loop that started it. A command that is cancelled is withdrawn (docs/rollouts.md).
 
     Attributes:
         resolved: the engine's settings; ``eos_token_ids`` includes the tokenizer's.
@@ -355,11 +355,15 @@ class AsyncLLM:
             RequestError: there is no such mode.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
+        await self._client.command(Pause(self._waits(mode)))
+
+    def _waits(self, mode: str) -> bool:
+        """Whether a pause waits for the requests that run; with "abort" they end here."""
         if mode not in PAUSES:
             raise RequestError(f"there is no pause {shown(mode)}", f"use one of {PAUSES}")
         if mode == "abort":
             self._client.abort_all()
-        await self._client.command(Pause(wait=mode == "wait"))
+        return mode == "wait"
 
     async def resume(self) -> None:
         """Step again; errors as in ``pause``."""
@@ -384,14 +388,7 @@ class AsyncLLM:
         """
         if mode == "keep":
             raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
-        was_paused = self.is_paused
-        await self.pause(mode)
-        try:
-            await self._client.command(FallAsleep(level))
-        except (RequestError, UnsupportedError):
-            if not (was_paused or self.is_sleeping):
-                await self.resume()
-            raise
+        await self._client.command(FallAsleep(level, self._waits(mode)))
 
     async def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""

@@ -11,6 +11,7 @@ from sametoken.errors import RequestError, SametokenError, UnsupportedError, Wei
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
+    Command,
     FallAsleep,
     FinishUpdate,
     ForgetPrefixes,
@@ -20,6 +21,7 @@ from sametoken.serving.messages import (
     Resume,
     WakeUp,
     WeightCommand,
+    Withdraw,
 )
 from sametoken.serving.weight_updates import Done, WeightUpdates
 
@@ -42,15 +44,18 @@ class Control:
         self._updates = WeightUpdates(engine.weights, engine.resolved.device, post)
         self._send = answer
         self._paused = False
-        # Pauses that wait for running requests.
-        self._waiting: list[int] = []
+        # Pauses by ticket: those that wait for running requests, and those in force.
+        self._waiting: dict[int, Pause | FallAsleep] = {}
+        self._held: set[int] = set()
+        # Orders whose weights are to be used.
+        self._wanted: set[int] = set()
 
     @property
     def may_step(self) -> bool:
         """Whether there is work, and no pause."""
         return self._engine.has_unfinished and not self._paused
 
-    def handle(self, message: Order | Done) -> None:
+    def handle(self, message: Order | Withdraw | Done) -> None:
         """Handle a command, and answer it now or later.
 
         Raises:
@@ -59,44 +64,58 @@ class Control:
         if isinstance(message, Done):
             self._use(message)
             self._updates.used()
-            return
-        command = message.command
-        if isinstance(command, Pause):
-            self._waiting.append(message.ticket)
+        elif isinstance(message, Withdraw):
+            self._wanted.discard(message.ticket)
+            self._end_pause(message.ticket)
+            self._answer(message.ticket)
+        elif isinstance(message.command, Pause | FallAsleep):
+            self._waiting[message.ticket] = message.command
             self._engine.scheduler.admits = False
-            self._paused = not command.wait
+            self._paused = not message.command.wait
             self.note_step()
-        elif isinstance(command, WeightCommand):
+        elif isinstance(message.command, WeightCommand):
+            self._wanted.add(message.ticket)
             self._updates.begin(message)
         else:
-            try:
-                self._obey(command)
-            except (RequestError, WeightUpdateError, UnsupportedError) as error:
-                self._answer(message.ticket, error=error)
-            else:
-                self._answer(message.ticket)
+            self._carry_out(message.ticket, message.command)
 
-    def _obey(self, command: Resume | FallAsleep | WakeUp | ForgetPrefixes) -> None:
+    def _carry_out(self, ticket: int, command: Command) -> None:
+        try:
+            self._obey(command)
+        except (RequestError, WeightUpdateError, UnsupportedError) as error:
+            self._end_pause(ticket)
+            self._answer(ticket, error=error)
+        else:
+            self._answer(ticket)
+
+    def _obey(self, command: Command) -> None:
         if isinstance(command, ForgetPrefixes):
             self._engine.scheduler.forget_prefixes()
         elif isinstance(command, FallAsleep):
-            if not self._paused:
-                raise RequestError("the engine runs", "pause it first")
             self._engine.sleep(command.level)
         elif isinstance(command, WakeUp):
             self._engine.wake_up(command.tags)
             if not self._engine.is_sleeping:
                 self._resume()
-        elif self._engine.is_sleeping:
-            raise RequestError("the engine sleeps", "wake it up, which resumes too")
-        else:
+        elif isinstance(command, Resume):
             self._resume()
 
     def _resume(self) -> None:
         # Pauses that wait end here.
         self._paused = True
         self.note_step()
+        if self._engine.is_sleeping:
+            raise RequestError("the engine sleeps", "wake it up, which resumes too")
+        self._held.clear()
         self._paused, self._engine.scheduler.admits = False, True
+
+    def _end_pause(self, ticket: int) -> None:
+        """End a pause as if it had not been; an engine that sleeps stays paused."""
+        self._waiting.pop(ticket, None)
+        self._held.discard(ticket)
+        if not (self._waiting or self._engine.is_sleeping):
+            self._paused = bool(self._held)
+            self._engine.scheduler.admits = not self._held
 
     def _answer(self, ticket: int, version: int = 0, error: SametokenError | None = None) -> None:
         self._send(Answer(ticket, version, error, self._paused, self._engine.is_sleeping))
@@ -107,13 +126,19 @@ class Control:
         runs = scheduler.num_running or scheduler.num_swapped
         if self._waiting and (self._paused or not runs):
             self._paused = True
-            for ticket in self._waiting:
-                self._answer(ticket)
-            self._waiting.clear()
+            begun, self._waiting = self._waiting, {}
+            self._held |= begun.keys()
+            for ticket, command in begun.items():
+                self._carry_out(ticket, command)
 
     def _use(self, done: Done) -> None:
         command, result, version = done.order.command, done.result, 0
-        if isinstance(result, NewWeights):
+        is_wanted = done.order.ticket in self._wanted
+        self._wanted.discard(done.order.ticket)
+        if isinstance(result, NewWeights) and not is_wanted:
+            result.replacement.drop()
+            result = None
+        elif isinstance(result, NewWeights):
             assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
             try:
                 version, result = self._engine.use_weights(result, command.version), None

@@ -22,12 +22,14 @@ from sametoken.serving.messages import (
     Answer,
     Build,
     Command,
+    FallAsleep,
     Order,
     Pause,
     Refused,
     Release,
     StepReport,
     Submit,
+    Withdraw,
 )
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
@@ -54,7 +56,6 @@ class EngineClient:
         supervisor: of the engine process.
         draining: whether new requests are refused.
         idle: set while there is no unfinished request.
-        is_paused: whether a pause holds or begins; an engine that died has none.
         is_sleeping: whether the engine sleeps, in whole or in part.
     """
 
@@ -78,7 +79,10 @@ class EngineClient:
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
-        self.is_paused = self.is_sleeping = False
+        self.is_sleeping = False
+        # Whether the engine has said that it steps no more, and pauses that it has not answered.
+        self._stopped = False
+        self._pausing: set[int] = set()
         self._tickets = itertools.count()
         self._answers: dict[int, asyncio.Future[int]] = {}
         self.supervisor = Supervisor(process, config, build, limits, self)
@@ -109,9 +113,14 @@ class EngineClient:
         )
 
     @property
+    def is_paused(self) -> bool:
+        """Whether a pause holds or begins; an engine that died has none."""
+        return self._stopped or bool(self._pausing)
+
+    @property
     def awaits_report(self) -> bool:
-        """Whether completions are in the engine or in transit to it."""
-        return self._queue.has_unfinished and not self.is_paused
+        """Whether completions are in an engine that steps, or in transit to it."""
+        return self._queue.has_unfinished and not self._stopped
 
     def require_ready(self) -> EngineProcess:
         """The engine process, if requests are accepted.
@@ -183,7 +192,7 @@ class EngineClient:
             self.abort(request_id)
 
     async def command(self, command: Command) -> int:
-        """Have a command carried out.
+        """Have a command carried out, or if this is cancelled withdrawn; see ``Withdraw``.
 
         Returns:
             The version of the weights if it changed them, else 0.
@@ -194,22 +203,26 @@ class EngineClient:
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
         self.require_ready()
-        if isinstance(command, Pause):
-            # A paused engine reports nothing, and is not hung. A replay would hold up a pause that
-            # waits, and refuse the sleep after it.
-            self.is_paused = True
-            self._release_replay(self._audit.interrupt())
         ticket = next(self._tickets)
+        if isinstance(command, Pause | FallAsleep):
+            self._pausing.add(ticket)
+            # A replay would hold up a pause that waits, and refuse a sleep.
+            self._release_replay(self._audit.interrupt())
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[ticket] = answer
         self.supervisor.send(Order(ticket, command))
         try:
             return await answer
+        except asyncio.CancelledError:
+            self.supervisor.send(Withdraw(ticket))
+            raise
         finally:
             del self._answers[ticket]
 
     def _take_answer(self, message: Answer) -> None:
-        self.is_paused, self.is_sleeping = message.paused, message.sleeps
+        self._pausing.discard(message.ticket)
+        # A paused engine reports nothing, and is not hung.
+        self._stopped, self.is_sleeping = message.paused, message.sleeps
         load = self._queue.load
         if message.error is None and message.version > load.weight_version:
             # The report that has it follows the answer.
@@ -227,7 +240,8 @@ class EngineClient:
 
     def engine_died(self, cause: SametokenError) -> None:
         """See ``Listener``: every unfinished request fails."""
-        self.is_paused = self.is_sleeping = False
+        self._stopped = self.is_sleeping = False
+        self._pausing.clear()
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=cause))
         self._audit.abandon()

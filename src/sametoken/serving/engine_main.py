@@ -30,6 +30,7 @@ from sametoken.serving.messages import (
     Release,
     StepReport,
     Submit,
+    Withdraw,
 )
 from sametoken.serving.stats import EngineLoad
 from sametoken.serving.weight_updates import Done
@@ -182,7 +183,9 @@ class EngineLoop:
         self._control.note_step()
         self._outbox.put(StepReport(updates, self._load(), step_seconds, self._num_submits))
 
-    def _handle(self, message: Submit | Prepared | Release | Failure | Order | Done) -> None:
+    def _handle(
+        self, message: Submit | Prepared | Release | Failure | Order | Withdraw | Done
+    ) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):

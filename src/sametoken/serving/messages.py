@@ -96,9 +96,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class FallAsleep:
-    """Give memory back, in a pause; as ``EngineCore.sleep``."""
+    """Pause, with ``wait`` as there, and then give memory back; as ``EngineCore.sleep``."""
 
     level: int
+    wait: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,17 @@ class Order:
 
     ticket: int
     command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Nobody waits for an order's ``Answer`` any more.
+
+    A pause ends as if it had not been, weights that are not in use yet are dropped, and all else
+    goes on. Another ``Answer`` says how the engine is then.
+    """
+
+    ticket: int
 
 
 # From the engine

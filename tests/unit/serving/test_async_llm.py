@@ -496,3 +496,68 @@ def test_a_pause_keeps_waits_or_aborts(served, offline):
             await llm.pause("soon")
 
     served.run(scenario())
+
+
+async def cancelled(llm, command) -> None:
+    """A command that was sent, and cancelled before its answer could come."""
+    engine = llm._client.supervisor.process.pid
+    os.kill(engine, signal.SIGSTOP)
+    task = asyncio.create_task(command)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait((task,))
+    os.kill(engine, signal.SIGCONT)
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_that_is_cancelled_has_not_been(served, offline, mode):
+    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (expected,) = offline.generate(WORDS[0], params)
+
+    async def scenario():
+        running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
+        await anext(running)
+        await cancelled(llm, llm.pause(mode))
+        async with asyncio.timeout(PATIENCE_S):
+            after = await last_of(llm.generate(WORDS[0], params, "after"))
+        assert essence(after) == essence(expected)
+        assert not llm.is_paused
+        await last_of(running)
+
+    served.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline, mode):
+    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (expected,) = offline.generate(WORDS[0], params)
+
+    async def answered(request_id):
+        return essence(await last_of(llm.generate(WORDS[0], params, request_id)))
+
+    async def scenario():
+        running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
+        await anext(running)
+        await cancelled(llm, llm.sleep(mode=mode))
+        # Answered after the withdrawal.
+        await llm.forget_prefixes()
+        assert llm.is_paused == llm.is_sleeping == (mode == "abort")
+        async with asyncio.timeout(PATIENCE_S):
+            if not llm.is_sleeping:
+                assert await answered("between") == essence(expected)
+            await llm.sleep(mode=mode)
+            await llm.wake_up()
+            assert await answered("after") == essence(expected)
+        await last_of(running)
+
+    served.run(scenario())
+
+
+def test_an_update_that_is_cancelled_has_not_been(served, model):
+    async def scenario():
+        llm, version = served.llm, served.llm.weight_version + 1
+        await cancelled(llm, llm.update_weights(model, version))
+        assert await llm.update_weights(model, version) == version
+
+    served.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from sametoken.serving.messages import (
     Pause,
     Resume,
     WakeUp,
+    Withdraw,
 )
 from sametoken.serving.weight_updates import Done
 
@@ -28,8 +30,11 @@ class Engine:
 
     has_unfinished = True
     is_sleeping = False
+    refuses_sleep = False
 
     def sleep(self, level: int) -> None:
+        if self.refuses_sleep:
+            raise RequestError(f"there is no sleep of level {level}")
         self.is_sleeping = True
 
     def wake_up(self, tags) -> None:
@@ -111,20 +116,99 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
     assert answer == expected if isinstance(expected, Answer) else type(answer.error) is expected
 
 
-def test_a_sleep_needs_a_pause_and_ends_it(scene):
+def test_a_sleep_pauses_first_and_its_end_resumes(scene):
     engine, control, _, answers = scene
-    control.handle(Order(1, FallAsleep(1)))
-    assert isinstance(answers.pop().error, RequestError)
-    control.handle(Order(2, Pause(wait=False)))
-    control.handle(Order(3, FallAsleep(1)))
-    control.handle(Order(4, Resume()))
-    assert answers[:2] == [Answer(2, paused=True), Answer(3, paused=True, sleeps=True)]
-    assert isinstance(answers[2].error, RequestError)
+    control.handle(Order(1, FallAsleep(1, wait=True)))
+    assert control.may_step
+    assert not engine.scheduler.admits
+    engine.scheduler.num_running = 0
+    control.note_step()
+    control.handle(Order(2, Resume()))
+    assert answers[0] == Answer(1, paused=True, sleeps=True)
+    assert isinstance(answers[1].error, RequestError)
     assert not control.may_step
-    control.handle(Order(5, WakeUp(("weights",))))
-    assert answers[3] == Answer(5, paused=True, sleeps=True)
-    control.handle(Order(6, WakeUp(None)))
-    assert answers[4] == Answer(6)
+    control.handle(Order(3, WakeUp(("weights",))))
+    assert answers[2] == Answer(3, paused=True, sleeps=True)
+    control.handle(Order(4, WakeUp(None)))
+    assert answers[3] == Answer(4)
     assert control.may_step
     engine.has_unfinished = False
     assert not control.may_step
+
+
+def test_a_refused_sleep_ends_its_own_pause_and_no_other(scene):
+    engine, control, _, answers = scene
+    engine.refuses_sleep = True
+    control.handle(Order(1, FallAsleep(3, wait=False)))
+    assert isinstance(answers[0].error, RequestError)
+    assert not answers[0].paused
+    assert control.may_step
+    assert engine.scheduler.admits
+    control.handle(Order(2, Pause(wait=False)))
+    control.handle(Order(3, FallAsleep(3, wait=False)))
+    assert answers[2].paused
+    assert not control.may_step
+
+
+def test_a_sleep_that_waits_for_requests_is_not_resumed_by_what_comes_with_their_end(scene):
+    engine, control, _, answers = scene
+    control.handle(Order(1, FallAsleep(1, wait=True)))
+    engine.scheduler.num_running = 0
+    control.handle(Order(2, Resume()))
+    assert isinstance(answers[1].error, RequestError)
+    assert not control.may_step
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("command", [Pause, partial(FallAsleep, 1)])
+def test_a_pause_that_is_withdrawn_has_not_been(scene, command, wait):
+    engine, control, _, answers = scene
+    engine.refuses_sleep = True
+    control.handle(Order(1, command(wait=wait)))
+    control.handle(Withdraw(1))
+    assert answers[-1] == Answer(1)
+    assert control.may_step
+    assert engine.scheduler.admits
+    engine.scheduler.num_running = 0
+    control.note_step()
+    assert control.may_step
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_other_pauses_hold_where_one_is_withdrawn(scene, wait):
+    engine, control, _, answers = scene
+    control.handle(Order(1, Pause(wait=False)))
+    control.handle(Order(2, Pause(wait=wait)))
+    control.handle(Withdraw(2))
+    assert answers[-1] == Answer(2, paused=True)
+    assert not control.may_step
+    assert not engine.scheduler.admits
+    control.handle(Withdraw(1))
+    assert control.may_step
+    assert engine.scheduler.admits
+
+
+def test_an_engine_that_sleeps_is_not_woken_by_a_withdrawal(scene):
+    engine, control, _, answers = scene
+    control.handle(Order(1, FallAsleep(2, wait=False)))
+    control.handle(Withdraw(1))
+    assert answers[-1] == Answer(1, paused=True, sleeps=True)
+    assert not control.may_step
+    control.handle(Order(2, WakeUp(None)))
+    assert control.may_step
+    assert engine.scheduler.admits
+
+
+def test_weights_that_are_withdrawn_are_dropped(scene):
+    engine, control, inbox, answers = scene
+    dropped = []
+    replacement = SimpleNamespace(drop=lambda: dropped.append(True))
+    engine.weights.load = lambda *given: NewWeights(replacement, of_target=True)
+    control.handle(Order(7, ChangeWeights("anywhere", 5, "model")))
+    control.handle(Withdraw(7))
+    control.handle(inbox.get(timeout=10))
+    assert dropped == [True]
+    assert answers == [Answer(7), Answer(7)]
+    control.handle(Order(8, ChangeWeights("anywhere", 5, "model")))
+    control.handle(inbox.get(timeout=10))
+    assert answers[2] == Answer(8, 5)

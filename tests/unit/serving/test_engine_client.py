@@ -33,6 +33,7 @@ from sametoken.serving.messages import (
     Resume,
     StepReport,
     Submit,
+    Withdraw,
 )
 from sametoken.serving.stats import EngineLoad
 from sametoken.types.outputs import RequestMetrics, RequestOutput
@@ -40,6 +41,8 @@ from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 PROMPT = (10, 11, 12)
+#: For what comes at once or never.
+PATIENCE_S = 20.0
 NGRAM = SpeculativeConfig("ngram", 8)
 LIMITS = SchedulerLimits(
     max_num_seqs=2,
@@ -456,6 +459,50 @@ async def test_a_pause_puts_a_replay_off_until_its_end(open_kit):
         await waking
         (again,) = kit.process.take_sent()
         assert again.completions[0].request_id == "first#replay#2"
+
+
+async def test_a_command_that_is_cancelled_is_withdrawn(open_kit):
+    async with open_kit() as kit:
+        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
+        await asyncio.sleep(0)
+        (order,) = kit.process.take_sent()
+        pausing.cancel()
+        await asyncio.wait((pausing,))
+        assert kit.process.take_sent() == [Withdraw(order.ticket)]
+        assert kit.client.is_paused
+        kit.client.take(Answer(order.ticket))
+        assert not kit.client.is_paused
+
+
+async def test_a_hung_step_is_seen_while_a_pause_waits_and_not_in_a_pause(open_kit):
+    async with open_kit(step_timeout_s=0.05) as kit:
+        stream = kit.begin()
+        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
+        await asyncio.sleep(0)
+        assert kit.client.is_paused
+        # Of another command, before the pause has begun.
+        kit.client.take(Answer(99))
+        assert kit.client.is_paused
+        *_, order = kit.process.take_sent()
+        kit.process.says = Answer(order.ticket, paused=True)
+        kit.process.ended.set()
+        await pausing
+        await asyncio.sleep(0.2)
+        assert not kit.process.ended.is_set()
+        again = asyncio.ensure_future(kit.client.command(Resume()))
+        await asyncio.sleep(0)
+        *_, order = kit.process.take_sent()
+        kit.process.says = Answer(order.ticket)
+        kit.process.ended.set()
+        await again
+        waiting = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
+        await asyncio.sleep(0)
+        kit.process.says = StepReport((), EngineLoad(num_received=1, num_running=1), 0.01, 1)
+        kit.process.ended.set()
+        with pytest.raises(EngineDeadError, match="a step took more than"):
+            await asyncio.wait_for(waiting, PATIENCE_S)
+        with pytest.raises(EngineDeadError, match="a step took more than"):
+            await anext(stream)
 
 
 async def test_what_other_weights_served_is_not_replayed_by_the_next_process(open_kit):

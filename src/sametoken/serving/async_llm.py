@@ -134,10 +134,10 @@ class AsyncLLM:
                 "set shadow_audit_rate to 0",
             )
         # The process needs seconds to start, and this one to import the tokenizers' library.
-        process, _ = await asyncio.gather(
-            EngineProcess.start(config, build), asyncio.to_thread(import_library, config)
-        )
+        importing = asyncio.ensure_future(asyncio.to_thread(import_library, config))
+        process = await EngineProcess.start(config, build)
         try:
+            await importing
             path = Path(process.ready.summary.model_path)
             tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
             return cls(process, config, limits, build, tokenizer)
@@ -420,6 +420,8 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
-        await self._client.supervisor.stop()
         self._preparations.stop()
-        await asyncio.to_thread(self._trials.stop)
+        try:
+            await self._client.supervisor.stop()
+        finally:
+            await asyncio.to_thread(self._trials.stop)

@@ -99,16 +99,18 @@ class Supervisor:
         )
 
     async def stop(self) -> None:
-        """End the engine process for good."""
+        """End the engine process for good, also if this is cancelled."""
         self._given_up = True
         self._watchdog.disarm()
         self._task.cancel()
-        await asyncio.wait((self._task,))
-        process, self.process = self.process, None
-        if process is not None:
-            self.cause = EngineDeadError("the engine was shut down", "start another one")
-            self._listener.engine_died(self.cause)
-            await process.stop()
+        try:
+            await asyncio.wait((self._task,))
+        finally:
+            process, self.process = self.process, None
+            if process is not None:
+                self.cause = EngineDeadError("the engine was shut down", "start another one")
+                self._listener.engine_died(self.cause)
+                await process.stop()
 
     async def _serve(self, first: EngineProcess) -> None:
         process: EngineProcess | None = first

@@ -398,6 +398,19 @@ async def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
     await asyncio.gather(stopped(), given_up())
 
 
+async def test_a_shutdown_that_is_cancelled_leaves_no_process(model, monkeypatch):
+    llm = await AsyncLLM.start(EngineConfig.from_options(model=model, **SIZES))
+    engine, trials_end = llm._client.supervisor.process._process, threading.Event()
+    monkeypatch.setattr(llm._trials, "stop", trials_end.set)
+    ending = asyncio.create_task(llm.shutdown())
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.wait((ending,))
+    assert ending.cancelled()
+    await until(lambda: engine.poll() is not None)
+    assert trials_end.is_set()
+
+
 def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
     async def start(limits=None, **options):
         await AsyncLLM.start(EngineConfig.from_options(**options), limits)
@@ -412,11 +425,12 @@ def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
         asyncio.run(start(limits, model=model, speculative_config=synthetic))
 
 
-async def test_a_start_that_is_refused_at_its_end_leaves_no_engine(monkeypatch):
+@pytest.mark.parametrize("failing", ["import_library", "load_tokenizer_of", "require_own_end"])
+async def test_a_start_that_is_refused_beside_its_engine_leaves_none(monkeypatch, failing):
     stopped = []
 
     class Process:
-        ready = SimpleNamespace(summary=SimpleNamespace(model_path="m"))
+        ready = SimpleNamespace(summary=SimpleNamespace(model_path="m", vocab_size=1))
 
         @classmethod
         async def start(cls, *given):
@@ -430,7 +444,7 @@ async def test_a_start_that_is_refused_at_its_end_leaves_no_engine(monkeypatch):
 
     monkeypatch.setattr(async_llm, "EngineProcess", Process)
     monkeypatch.setattr(async_llm, "load_tokenizer_of", lambda *given: None)
-    monkeypatch.setattr(async_llm.AsyncLLM, "__init__", refuse)
+    monkeypatch.setattr(async_llm, failing, refuse)
     with pytest.raises(CheckpointError, match="ends nothing"):
         await async_llm.AsyncLLM.start(EngineConfig(model="m"))
     assert stopped == [0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -25,6 +26,7 @@ from helpers.recorded import RecordedLogits
 from helpers.toy import ToyModel
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.io import swap_file
 from sametoken.io.swap_file import SwapFile
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [5] * 17, [6, 1], [7, 7, 2, 9, 4, 4, 4]]
@@ -161,6 +163,31 @@ def test_blocks_move_on_to_a_file_and_a_broken_one_costs_no_token(
         # Host memory alone gives none.
         assert core.scheduler.swapped_prefix_hits > 4 * 8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_costs_no_token_and_holds_nobody_up_for_ever(
+    tmp_path, monkeypatch, caplog
+):
+    files, answers, pread = [], threading.Event(), os.pread
+
+    def make_file(swap):
+        files.append(SwapFile(str(tmp_path), 40, swap.host.buffer))
+        return files[0]
+
+    def hanging(*arguments):
+        answers.wait(60)
+        return pread(*arguments)
+
+    shape = Shape(num_blocks=10, num_host_blocks=8, num_idle_host_blocks=8, steps_in_flight=2)
+    core = build(ToyModel(), shape, make_file=make_file)
+    tokens = chats(core, range(1), lambda: files[0]._worker.submit(int).result())
+    monkeypatch.setattr(os, "pread", hanging)
+    monkeypatch.setattr(swap_file, "MOST_SECONDS", 0.2)
+    tokens |= chats(core, range(1, 2))
+    answers.set()
+    files[0]._worker.submit(int).result()
+    assert tokens | chats(core, range(2, 3)) == without_cache()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def full(*arguments):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import queue
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 from sametoken.errors import ConfigError
+
+#: Seconds after which a copy hangs: requests wait for it, and those behind them.
+MOST_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +42,7 @@ class SwapFile:
 
     It has no name from the start, so nothing is left on the disk whichever way the process ends.
     A block is checked when it is read: its length, and its digest. If the file cannot be read or
-    written, one warning says so, and no block goes there any more.
+    written, or a copy hangs, one warning says so, and no block goes there any more.
 
     Args:
         directory: a directory on the disk.
@@ -57,28 +63,59 @@ class SwapFile:
         self._buffer = buffer
         self._digests: dict[int, bytes] = {}
         self._finished: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        # Places whose copies have not been seen to end, and since when none of them has.
+        self._under_way: set[int] = set()
+        self._since = 0.0
+        self._hangs = False
+        self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "swap-file")
         self._file = opened_in(directory)
         weakref.finalize(self, self._file.close)
 
     def write(self, place: int, host_block: int) -> None:
         """Start to copy a host block to a place."""
-        self._worker.submit(self._run, self._write, place, self._buffer(host_block))
+        self._begin(self._write, place, host_block)
 
     def read(self, place: int, host_block: int) -> None:
         """Start to copy a place to a host block."""
-        self._worker.submit(self._run, self._read, place, self._buffer(host_block))
+        self._begin(self._read, place, host_block)
 
     def finished(self, *, wait: bool = False) -> Sequence[tuple[int, bool]]:
         """Places whose copies have ended since the last call, and whether they are right.
 
+        If one hangs, all that are under way have ended, and are wrong.
+
         Args:
             wait: return at least one.
         """
-        ended = [self._finished.get()] if wait else []
-        while not self._finished.empty():
-            ended.append(self._finished.get())
+        ended: list[tuple[int, bool]] = []
+        deadline = self._since + MOST_SECONDS
+        with contextlib.suppress(queue.Empty):
+            ended.append(self._finished.get(wait, max(0.0, deadline - time.monotonic())))
+            while True:
+                ended.append(self._finished.get_nowait())
+        if not ended and self._under_way and time.monotonic() >= deadline:
+            ended = self._give_up()
+        if ended:
+            self._under_way -= {place for place, _ in ended}
+            self._since = time.monotonic()
         return ended
+
+    def _begin(self, copy: Callable[[int, memoryview], bool], place: int, host_block: int) -> None:
+        if not self._under_way:
+            self._since = time.monotonic()
+        self._under_way.add(place)
+        if self._hangs:
+            self._finished.put((place, False))
+        else:
+            self._worker.submit(self._run, copy, place, self._buffer(host_block))
+
+    def _give_up(self) -> list[tuple[int, bool]]:
+        """End all copies: what the worker still does has no effect."""
+        with self._lock:
+            self._hangs = True
+        self._fail(f"no copy has ended in {MOST_SECONDS:g} s")
+        return [(place, False) for place in self._under_way]
 
     def _run(self, copy: Callable[[int, memoryview], bool], place: int, block: memoryview) -> None:
         is_right = False
@@ -87,7 +124,9 @@ class SwapFile:
         except OSError as error:
             self._fail(str(error))
         finally:
-            self._finished.put((place, is_right))
+            with self._lock:
+                if not self._hangs:
+                    self._finished.put((place, is_right))
 
     def _write(self, place: int, block: memoryview) -> bool:
         if not self.num_blocks:
@@ -99,16 +138,22 @@ class SwapFile:
         return True
 
     def _read(self, place: int, block: memoryview) -> bool:
-        done = 0
-        while done < len(block):
-            count = os.preadv(self._file.fileno(), [block[done:]], place * len(block) + done)
-            if not count:
+        data = bytearray()
+        while len(data) < len(block):
+            start = place * len(block) + len(data)
+            part = os.pread(self._file.fileno(), len(block) - len(data), start)
+            if not part:
                 break
-            done += count
-        is_right = done == len(block) and _digest(block) == self._digests[place]
+            data += part
+        is_right = len(data) == len(block) and _digest(data) == self._digests[place]
         if not is_right:
             self._fail("a block was read that is not what was written")
-        return is_right
+            return False
+        with self._lock:
+            # If it comes too late, the host block is another one's.
+            if not self._hangs:
+                block[:] = data
+        return True
 
     def _fail(self, cause: str) -> None:
         """Say once that the file is not used any more."""
@@ -117,5 +162,5 @@ class SwapFile:
             logger.warning("the swap file is not used any more (%s); requests run without", cause)
 
 
-def _digest(block: memoryview) -> bytes:
+def _digest(block: memoryview | bytearray) -> bytes:
     return hashlib.blake2b(block, digest_size=16).digest()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from sametoken.errors import ConfigError
+from sametoken.io import swap_file
 from sametoken.io.swap_file import SwapFile
 
 BLOCK = 5000
@@ -69,6 +73,60 @@ def test_a_full_disk_is_said_once_and_nothing_more_is_written(tmp_path, monkeypa
         assert file.finished(wait=True) == [(0, False)]
     assert len(asked) == 1
     assert "No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_that_hangs_is_given_up_and_what_comes_late_is_nobody_s(
+    wait, tmp_path, monkeypatch, caplog
+):
+    blocks, answers, ends = held(4), threading.Event(), threading.Event()
+    file = opened(tmp_path, blocks)
+    file.write(3, 0)
+    file.finished(wait=True)
+    pread = os.pread
+
+    def hanging(*arguments):
+        answers.wait(60)
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "pread", hanging)
+    monkeypatch.setattr(swap_file, "MOST_SECONDS", 0.1)
+    file.read(3, 1)
+    file.write(5, 2)
+    ended = file.finished(wait=wait)
+    while not ended:
+        time.sleep(0.01)
+        ended = file.finished()
+    assert sorted(ended) == [(3, False), (5, False)]
+    assert file.num_blocks == 0
+    assert "no copy has ended in 0.1 s" in caplog.text
+    # Nothing waits for the worker any more.
+    file.read(3, 1)
+    assert file.finished(wait=True) == [(3, False)]
+    answers.set()
+    file._worker.submit(ends.set)
+    assert ends.wait(60)
+    assert file.finished() == []
+    assert blocks == held(4)
+    assert len(caplog.records) == 1
+
+
+def test_a_slow_disk_is_no_hanging_one(tmp_path, monkeypatch):
+    """Its copies take 80 s, each of them 20 s."""
+    file, pwrite, now = opened(tmp_path, held(4)), os.pwrite, [0.0]
+
+    def slow(*arguments):
+        now[0] += 20
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(swap_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for place in range(4):
+        file.write(place, place)
+    ended = []
+    while len(ended) < 4:
+        ended += file.finished(wait=True)
+    assert ended == [(place, True) for place in range(4)]
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path):

@@ -97,6 +97,8 @@ class FollowingRank(NoPeers):
                 runner.submit(item).discard()
             else:
                 item.write()
+            # While this waits it holds no second copy of the weights.
+            del item
 
 
 def _sort(
@@ -109,6 +111,7 @@ def _sort(
         item = message if isinstance(message, StepPlan) else following.begin(message)
         if item is not None:
             work.put(item)
+        del item
 
 
 def _one_by_one(inbox: Inbox) -> Any:

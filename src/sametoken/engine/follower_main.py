@@ -26,7 +26,7 @@ from sametoken.engine.resolve import resolve_device
 from sametoken.engine.shared_weights import FollowingWeights
 from sametoken.engine.weights import Weights
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import Failure, Inbox, encode, take_socket
+from sametoken.io.child_process import Failure, Inbox, send, take_socket
 from sametoken.layers.parallel import TensorParallel
 from sametoken.models.in_place import Replacement
 from sametoken.runner.runner import Runner
@@ -75,7 +75,7 @@ class FollowingRank(NoPeers):
 
     def send(self, message: Any) -> None:
         """Send a message to rank 0."""
-        self._sock.sendall(encode(message))
+        send(self._sock, message)
 
     def tell(self, message: Any) -> None:
         """Nothing: rank 0 leads."""
@@ -128,10 +128,10 @@ def main(fd: int, meeting: int) -> int:
         rank = FollowingRank(enlist, sock, inbox, meeting)
         rank.follow(*build_follower(enlist.config, rank))
     except SametokenError as error:
-        sock.sendall(encode(Failure(error)))
+        send(sock, Failure(error))
     except Exception as error:
         failure = EngineDeadError(f"rank {enlist.rank} failed: {error!r}", "see its log")
-        sock.sendall(encode(Failure(failure)))
+        send(sock, Failure(failure))
         raise
     return 1
 

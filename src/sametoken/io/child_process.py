@@ -116,6 +116,14 @@ def _end_with_parent() -> NoReturn:
         os._exit(0)
 
 
+def send(sock: socket.socket, message: Any) -> None:
+    """Send a message to the parent process. This one exits if the other end has closed."""
+    try:
+        sock.sendall(encode(message))
+    except OSError:
+        _end_with_parent()
+
+
 class Inbox:
     """Messages from the parent process, read by a thread."""
 
@@ -183,10 +191,7 @@ class Outbox:
 
     def _send_all(self) -> None:
         while (message := self._messages.get()) is not None:
-            try:
-                self._sock.sendall(encode(message))
-            except OSError:
-                _end_with_parent()
+            send(self._sock, message)
 
 
 def take_socket(fd: int) -> socket.socket:

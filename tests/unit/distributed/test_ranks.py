@@ -28,7 +28,8 @@ from helpers.warm_processes import is_server
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
-from sametoken.distributed.ranks import Follower, LeadingRank
+from sametoken.distributed.process_group import meeting
+from sametoken.distributed.ranks import Enlist, Follower, LeadingRank
 from sametoken.engine.build import build_engine
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import (
@@ -193,6 +194,24 @@ def test_a_rank_that_the_system_has_no_room_for_leaves_none_of_the_others(path, 
         LeadingRank(config_of(path, tensor_parallel_size=3), torch.device("cpu"))
     ((process, _),) = started
     assert process.poll() is not None
+
+
+def test_a_follower_whose_rank_0_has_ended_says_nothing(path):
+    """As after Ctrl-C while it imports its libraries."""
+    (_own,), (other,) = meeting(2, torch.device("cpu"))
+    ours, theirs = socket.socketpair()
+    with theirs, other:
+        fds = theirs.fileno(), other.fileno()
+        follower = subprocess.Popen(
+            [sys.executable, "-m", ranks.FOLLOWER_MODULE, *map(str, fds)],
+            pass_fds=fds,
+            stderr=subprocess.PIPE,
+        )
+    with follower, ours:
+        ours.sendall(encode(Enlist(config_of(path), 1)))
+        ours.close()
+        _, said = follower.communicate(timeout=PATIENCE_S)
+    assert (follower.returncode, said) == (0, b"")
 
 
 def asked(llm, request_id, max_tokens):

@@ -27,6 +27,9 @@ MAX_KEPT_BYTES = 256 * 2**20
 MAX_LIVE_BYTES = 2**30
 #: White space between two JSON elements: a line break and an indentation.
 MAX_WHITESPACE = 20
+#: The compiler's rule for a character of a string of bounded length, and the rule without control
+#: characters, which JSON has to escape.
+_CHARACTER, _JSON_CHARACTER = r" ::= (([^\"\\\r\n]))", r" ::= (([^\0-\x1f\"\\]))"
 
 
 class Vocabulary:
@@ -199,13 +202,22 @@ def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.Compiled
     compiler = vocabulary.compiler
     try:
         if source.kind in ("json_schema", "json_object"):
-            schema = compilable(source.text)
-            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            return compiler.compile_grammar(_grammar_of_schema(compilable(source.text)))
         if source.kind == "regex":
             return compiler.compile_regex(plain_regex(source.text))
         return compiler.compile_grammar(source.text)
     except (RuntimeError, ValueError) as error:
         raise not_valid(source.kind, error) from error
+
+
+def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+    rules = str(grammar)
+    if _CHARACTER not in rules:
+        return grammar
+    return xgrammar.Grammar.from_ebnf(rules.replace(_CHARACTER, _JSON_CHARACTER))
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

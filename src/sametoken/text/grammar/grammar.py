@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, shown
 from sametoken.text.grammar.after_reasoning import GrammarAfterReasoning, allow
 from sametoken.text.grammar.compiled import (
     Compiled,
@@ -123,6 +123,8 @@ class XGrammar:
             for pattern in _checked_patterns(self.source):
                 # Within a schema, the compiler ignores what it does not support in a pattern.
                 xgrammar.Grammar.from_regex(plain_regex(pattern))
+                if kind == "json_schema":
+                    _require_unescaped(pattern)
             masks = xgrammar.allocate_token_bitmask(1, self.vocabulary.info.vocab_size)
             self.new_matcher().fill(masks, 0)
         except RequestError:
@@ -250,3 +252,20 @@ def _checked_patterns(source: GrammarSource) -> tuple[str, ...]:
     for pattern in patterns:
         check_regex(pattern)
     return patterns
+
+
+def _require_unescaped(pattern: str) -> None:
+    """Refuse a pattern in a schema if JSON escapes a part of every text of it.
+
+    The compiler would write these texts as they are, which is no JSON.
+    """
+    import xgrammar
+
+    schema = {"type": "string", "pattern": plain_regex(pattern)}
+    # So the compiler writes what it has made for JSON.
+    if "json_string=true" not in str(xgrammar.Grammar.from_json_schema(schema)):
+        raise RequestError(
+            f"json_schema: every text of the pattern {shown(pattern)} has a quotation mark, a "
+            "backslash or a control character, which JSON escapes, and that is not supported",
+            "list the texts in an enum, or use a regex or a grammar of the whole answer",
+        )

@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from sametoken.errors import RequestError
+from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
 #: Pairs of oneOf branches that must be compared with each other.
@@ -101,15 +102,22 @@ def check_schema(text: str) -> tuple[str, ...]:
 
 
 def compilable(text: str) -> str:
-    """A checked schema without ``format`` where a ``pattern`` is given too.
+    """A checked schema as the compiler reads it right.
 
-    There it only annotates the value (draft 2020-12, section 7), but the compiler would ignore the
-    pattern. zod writes both.
+    Its patterns are plain: beyond ASCII the compiler would not escape what they match. ``format``
+    is left out beside a pattern: there it only annotates the value (draft 2020-12, section 7), but
+    the compiler would ignore the pattern. zod writes both.
     """
     root, is_whole = _parsed(text), True
     for schema in _subschemas(root, 0):
-        if "pattern" in schema and schema.pop("format", None) is not None:
-            is_whole = False
+        given = dict(schema)
+        if "pattern" in schema:
+            schema.pop("format", None)
+            schema["pattern"] = plain_regex(schema["pattern"])
+        if "patternProperties" in schema:
+            found = schema["patternProperties"].items()
+            schema["patternProperties"] = {plain_regex(name): one for name, one in found}
+        is_whole = is_whole and schema == given
     return text if is_whole else json.dumps(root)
 
 

@@ -12,6 +12,7 @@ _KNOWN = frozenset("0DSWdefnrstvw")
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
 _ESCAPE = re.compile(_ESCAPED, re.DOTALL)
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PART = re.compile(_ESCAPED + r"|[\[\]^$]|\(\?<?[=!]", re.DOTALL)
 # Comments, literals and character classes of a grammar, whose content is not grammar syntax.
 _GRAMMAR_PART = re.compile(
@@ -64,8 +65,8 @@ def check_grammar(text: str) -> None:
 
 
 def plain_regex(pattern: str) -> str:
-    """An equal expression with escapes that the compiler reads without a warning."""
-    return _ESCAPE.sub(_plain, pattern)
+    """An equal expression in ASCII, with escapes that the compiler reads without a warning."""
+    return _NOT_ASCII.sub(lambda found: rf"\u{{{ord(found[0]):x}}}", _ESCAPE.sub(_plain, pattern))
 
 
 def _check_escape(escaped: str, in_class: bool) -> None:

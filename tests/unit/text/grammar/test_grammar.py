@@ -85,6 +85,35 @@ def test_texts_of_the_form_are_accepted_and_no_others(fields, right, wrong, comp
     assert [text for text in wrong if accepts(grammar, tokenizer, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("schema", "right"),
+    [
+        ({"maxLength": 3}, ["", "aé", "🎉/'"]),
+        ({"minLength": 2}, ["ab", "é" * 9]),
+        ({"pattern": "^[^é]{0,3}$"}, ["", "ab", "ü🎉"]),
+        ({"pattern": ".*é"}, ["é", "🎉é"]),
+        ({"pattern": "[^a-я🎉]+"}, ["A日"]),
+    ],
+)
+@pytest.mark.parametrize("of", ["value", "name"])
+def test_strings_of_a_schema_have_no_character_that_json_escapes(
+    schema, right, of, compiler, tokenizer
+):
+    whole, form = {"type": "string", **schema}, "%s"
+    if of == "name":
+        whole = {"type": "object", "propertyNames": whole, "additionalProperties": {"const": 1}}
+        if "pattern" in schema:
+            whole["patternProperties"] = {schema["pattern"]: whole.pop("additionalProperties")}
+            del whole["propertyNames"]
+        form = "{%s: 1}"
+    grammar = compiler.compile(StructuredOutputs(json_schema=json.dumps(whole)))
+    for text in right:
+        assert accepts(grammar, tokenizer, form % json.dumps(text, ensure_ascii=False)), text
+    for character in '"\\\t\n\x00\x0b\x1f':
+        for text in (character, f"{character}é", f"a{character}", f"ab{character}é"):
+            assert not accepts(grammar, tokenizer, form % f'"{text}"'), text
+
+
 def test_a_mask_allows_exactly_the_tokens_that_can_be_accepted(compiler, tokenizer, vocab_size):
     matcher = compiler.compile(StructuredOutputs(regex="th[a-e ]+cat|Grüße")).new_matcher()
     for token_id in tokenizer.encode("the "):
@@ -170,6 +199,9 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
         ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "has the lookahead"),
         ({"json_schema": '{"type": "string", "pattern": "a^b"}'}, "has the anchor"),
         ({"json_schema": '{"patternProperties": {"a^b": {}}}'}, "has the anchor"),
+        ({"json_schema": '{"type": "string", "pattern": "a\\"b"}'}, "every text of the pattern"),
+        ({"json_schema": r'{"type": "string", "pattern": "é\\\\d"}'}, "every text of the pattern"),
+        ({"json_schema": r'{"patternProperties": {".\\n": {}}}'}, "every text of the pattern"),
         ({"grammar": 'root ::= Regex("a^b")'}, "has the anchor"),
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"above {MAX_CHARACTERS}"),
         ({"regex": "(" * (MAX_NESTING + 1)}, "nests brackets deeper"),

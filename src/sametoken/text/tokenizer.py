@@ -46,8 +46,8 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
 
-#: How SentencePiece writes a space.
-_SPACE = "\u2581"
+#: How SentencePiece writes a space, as a character or as a byte.
+_SPACES = ("\u2581", "<0x20>")
 #: A token that SentencePiece names by its byte.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -118,7 +118,7 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of a single token within a text, special tokens included."""
         text = self.decode((token_id,), skip_special_tokens=False)
-        if not (self.backend.id_to_token(token_id) or "").startswith(_SPACE):
+        if not (self.backend.id_to_token(token_id) or "").startswith(_SPACES):
             return text
         # Decoders of SentencePiece take the space from the beginning of a text.
         twice = self.decode((token_id, token_id), skip_special_tokens=False)

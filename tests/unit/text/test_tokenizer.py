@@ -326,3 +326,13 @@ def test_a_token_s_text_has_the_space_that_begins_it():
         backend.decoder = decoder
         tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
         assert [tokenizer.decode_token(one) for one in range(5)] == ["a", " a", " ", "  ", " <"]
+
+
+def test_a_space_as_a_byte_is_a_space():
+    """As an answer may have it whose grammar allows the byte, though no encoder writes it."""
+    vocab = {"a": 0, "<0x20>": 1, "<0x0A>": 2}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [tokenizer.decode_token(one) for one in range(3)] == ["a", " ", "\n"]

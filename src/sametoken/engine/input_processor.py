@@ -227,7 +227,8 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
-            raise RequestError("the prompt is empty", "give at least one token")
+            remedy = "give at least one token"
+            raise RequestError("the prompt is empty", remedy, param="prompt_token_ids")
         require_fitting(len(token_ids), self._max_model_len - 1)
         self._check_ids("prompt_token_ids", token_ids)
 

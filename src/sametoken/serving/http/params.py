@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sametoken.engine.sampling_defaults import ServerDefaults
+from sametoken.engine.user_inputs import TOO_LONG
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.schemas import (
@@ -160,8 +161,8 @@ def named_as_sent(request: SamplingFields) -> Iterator[None]:
     except RequestError as error:
         if error.param == PARAM:
             error.param = _constraint_field(request)
-        elif error.param == "prompt_token_ids":
-            error.param = "prompt"
+        elif error.param == "prompt_token_ids" or error.code == TOO_LONG:
+            error.param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise
 
 

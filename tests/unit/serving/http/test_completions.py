@@ -147,12 +147,18 @@ def test_a_prompt_beyond_the_context_has_openai_s_code(serve):
         ("completions", {"prompt": [1] * 600}),
         ("completions", {"prompt": "x" * 100_000}),
         ("chat/completions", {"messages": [body]}),
+        ("responses", {"input": "x" * 600}),
     ):
         answer = client.post(f"/v1/{path}", json=prompt)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            400,
-            "context_length_exceeded",
-        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == next(iter(prompt))
+
+
+@pytest.mark.parametrize("prompt", ["", [], ["a", ""], [[1], []]])
+def test_an_empty_prompt_is_named(serve, prompt):
+    answer = serve(FakeEngine()).post("/v1/completions", json={"prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_the_drafts_of_every_step_when_asked_for(serve):

@@ -26,7 +26,7 @@ MAX_DIGITS = 300
 _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
-_FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool"))
+_FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool", "NamedFunctionTool"))
 _NOT_FINITE = re.compile(rb"[NI]")
 # Anchored at the start of a number, so that the time is linear in the text.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))

@@ -298,6 +298,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"tools": [{"name": "f"}]}, "tools", "tools.0.type: Field required"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
+        ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0.type"),
         ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),

@@ -147,7 +147,7 @@ def _plain_call(call: Any) -> Any:
     if not isinstance(read, dict):
         raise RequestError(
             f"a call of a message has the arguments {shown(arguments)}, which are no JSON object",
-            "give them as they were received, or as an object",
+            "give an object, and {} for a call that the model left broken",
             param="messages",
         )
     return {**call, "function": {**function, "arguments": read}}

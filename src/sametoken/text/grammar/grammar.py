@@ -259,13 +259,20 @@ def _require_unescaped(pattern: str) -> None:
 
     The compiler would write these texts as they are, which is no JSON.
     """
-    import xgrammar
-
-    schema = {"type": "string", "pattern": plain_regex(pattern)}
-    # So the compiler writes what it has made for JSON.
-    if "json_string=true" not in str(xgrammar.Grammar.from_json_schema(schema)):
+    if _is_escaped("a") and not _is_escaped(plain_regex(pattern)):
         raise RequestError(
             f"json_schema: every text of the pattern {shown(pattern)} has a quotation mark, a "
             "backslash or a control character, which JSON escapes, and that is not supported",
             "list the texts in an enum, or use a regex or a grammar of the whole answer",
         )
+
+
+def _is_escaped(pattern: str) -> bool:
+    """Whether the compiler says that a pattern's texts are written as JSON.
+
+    It says so in words of its version: of no pattern if another version has others.
+    """
+    import xgrammar
+
+    schema = {"type": "string", "pattern": pattern}
+    return "json_string=true" in str(xgrammar.Grammar.from_json_schema(schema))

@@ -45,7 +45,8 @@ def assert_rows_independent(function, *columns):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "rows"), [(96, 576, 300), (577, 130, 70), (64, 1536, 70), (33, 65, 300)]
+    ("n", "k", "rows"),
+    [(96, 576, 300), (577, 130, 70), (64, 1536, 70), (33, 65, 300), (8, 43, 70), (3, 43, 70)],
 )
 def test_linear(kernels, dtype, rows, n, k):
     weight = kernels.pack(normal(n, k, dtype=dtype))

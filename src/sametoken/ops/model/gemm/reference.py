@@ -1,8 +1,9 @@
 """Matrix products in plain PyTorch, in calls of one fixed shape.
 
-A library may choose the order of additions by the number of rows, and split long fp32 sums by the
-number of threads. So its matrix product is only called with ``ROWS`` rows, zero padded, and in fp32
-with at most ``DEPTH`` features (tests/unit/ops/test_batch_invariance.py).
+A library may choose the order of additions by the number of rows, or by a row's place where the
+matrix has few rows itself, and split long fp32 sums by the number of threads. So it is only called
+with ``ROWS`` rows, zero padded, and in fp32 with at most ``DEPTH`` features and with matrices of at
+least ``NARROW`` rows, padded too (tests/unit/ops/test_batch_invariance.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 ROWS = 8
 FEATURES = 4096
 DEPTH = 128
+NARROW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,14 @@ def _linear(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """``tile @ matrix.T (+ bias)``: [ROWS, K] and [N, K] -> [ROWS, N]."""
     if tile.dtype != torch.float32:
         return F.linear(tile, matrix, bias)
+    width = matrix.shape[0]
+    if width < NARROW:
+        matrix = F.pad(matrix, (0, 0, 0, NARROW - width))
     out = F.linear(tile[:, :DEPTH], matrix[:, :DEPTH])
     for start in range(DEPTH, tile.shape[1], DEPTH):
         part = slice(start, start + DEPTH)
         out += F.linear(tile[:, part], matrix[:, part])
+    out = out[:, :width]
     return out if bias is None else out + bias
 
 

@@ -39,9 +39,10 @@ def assert_rows_independent(function, *columns):
         assert torch.equal(function(*(c[part] for c in columns)), whole[part]), (start, size)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(1))
     assert torch.equal(function(*(c[order] for c in columns)), whole[order])
-    torch.set_num_threads(2)
-    assert torch.equal(function(*columns), whole)
-    assert torch.equal(function(*(c[:1] for c in columns)), whole[:1])
+    for threads in (2, 16):
+        torch.set_num_threads(threads)
+        assert torch.equal(function(*columns), whole)
+        assert torch.equal(function(*(c[:1] for c in columns)), whole[:1])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_rope_and_cache(kernels, dtype, make_scene, with_norm):
     ("shape", "sinks"),
     [
         (AttentionShape(9, 3, 64), None),
+        (AttentionShape(7, 1, 40), None),
         (AttentionShape(4, 4, 40), None),
         (AttentionShape(4, 2, 40, sliding_window=9), None),
         (AttentionShape(4, 2, 40), torch.tensor([0.3, 2.0, -1.0, 6.0])),

@@ -24,6 +24,7 @@ WHERE = [(0, 599), (0, 600), (0, 255), (0, 256), (1, 0), (1, 39), (0, 511)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 5, 64])
 @pytest.mark.parametrize("kernels", BOTH, ids=lambda one: one.name)
+@pytest.mark.usefixtures("one_thread")
 def test_attention_is_right_and_a_row_has_its_bits_in_any_company(kernels, heads, dtype):
     scene = LatentScene([601, 40], heads=heads, dtype=dtype)
     q, rows = scene.rows(WHERE)
@@ -31,6 +32,7 @@ def test_attention_is_right_and_a_row_has_its_bits_in_any_company(kernels, heads
     tolerance = 3e-6 if dtype is torch.float32 else 2e-2
     expected = scene.expected(q, rows, SCALE)
     torch.testing.assert_close(together.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.set_num_threads(2)
     for row in range(len(WHERE)):
         one = slice(row, row + 1)
         alone = replace(rows, positions=rows.positions[one], slots=rows.slots[one])

@@ -15,6 +15,7 @@ from sametoken.ops.backend import (
     QueryRows,
 )
 from sametoken.ops.model.attention.kv import as_read
+from sametoken.ops.model.one_thread import one_thread
 
 
 def attention(
@@ -32,8 +33,9 @@ def attention(
         keys = as_read(_gathered(kv.keys, rows.block_table[slot], first, stop), kv.k_scales)
         values = as_read(_gathered(kv.values, rows.block_table[slot], first, stop), kv.v_scales)
         grouped = q[row].clone().float().unflatten(0, (shape.num_kv_heads, -1))
-        weights = _weights(grouped @ keys.mT * shape.scale, sinks)
-        out[row] = (weights @ values).flatten().to(q.dtype)
+        with one_thread():
+            weights = _weights(grouped @ keys.mT * shape.scale, sinks)
+            out[row] = (weights @ values).flatten().to(q.dtype)
     return out
 
 

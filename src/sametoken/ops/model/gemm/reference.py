@@ -1,9 +1,9 @@
 """Matrix products in plain PyTorch, in calls of one fixed shape.
 
-A library may choose the order of additions by the number of rows, or by a row's place where the
-matrix has few rows itself, and split long fp32 sums by the number of threads. So it is only called
-with ``ROWS`` rows, zero padded, and in fp32 with at most ``DEPTH`` features and with matrices of at
-least ``NARROW`` rows, padded too (tests/unit/ops/test_batch_invariance.py).
+A library may choose the order of additions by the number of rows, and in fp32 by the number of
+threads, or by a row's place where the matrix has few rows itself. So it is only called with
+``ROWS`` rows, zero padded, and in fp32 on one thread and with matrices of at least ``NARROW`` rows,
+padded too (tests/unit/ops/test_batch_invariance.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sametoken.ops.model.one_thread import one_thread
+
 ROWS = 8
 FEATURES = 4096
-DEPTH = 128
 NARROW = 16
 
 
@@ -72,11 +73,8 @@ def _linear(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     width = matrix.shape[0]
     if width < NARROW:
         matrix = F.pad(matrix, (0, 0, 0, NARROW - width))
-    out = F.linear(tile[:, :DEPTH], matrix[:, :DEPTH])
-    for start in range(DEPTH, tile.shape[1], DEPTH):
-        part = slice(start, start + DEPTH)
-        out += F.linear(tile[:, part], matrix[:, part])
-    out = out[:, :width]
+    with one_thread():
+        out = F.linear(tile, matrix)[:, :width]
     return out if bias is None else out + bias
 
 

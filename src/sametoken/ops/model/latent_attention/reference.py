@@ -14,6 +14,7 @@ from sametoken.ops.backend import (
 from sametoken.ops.model.gemm.reference import product
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.model.norm_rope import rms_norm
+from sametoken.ops.model.one_thread import one_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def attention(q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent) -> 
     for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
         blocks = rows.block_table[slot, : -(-stop // block_size)]
         vectors = memory.vectors[blocks].flatten(0, 1)[:stop].float().contiguous()
-        weights = torch.softmax(q[row].float().clone() @ vectors.T * scale, dim=-1)
-        out[row] = (weights @ vectors[:, : memory.rank].contiguous()).to(q.dtype)
+        with one_thread():
+            weights = torch.softmax(q[row].float().clone() @ vectors.T * scale, dim=-1)
+            out[row] = (weights @ vectors[:, : memory.rank].contiguous()).to(q.dtype)
     return out

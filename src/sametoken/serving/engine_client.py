@@ -427,6 +427,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if output is None and self._error is not None:
             error, self._error = self._error, None
             raise error
+        if self._error is not None:
+            # It is next, and nothing else wakes a reader of several streams for it.
+            self._changed.set()
         return output
 
     async def aclose(self) -> None:

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from helpers.fake_engine import FakeEngine
-from sametoken.errors import NumericalError, OverloadedError
+from sametoken.errors import EngineDeadError, NumericalError, OverloadedError
+from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
@@ -22,6 +23,7 @@ from sametoken.serving.http.generation import (
     while_connected,
 )
 from sametoken.serving.http.times import RequestTimes
+from sametoken.types.outputs import RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(n=2, max_tokens=64)
@@ -76,6 +78,16 @@ async def test_a_failure_ends_all():
     async with await begin(FakeEngine(failed=True), "a", "b") as generation:
         with pytest.raises(NumericalError):
             await generation.finish()
+
+
+async def test_a_failure_after_an_output_that_was_not_read_ends_all():
+    streams = [RequestStream(name, lambda _: None) for name in "ab"]
+    generation = Generation(streams, RequestTimes(CollectorRegistry(), "toy"))
+    streams[1].put(RequestOutput("b", "x", (), (), False, RequestMetrics(0.0)))
+    streams[1].fail(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(generation.finish(), 10)
+    assert [output.request_id for output in generation.outputs] == ["b"]
 
 
 async def test_an_abort_from_outside_is_an_error():

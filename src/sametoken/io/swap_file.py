@@ -114,6 +114,8 @@ class SwapFile:
         """End all copies: what the worker still does has no effect."""
         with self._lock:
             self._hangs = True
+            # One that has ended since ``finished`` looked is among them.
+            self._finished = queue.SimpleQueue()
         self._fail(f"no copy has ended in {MOST_SECONDS:g} s")
         return [(place, False) for place in self._under_way]
 

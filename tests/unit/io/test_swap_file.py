@@ -111,6 +111,40 @@ def test_a_disk_that_hangs_is_given_up_and_what_comes_late_is_nobody_s(
     assert len(caplog.records) == 1
 
 
+def test_a_copy_that_ends_as_the_file_is_given_up_ends_once(tmp_path, monkeypatch):
+    answers, has_ended = threading.Event(), threading.Event()
+    file, pwrite = opened(tmp_path, held(1)), os.pwrite
+
+    def hanging(*arguments):
+        answers.wait(60)
+        return pwrite(*arguments)
+
+    class Lock:
+        """The caller comes to it behind the worker, which it finds at its end."""
+
+        def __init__(self):
+            self.inner, self.caller = file._lock, threading.get_ident()
+
+        def __enter__(self):
+            if threading.get_ident() == self.caller:
+                answers.set()
+                assert has_ended.wait(60)
+            self.inner.acquire()
+
+        def __exit__(self, *error):
+            self.inner.release()
+            has_ended.set()
+
+    file._lock = Lock()
+    monkeypatch.setattr(os, "pwrite", hanging)
+    monkeypatch.setattr(swap_file, "MOST_SECONDS", 0.01)
+    file.write(5, 0)
+    ended = []
+    while not ended:
+        ended = list(file.finished(wait=True))
+    assert ended + list(file.finished()) == [(5, False)]
+
+
 def test_a_slow_disk_is_no_hanging_one(tmp_path, monkeypatch):
     """Its copies take 80 s, each of them 20 s."""
     file, pwrite, now = opened(tmp_path, held(4)), os.pwrite, [0.0]

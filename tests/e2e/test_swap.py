@@ -23,6 +23,7 @@ from helpers.harness import (
 )
 from helpers.hybrid_toy import HybridToy
 from helpers.recorded import RecordedLogits
+from helpers.swap_files import wait_for_copies
 from helpers.toy import ToyModel
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -147,8 +148,7 @@ def test_blocks_move_on_to_a_file_and_a_broken_one_costs_no_token(
         monkeypatch.setattr(os, "pwrite", full)
 
     def settle():
-        # One thread copies: what it is given now comes last.
-        files[0]._worker.submit(int).result()
+        wait_for_copies(files[0])
 
     tokens = chats(core, range(1), settle)
     if broken == "content":
@@ -180,12 +180,12 @@ def test_a_disk_that_hangs_costs_no_token_and_holds_nobody_up_for_ever(
 
     shape = Shape(num_blocks=10, num_host_blocks=8, num_idle_host_blocks=8, steps_in_flight=2)
     core = build(ToyModel(), shape, make_file=make_file)
-    tokens = chats(core, range(1), lambda: files[0]._worker.submit(int).result())
+    tokens = chats(core, range(1), lambda: wait_for_copies(files[0]))
     monkeypatch.setattr(os, "pread", hanging)
     monkeypatch.setattr(swap_file, "MOST_SECONDS", 0.2)
     tokens |= chats(core, range(1, 2))
     answers.set()
-    files[0]._worker.submit(int).result()
+    wait_for_copies(files[0])
     assert tokens | chats(core, range(2, 3)) == without_cache()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 
 from sametoken.errors import ConfigError
@@ -68,9 +68,12 @@ class SwapFile:
         self._since = 0.0
         self._hangs = False
         self._lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, "swap-file")
         self._file = opened_in(directory)
-        weakref.finalize(self, self._file.close)
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
+        # The end of the process does not wait for a disk that hangs.
+        own = (self._jobs, self._file)
+        threading.Thread(target=_work, args=own, name="swap-file", daemon=True).start()
 
     def write(self, place: int, host_block: int) -> None:
         """Start to copy a host block to a place."""
@@ -108,7 +111,7 @@ class SwapFile:
         if self._hangs:
             self._finished.put((place, False))
         else:
-            self._worker.submit(self._run, copy, place, self._buffer(host_block))
+            self._jobs.put(partial(self._run, copy, place, self._buffer(host_block)))
 
     def _give_up(self) -> list[tuple[int, bool]]:
         """End all copies: what the worker still does has no effect."""
@@ -123,8 +126,8 @@ class SwapFile:
         is_right = False
         try:
             is_right = copy(place, block)
-        except OSError as error:
-            self._fail(str(error))
+        except (OSError, MemoryError) as error:
+            self._fail(str(error) or "no memory to read into")
         finally:
             with self._lock:
                 if not self._hangs:
@@ -162,6 +165,14 @@ class SwapFile:
         if self.num_blocks:
             self.num_blocks = 0
             logger.warning("the swap file is not used any more (%s); requests run without", cause)
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], object] | None], file: FileIO) -> None:
+    with file:
+        while (job := jobs.get()) is not None:
+            job()
+            # While this waits it holds no file, which ends with its last reference.
+            del job
 
 
 def _digest(block: memoryview | bytearray) -> bytes:

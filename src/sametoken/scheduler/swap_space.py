@@ -15,8 +15,8 @@ Key = bytes | tuple[int, int]
 #: While less than 1 / SPARE of the host blocks are free, blocks move on to the file.
 SPARE = 4
 
-#: Blocks on their way to the file at most: a request whose blocks are read waits for these writes,
-#: and so does the end of the process. A slow disk takes what it can, the rest is dropped.
+#: Blocks on their way to the file at most: a request whose blocks are read waits for these writes.
+#: A slow disk takes what it can, the rest is dropped.
 MOST_WRITES = 128
 
 #: Before the first step.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from helpers.swap_files import wait_for_copies
 from sametoken.errors import ConfigError
 from sametoken.io import swap_file
 from sametoken.io.swap_file import SwapFile
@@ -79,7 +82,7 @@ def test_a_full_disk_is_said_once_and_nothing_more_is_written(tmp_path, monkeypa
 def test_a_disk_that_hangs_is_given_up_and_what_comes_late_is_nobody_s(
     wait, tmp_path, monkeypatch, caplog
 ):
-    blocks, answers, ends = held(4), threading.Event(), threading.Event()
+    blocks, answers = held(4), threading.Event()
     file = opened(tmp_path, blocks)
     file.write(3, 0)
     file.finished(wait=True)
@@ -104,8 +107,7 @@ def test_a_disk_that_hangs_is_given_up_and_what_comes_late_is_nobody_s(
     file.read(3, 1)
     assert file.finished(wait=True) == [(3, False)]
     answers.set()
-    file._worker.submit(ends.set)
-    assert ends.wait(60)
+    wait_for_copies(file)
     assert file.finished() == []
     assert blocks == held(4)
     assert len(caplog.records) == 1
@@ -143,6 +145,29 @@ def test_a_copy_that_ends_as_the_file_is_given_up_ends_once(tmp_path, monkeypatc
     while not ended:
         ended = list(file.finished(wait=True))
     assert ended + list(file.finished()) == [(5, False)]
+
+
+def test_the_process_ends_before_a_disk_that_hangs():
+    code = """
+import os, threading
+from sametoken.io.swap_file import SwapFile
+os.pwrite = lambda *arguments: threading.Event().wait()
+file = SwapFile(".", 1, lambda index: memoryview(bytes(9)))
+file.write(0, 0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_file_and_its_thread_end_with_the_last_reference(tmp_path):
+    before = set(threading.enumerate())
+    file = opened(tmp_path, held(1))
+    (thread,) = set(threading.enumerate()) - before
+    file.write(0, 0)
+    file.finished(wait=True)
+    raw = file._file
+    del file
+    thread.join(60)
+    assert raw.closed
 
 
 def test_a_slow_disk_is_no_hanging_one(tmp_path, monkeypatch):

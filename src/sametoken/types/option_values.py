@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sametoken.errors import ConfigError, RequestError, shown
 
+_T = TypeVar("_T")
 # Linux limits in bytes: a path, and one name in it.
 _MAX_PATH, _MAX_NAME = 4095, 255
 # Annotation to the name and the types that a field accepts.
@@ -273,6 +275,24 @@ def require_known(
         if name not in known:
             remedy = elsewhere.get(name) or suggestion(name, known)
             raise RequestError(f"{kind} has no {name!r}", remedy, param=name)
+
+
+def refusing_unknown(elsewhere: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """A dataclass with slots that refuses unknown arguments as ``require_known`` does."""
+
+    def decorated(cls: type[_T]) -> type[_T]:
+        # Not in ``__new__``, which would hide the signature.
+        initialize = cls.__init__
+
+        @functools.wraps(initialize)
+        def with_known_names(self: _T, *arguments: Any, **given: Any) -> None:
+            require_known(cls.__name__, given, cls.__slots__, elsewhere)  # type: ignore[attr-defined]
+            initialize(self, *arguments, **given)
+
+        cls.__init__ = with_known_names  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorated
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from sametoken.errors import RequestError, shown
-from sametoken.types.option_values import require_known
+from sametoken.types.option_values import refusing_unknown
 from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Parameters that a checkpoint's generation_config.json may recommend, by their names in it.
@@ -56,6 +56,7 @@ ELSEWHERE = {
 }
 
 
+@refusing_unknown(ELSEWHERE)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request, checked on construction.
@@ -107,11 +108,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     num_speculative_tokens: int | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-        """Refuse unknown arguments before the dataclass does."""
-        require_known(cls.__name__, given, cls.__slots__, ELSEWHERE)
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_kinds()

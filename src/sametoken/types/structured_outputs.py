@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from sametoken.errors import RequestError, shown
-from sametoken.types.option_values import require_known
+from sametoken.types.option_values import refusing_unknown
 
 #: Time budget of a request's masks: a credit, and an allowance added per mask. With 150,000 tokens
 #: an ordinary mask takes 1 ms, and JSON's costliest 8 ms.
@@ -121,6 +121,7 @@ _ELSEWHERE = {
 PARAM = "structured_outputs"
 
 
+@refusing_unknown(_ELSEWHERE)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """A constraint on a completion's text. Exactly one kind is set.
@@ -146,11 +147,6 @@ class StructuredOutputs:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     reasoning: Reasoning | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> StructuredOutputs:
-        """Refuse unknown arguments before the dataclass does."""
-        require_known(cls.__name__, given, cls.__slots__, _ELSEWHERE)
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 
@@ -190,6 +191,11 @@ def test_another_engines_argument_is_refused_with_what_to_use(given, remedy):
     with pytest.raises(RequestError, match=f"SamplingParams has no .*{remedy}") as caught:
         SamplingParams(**given)
     assert caught.value.param == next(iter(given))
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, StructuredOutputs])
+def test_tools_see_every_argument(kind):
+    assert list(inspect.signature(kind).parameters) == list(kind.__slots__)
 
 
 def test_parameters_can_be_copied_and_pickled():

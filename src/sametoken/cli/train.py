@@ -319,6 +319,8 @@ def _write_text(
                 max_seconds=max_seconds,
                 advance=lambda count: progress.advance(task, count),
             )
+    if written.errors:
+        announce(f"prompts without an answer: {len(written.errors)}; first: {written.errors[0]}")
     # Free the engine's memory for training.
     del llm
     gc.collect()

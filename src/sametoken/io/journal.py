@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -183,13 +184,14 @@ class Journal:
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file atomically and durably.
+    """Write a file atomically and durably, packed with gzip if its name ends in .gz.
 
     Raises:
         ConfigError: it cannot be written.
     """
+    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        with replacing(path, synced=True) as unfinished, unfinished.open("wb") as file:
+        with replacing(path, synced=True) as unfinished, open_file(unfinished, "wb") as file:
             file.writelines(line + b"\n" for line in lines)
         sync(path.parent)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import time
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError, RequestError
-from sametoken.io.files import replacing, require_writable
-from sametoken.io.journal import Journal
+from sametoken.errors import ConfigError, RequestError, SametokenError
+from sametoken.io.files import require_writable
+from sametoken.io.journal import Journal, write_whole
 from sametoken.io.json_text import json_lines
 from sametoken.train.options import require_seconds
 from sametoken.train.text import messages_in, text_in, token_ids_in
@@ -57,12 +56,19 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Counts of new answers and their tokens, the seconds they took, and answers kept before."""
+    """What came of prompts.
+
+    Attributes:
+        answers, tokens, seconds: new answers, their tokens, and the time they took.
+        kept: answers of earlier runs.
+        errors: of the answers that failed, which the file does not have.
+    """
 
     answers: int
     tokens: int
     seconds: float
-    kept: int = 0
+    kept: int
+    errors: Sequence[SametokenError]
 
 
 def read_prompts(path: Path) -> list[TextPrompt]:
@@ -144,12 +150,13 @@ def write_text(
         if max_seconds is not None and time.monotonic() - began > max_seconds:
             break
         keeper.answer(llm, left[first : first + size])
-    rows = [kept[one.key] for one in asked if one.key in kept]
-    if rows:
-        _write(output, rows)
+    answered = [one.key for one in asked if one.key in kept]
+    if answered:
+        write_whole(output, map(kept.__getitem__, answered))
         kept.remove()
     seconds = time.monotonic() - began
-    return Written(len(rows) - num_before, keeper.tokens, seconds, num_before)
+    num_new = len(answered) - num_before
+    return Written(num_new, keeper.tokens, seconds, num_before, keeper.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,7 @@ class _Keeper:
 
     def __init__(self, kept: Journal, advance: Callable[[int], None]) -> None:
         self.tokens = 0
+        self.errors: list[SametokenError] = []
         self._kept = kept
         self._advance = advance
         self._finished: list[tuple[str, bytes]] = []
@@ -183,12 +191,11 @@ class _Keeper:
 
         prompts, params = [one.prompt for one in asked], [one.params for one in asked]
         try:
-            outputs = llm.generate(prompts, params, on_finished=take)
+            llm.generate(prompts, params, on_finished=take)
         finally:
             self._keep()
-        errors = [error for done in outputs if (error := done.outputs[0].error) is not None]
-        if errors and not len(self._kept):
-            raise errors[0]
+        if self.errors and not len(self._kept):
+            raise self.errors[0]
 
     def _take(self, key: str, done: RequestOutput) -> None:
         (answer,) = done.outputs
@@ -196,6 +203,8 @@ class _Keeper:
             row = {"prompt_token_ids": done.prompt_token_ids, "output_token_ids": answer.token_ids}
             self._finished.append((key, json.dumps(row).encode()))
             self.tokens += len(answer.token_ids)
+        else:
+            self.errors.append(answer.error)
         self._advance(1)
         # The disk is waited for, so that answers go there together.
         if time.monotonic() - self._kept_at > _KEEP_EVERY_S:
@@ -225,15 +234,6 @@ def _answerable(llm: LLM, prompt: TextPrompt, params: SamplingParams) -> dict[st
             raise
         cause = f"{prompt.place} cannot be answered ({error.cause})"
         raise RequestError(cause, error.remedy) from error
-
-
-def _write(output: Path, rows: Sequence[bytes]) -> None:
-    open_file = gzip.open if output.suffix == ".gz" else open
-    try:
-        with replacing(output) as unfinished, open_file(unfinished, "wb") as file:
-            file.writelines(row + b"\n" for row in rows)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
 
 
 def _prompt(row: Any) -> TextPrompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from sametoken.cli import train as command
 from sametoken.cli.main import app
+from sametoken.errors import NumericalError
 from sametoken.train import generate
 from sametoken.train.distillation import Distillation
 
@@ -210,6 +212,24 @@ def test_answers_go_on_after_an_interrupt(target, prompts, tmp_path):
     assert "1 answers of" in written.output
     assert "1 kept from an earlier run" in written.output
     assert len(text.read_text().splitlines()) == 2
+
+
+def test_answers_that_fail_are_told(target, prompts, tmp_path, monkeypatch):
+    take = generate._Keeper._take
+
+    def fail_one(keeper, key, done):
+        if not keeper.errors:
+            error = NumericalError("its logits are no numbers", "use another dtype")
+            done = replace(done, outputs=(replace(done.outputs[0], error=error),))
+        take(keeper, key, done)
+
+    monkeypatch.setattr(generate._Keeper, "_take", fail_one)
+    text = tmp_path / "text.jsonl"
+    options = ["--prompts", prompts, "--max-tokens", 6, "--device", "cpu", "--max-num-seqs", 1]
+    written = run("text", target, text, *options)
+    assert written.exit_code == 0, written.output
+    assert "prompts without an answer: 1; first: its logits are no numbers" in written.stderr
+    assert len(text.read_text().splitlines()) == 1
 
 
 def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(

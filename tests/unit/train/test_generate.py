@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from helpers.clock import Clock
 from helpers.training import GREEDY, open_llm, prompts_of, write_own_text
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, NumericalError, RequestError
+from sametoken.io.journal import Journal
 from sametoken.train import generate
 from sametoken.train.generate import TextPrompt, open_answers, read_prompts, write_text
 from sametoken.types.request import RequestUpdate
@@ -165,6 +168,7 @@ def test_answers_that_fail_are_not_counted(scripted, tmp_path):
     written = answer(llm, [TextPrompt([5]), TextPrompt([6])], packed, SHORT)
     with gzip.open(packed, "rt") as lines:
         assert len(list(lines)) == written.answers == 1
+    assert [type(error) for error in written.errors] == [NumericalError]
 
 
 def interrupted(llm, prompts, output, num_answers, params=GREEDY):
@@ -209,6 +213,42 @@ def test_finished_answers_are_on_disk_while_others_run(target, tmp_path, monkeyp
     answer(open_llm(target, max_num_seqs=2), asked, tmp_path / "t.jsonl", advance=look)
     # The first look is before any answer, each later one before its answer is kept.
     assert on_disk == [0, *range(len(asked))]
+
+
+def test_answers_outlive_a_disk_that_is_full_at_the_end(target, tmp_path, monkeypatch):
+    asked = [TextPrompt(p["prompt_token_ids"]) for p in prompts_of()]
+    output, replace_file = tmp_path / "t.jsonl", Path.replace
+
+    def full(path, other):
+        if other == output:
+            raise OSError(28, "No space left on device")
+        return replace_file(path, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(ConfigError, match=r"No space left .*the same command resumes the run"):
+            answer(open_llm(target), asked, output)
+    written = answer(open_llm(target), asked, output)
+    assert (written.answers, written.kept) == (0, len(rows_of(output))) == (0, len(asked))
+
+
+def test_answers_leave_their_parts_when_the_disk_has_the_file(target, tmp_path, monkeypatch):
+    """A crash of the machine may lose what was not synced."""
+    output, synced, remove = tmp_path / "t.jsonl", [], Journal.remove
+    fsync = os.fsync
+
+    def note(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def look(journal):
+        assert {output.stat().st_ino, tmp_path.stat().st_ino} <= set(synced)
+        remove(journal)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Journal, "remove", look)
+    answer(open_llm(target), [TextPrompt([5])], output)
+    assert not (tmp_path / "t.jsonl.parts").exists()
 
 
 def test_answers_of_other_settings_are_refused_by_name(target, tmp_path):

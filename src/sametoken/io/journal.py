@@ -58,8 +58,8 @@ class Journal:
                     DirectoryLock(directory, "wait for that run's end, or choose another output")
                 )
                 parts = self._find_parts()
-                self._require_settings(dict(settings), are_new=not parts)
                 self._read(parts)
+                self._require_settings(dict(settings))
                 self._path = directory / f"part-{len(parts):05}.jsonl"
                 # Unbuffered: a failed write must not be repeated when the file is closed.
                 self._part = opened.enter_context(self._path.open("xb", buffering=0))
@@ -157,9 +157,9 @@ class Journal:
             for key, location in _records_in(part):
                 self._locations.setdefault(key, location)
 
-    def _require_settings(self, settings: dict[str, Any], *, are_new: bool) -> None:
+    def _require_settings(self, settings: dict[str, Any]) -> None:
         path = self._directory / _SETTINGS
-        if are_new and not path.exists():
+        if not self._locations:
             write_whole(path, [json.dumps(settings).encode()])
             return
         try:

@@ -112,6 +112,16 @@ def test_other_settings_are_refused_by_name(tmp_path):
         pass
 
 
+def test_settings_of_a_run_that_was_killed_without_a_result_bind_nobody(tmp_path):
+    with opened(tmp_path / "j") as journal:
+        journal._is_new = False
+    assert len(parts(tmp_path / "j")) == 1
+    with opened(tmp_path / "j", names=["b"]) as journal:
+        journal.append(RESULTS)
+    with pytest.raises(ConfigError, match="names=\\['b'\\], and this one has \\['a'\\]"):
+        opened(tmp_path / "j")
+
+
 def test_a_run_without_a_result_leaves_nothing(tmp_path):
     with opened(tmp_path / "j"):
         pass

@@ -29,32 +29,34 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     properties = schema.get("properties")
     if not isinstance(properties, dict) or name not in properties:
         return STRING
-    return frozenset(_types(properties[name], schema, set()))
+    return frozenset(_types(properties[name], schema))
 
 
-def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """The types of a schema; ``seen`` has the references that were followed."""
-    fields = schema if isinstance(schema, dict) else {}
-    named, reference = fields.get("type"), fields.get("$ref")
-    # Pydantic has written a reference beside a default as the only one of allOf.
-    choices = next((fields[name] for name in ("anyOf", "oneOf", "allOf") if name in fields), None)
-    if isinstance(named, str):
-        yield named
-    elif isinstance(named, list):
-        yield from (one for one in named if isinstance(one, str))
-    elif "const" in fields:
-        yield from types_of_value(fields["const"])
-    elif isinstance(fields.get("enum"), list):
-        for value in fields["enum"]:
-            yield from types_of_value(value)
-    elif isinstance(choices, list):
-        for choice in choices:
-            yield from _types(choice, root, seen)
-    elif not isinstance(reference, str):
-        yield from _ANY
-    elif reference not in seen:
-        seen.add(reference)
-        yield from _types(_referenced(root, reference), root, seen)
+def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """The types of a schema and of those that it leads to, by however long a way."""
+    left, followed = [schema], set[str]()
+    while left:
+        found = left.pop()
+        fields = found if isinstance(found, dict) else {}
+        named, reference = fields.get("type"), fields.get("$ref")
+        # Pydantic has written a reference beside a default as the only one of allOf.
+        choices = next((fields[key] for key in ("anyOf", "oneOf", "allOf") if key in fields), None)
+        if isinstance(named, str):
+            yield named
+        elif isinstance(named, list):
+            yield from (one for one in named if isinstance(one, str))
+        elif "const" in fields:
+            yield from types_of_value(fields["const"])
+        elif isinstance(fields.get("enum"), list):
+            for value in fields["enum"]:
+                yield from types_of_value(value)
+        elif isinstance(choices, list):
+            left += choices
+        elif not isinstance(reference, str):
+            yield from _ANY
+        elif reference not in followed:
+            followed.add(reference)
+            left.append(_referenced(root, reference))
 
 
 def _referenced(root: Any, reference: str) -> Any:

@@ -100,6 +100,7 @@ SCHEMA = {
         "code": {"enum": ["1", "2"]},
         "fixed": {"const": "1"},
         "loop": {"$ref": "#/$defs/loop"},
+        "far": {"$ref": "#/$defs/0"},
         "gone": {"$ref": "#/nowhere/0"},
     },
     "$defs": {
@@ -107,6 +108,8 @@ SCHEMA = {
         "color": {"$ref": "#/$defs/named"},
         "named": {"enum": ["7", "red"], "type": "string"},
         "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
+        **{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)},
+        "3000": {"type": "string"},
     },
 }
 parse_qwen = qwen3_coder_parser({"f": SCHEMA, "odd": {"properties": [1]}})
@@ -145,6 +148,7 @@ QWEN = {
         '{"color": "7", "code": "1", "fixed": "1"}'
     ),
     xml(("loop", "1"), ("gone", "1")): called('{"loop": "1", "gone": 1}'),
+    xml(("far", "1")): called('{"far": "1"}'),
     xml(("any", "[1]"), ("odd", "1.5")): called('{"any": [1], "odd": 1.5}'),
     xml(("unknown", "1")): called('{"unknown": "1"}'),
     xml(("x", "1"), name="odd"): called('{"x": "1"}', "odd"),

@@ -188,6 +188,18 @@ def test_other_pauses_hold_where_one_is_withdrawn(scene, wait):
     assert engine.scheduler.admits
 
 
+def test_a_pause_goes_on_waiting_where_another_is_withdrawn(scene):
+    engine, control, _, answers = scene
+    control.handle(Order(1, Pause(wait=False)))
+    control.handle(Order(2, Pause(wait=True)))
+    control.handle(Withdraw(1))
+    assert control.may_step
+    assert not engine.scheduler.admits
+    engine.scheduler.num_running = 0
+    control.note_step()
+    assert answers == [Answer(1, paused=True), Answer(1), Answer(2, paused=True)]
+
+
 def test_an_engine_that_sleeps_is_not_woken_by_a_withdrawal(scene):
     engine, control, _, answers = scene
     control.handle(Order(1, FallAsleep(2, wait=False)))

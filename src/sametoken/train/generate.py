@@ -131,7 +131,8 @@ def write_text(
         kept: from ``open_answers``. What an earlier run answered is not answered again; of an
             interrupted run the finished answers stay there.
         max_seconds: start no more answers after this time.
-        advance: receives the number of new answers.
+        advance: receives how many further prompts are done with: first those that have an answer,
+            or that of an equal one, then each that is answered or fails.
 
     Raises:
         ConfigError: a file cannot be written, or ``max_seconds`` is not above 0.
@@ -142,9 +143,9 @@ def write_text(
     require_seconds(max_seconds)
     asked = [_asked(llm, prompt, index, params) for index, prompt in enumerate(prompts)]
     num_before = sum(one.key in kept for one in asked)
-    advance(num_before)
-    began, keeper = time.monotonic(), _Keeper(kept, advance)
     left = list({one.key: one for one in asked if one.key not in kept}.values())
+    advance(len(asked) - len(left))
+    began, keeper = time.monotonic(), _Keeper(kept, advance)
     size = _REQUESTS_PER_SLOT * llm.resolved.config.max_num_seqs
     for first in range(0, len(left), size):
         if max_seconds is not None and time.monotonic() - began > max_seconds:

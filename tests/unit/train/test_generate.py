@@ -273,8 +273,10 @@ def test_prompts_that_failed_before_do_not_lose_the_others(scripted, tmp_path):
 
 def test_equal_prompts_of_one_seed_are_answered_once(scripted, tmp_path):
     llm, engine = scripted([[7], [EOS]], config=EngineConfig(max_num_seqs=2))
-    written = answer(llm, [TextPrompt([5], seed=3)] * 2, tmp_path / "t.jsonl", SHORT)
+    asked, told = [TextPrompt([5], seed=3)] * 2, []
+    written = answer(llm, asked, tmp_path / "t.jsonl", SHORT, advance=told.append)
     assert len(engine.requests) == 1
+    assert told == [1, 1]
     one, other = rows_of(tmp_path / "t.jsonl")
     assert one == other
     assert (written.answers, written.tokens) == (2, 2)

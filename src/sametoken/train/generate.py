@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError, RequestError, SametokenError
+from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable
 from sametoken.io.journal import Journal, write_whole
 from sametoken.io.json_text import json_lines
@@ -68,7 +68,7 @@ class Written:
     tokens: int
     seconds: float
     kept: int
-    errors: Sequence[SametokenError]
+    errors: Sequence[Exception]
 
 
 def read_prompts(path: Path) -> list[TextPrompt]:
@@ -174,7 +174,7 @@ class _Keeper:
 
     def __init__(self, kept: Journal, advance: Callable[[int], None]) -> None:
         self.tokens = 0
-        self.errors: list[SametokenError] = []
+        self.errors: list[Exception] = []
         self._kept = kept
         self._advance = advance
         self._finished: list[tuple[str, bytes]] = []

@@ -243,7 +243,7 @@ class EngineClient:
         self._stopped = self.is_sleeping = False
         self._pausing.clear()
         for ticket in list(self._answers):
-            self._take_answer(Answer(ticket, error=cause))
+            self._take_answer(Answer(ticket, error=copy.copy(cause)))
         self._audit.abandon()
         if self._queue.load.weight_version:
             # The next process has the weights as loaded.

@@ -474,6 +474,20 @@ async def test_a_command_that_is_cancelled_is_withdrawn(open_kit):
         assert not kit.client.is_paused
 
 
+async def test_each_command_that_is_lost_with_the_engine_has_an_error_of_its_own(open_kit):
+    async with open_kit() as kit:
+        given = (kit.client.command(Resume()) for _ in range(2))
+        lost = asyncio.gather(*given, return_exceptions=True)
+        await asyncio.sleep(0)
+        kit.process.ended.set()
+        one, other = await asyncio.wait_for(lost, PATIENCE_S)
+        assert isinstance(one, EngineDeadError)
+        assert str(one) == str(other)
+        assert one is not other
+        # That of ``AsyncLLM.errored`` holds nobody's frames.
+        assert kit.client.supervisor.cause.__traceback__ is None
+
+
 async def test_a_hung_step_is_seen_while_a_pause_waits_and_not_in_a_pause(open_kit):
     async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()

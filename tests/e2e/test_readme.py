@@ -1,6 +1,7 @@
 """Commands of README and docs/commands.md run, as do examples; the file tree is the real one.
 
-The commands of the other pages are parsed. README's chart is what its results page gives.
+The commands and code of the other pages are parsed, and the files they name exist. README's chart
+is what its results page gives.
 
 Everything runs in a directory where the names that README uses lead to tiny random
 checkpoints, but for the small hybrid, which the repository holds.
@@ -9,6 +10,7 @@ checkpoints, but for the small hybrid, which the repository holds.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from click import Command, Context
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +40,9 @@ README, COMMANDS, FILES, PYTHON = (
     for name in ("README.md", "docs/commands.md", "docs/files.md", "docs/python.md")
 )
 MAX_POSITIONS = 512
+AST, AWAIT = ast.PyCF_ONLY_AST, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+#: A path in a folder; pages name it from the root, the package, or their own folder.
+NAMED_FILE = re.compile(r"(?<![\w/.<>*$-])\w[\w-]*/[\w/-]+\.(?:py|c|h|md|toml|sh)\b")
 #: Too slow or endless for a test here, and tested by itself; only its options are checked.
 NOT_RUN = ("demo", "serve", "batch", "bench serve", "eval")
 
@@ -226,6 +232,19 @@ def test_commands_of_other_pages_parse():
         parsed(arguments)
 
 
+def test_code_of_every_page_parses_and_what_it_imports_is_there():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    examples = [example for text in texts for example in blocks("python", text)]
+    trees = [compile(example, "a page", "exec", AST | AWAIT) for example in examples]
+    imports = [node for tree in trees for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) > len(EXAMPLES) + 5
+    exec(compile(ast.Module(imports, []), "imports of pages", "exec"), {})
+    data = [loaded for text in texts for loaded in map(json.loads, blocks("json", text))]
+    data += [loaded for text in texts for loaded in map(yaml.safe_load, blocks("yaml", text))]
+    assert len(data) > 1
+    assert all(isinstance(loaded, dict) for loaded in data)
+
+
 def anchors(page) -> set[str]:
     """What a page's headings are called in links to them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -242,3 +261,21 @@ def test_links_lead_to_files_and_headings(page):
         file = page.parent / name if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_files_that_pages_name_are_there():
+    """Those of the log were there when it was written."""
+    named = [
+        (page, name)
+        for page in PAGES
+        if page.name != "LOG.md"
+        for name in NAMED_FILE.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 500
+    folders = (ROOT, PACKAGE, PACKAGE / "serving" / "http", ROOT / "tests" / "gpu")
+    missing = [
+        f"{page.name}: {name}"
+        for page, name in named
+        if not any((folder / name).exists() for folder in (page.parent, *folders))
+    ]
+    assert missing == []

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from sametoken.engine.sampling_defaults import ServerDefaults
@@ -34,6 +37,17 @@ EVERY = {
     "max_tokens": 9,
     "logprobs": 4,
 }
+PAGE = Path(__file__).parents[4] / "docs" / "server.md"
+OPENAI = {
+    *("model", "prompt", "messages", "n", "temperature", "top_p", "seed", "stop", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "max_tokens", "max_completion_tokens", "echo"),
+    *("logprobs", "top_logprobs", "stream", "stream_options", "tools", "reasoning_effort"),
+}
+
+
+def test_the_page_names_every_field_that_is_not_openai_s():
+    named = set(re.findall(r"`(\w+)[`:]", PAGE.read_text(encoding="utf-8")))
+    assert {*CompletionRequest.model_fields, *ChatRequest.model_fields} - OPENAI <= named
 
 
 def completion(defaults=DEFAULTS, **fields) -> SamplingParams:

@@ -252,7 +252,7 @@ def parse_integer(given: str | int) -> int:
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is the given one's last words, or spelled most alike; None if none is."""
-    names = list(known)
+    name, names = name[:_MAX_NAME], list(known)
     ends = [one for one in names if name.endswith(f"_{one}")]
     return max(ends, key=len, default=next(iter(difflib.get_close_matches(name, names, n=1)), None))
 
@@ -305,8 +305,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def choice(given: object, allowed: Iterable[str]) -> str:
     """The remedy for an impossible choice: the closest allowed value, and all of them."""
     names = list(allowed)
-    spelled = given[:_MAX_NAME] if isinstance(given, str) else ""
-    close = closest(spelled, names)
+    close = closest(given, names) if isinstance(given, str) else None
     return (f"did you mean {close!r}? " if close is not None else "") + f"use {listed(names)}"
 
 

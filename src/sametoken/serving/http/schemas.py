@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sametoken.errors import shown
-from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.errors import ApiError, invalid
+from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -240,7 +241,7 @@ class SamplingFields(BaseModel):
                 continue
             if name in self.refused:
                 raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
-            raise invalid(f"unknown field {shown(name)}. See /docs for the known ones", name)
+            raise _unknown(name, type(self).model_fields)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
         if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
@@ -248,6 +249,12 @@ class SamplingFields(BaseModel):
                 "detailed statistics need a single completion. Send one prompt with n=1",
                 "include_speculation_stats",
             )
+
+
+def _unknown(name: str, known: Iterable[str]) -> ApiError:
+    close = closest(name, known)
+    hint = f"Did you mean {close!r}? " if close is not None else ""
+    return invalid(f"unknown field {shown(name)}. {hint}See /docs for the known ones", name)
 
 
 class CompletionRequest(SamplingFields):

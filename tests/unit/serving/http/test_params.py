@@ -122,6 +122,16 @@ def test_contradictions_of_chat(fields, param):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("temprature", "Did you mean 'temperature'? See"), ("q" * 4000, "'. See /docs")],
+)
+def test_an_unknown_field_is_named_beside_what_is_spelled_alike(name, hint):
+    with pytest.raises(ApiError, match="unknown field") as caught:
+        CompletionRequest(prompt="x", **{name: 1}).check_fields(1)
+    assert hint in str(caught.value)
+
+
 @pytest.mark.parametrize("fields", [{"temperature": -1.0}, {"max_tokens": 0}, {"top_p": 2.0}])
 def test_impossible_values_are_the_request_s_error(fields):
     with pytest.raises(RequestError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import typer
 
 import sametoken
 from sametoken.cli.options import AsJson
+from sametoken.errors import UnsupportedError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "typer", "rich")
 _CPU_INFO = Path("/proc/cpuinfo")
-_COMPILERS = ("cc", "gcc", "clang")
 
 
 def env(
@@ -78,8 +78,10 @@ def _cpu_name() -> str:
 
 
 def _compiler() -> str:
-    for name in filter(None, (os.environ.get("CC"), *_COMPILERS)):
-        found = shutil.which(name)
-        if found:
-            return found
-    return "none"
+    from sametoken.ops.native.build import find_compiler
+
+    try:
+        name, *arguments = find_compiler()
+    except UnsupportedError:
+        return "none"
+    return shlex.join([shutil.which(name) or name, *arguments])

@@ -379,6 +379,15 @@ def test_env_reports_facts():
     assert "torch" in run("env").stdout
 
 
+@pytest.mark.parametrize(
+    ("named", "found"), [("no-such-compiler", "none"), ("/bin/sh -c", "/bin/sh -c")]
+)
+def test_env_reports_the_compiler_that_kernels_would_have(monkeypatch, named, found):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
+    monkeypatch.setenv("CC", named)
+    assert json.loads(run("env", "--json").stdout)["compiler"] == found
+
+
 def test_version():
     assert run("--version").stdout == f"sametoken {sametoken.__version__}\n"
 

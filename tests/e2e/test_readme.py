@@ -245,6 +245,13 @@ def test_code_of_every_page_parses_and_what_it_imports_is_there():
     assert all(isinstance(loaded, dict) for loaded in data)
 
 
+def test_every_variable_of_the_environment_is_on_the_page_of_commands():
+    sources = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    variables = set(re.findall(r'"(SAMETOKEN_[A-Z_]+)"', "".join(sources)))
+    assert len(variables) > 2
+    assert all(f"`{name}`" in COMMANDS for name in variables)
+
+
 def anchors(page) -> set[str]:
     """What a page's headings are called in links to them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -54,7 +54,7 @@ def _with_both_names(parameter: inspect.Parameter) -> inspect.Parameter:
 @with_options(_options(Server), _options(ServingWorkload))
 def serve(
     goals: Annotated[
-        list[str] | None, typer.Argument(help="further goals of --goodput", metavar="[GOAL]...")
+        list[str] | None, typer.Argument(help="further goals of --goodput", metavar="GOAL")
     ] = None,
     *,
     request_rate: Annotated[

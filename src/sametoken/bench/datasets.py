@@ -100,13 +100,14 @@ def require_dataset(name: str, path: Path | None) -> None:
     """
     if path is not None and not path.exists():
         raise ConfigError(f"{path} cannot be read (it does not exist)", "give a file of prompts")
+    by_option = "by --path (in an audit by --prompts)"
     if path is None and name not in DATASETS:
         raise ConfigError(
             f"dataset {name!r} is not known",
-            f"use {', '.join(DATASETS)}, or give a file by --path (in an audit by --prompts)",
+            f"use {', '.join(DATASETS)}, or give a file {by_option}",
         )
     if path is None and name == SPEC_BENCH:
-        raise ConfigError("spec-bench does not ship with the package", "give its file by --path")
+        raise ConfigError("spec-bench does not ship with the package", f"give its file {by_option}")
 
 
 def _of_package(name: str) -> list[DatasetItem]:

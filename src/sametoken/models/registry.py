@@ -32,6 +32,7 @@ from sametoken.models.qwen3_5 import (
     Qwen3NextForCausalLM,
 )
 from sametoken.models.qwen3_moe import Qwen3MoeForCausalLM
+from sametoken.types.speculative_methods import TABLE, WITH_MODEL
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
@@ -78,10 +79,17 @@ def model_class(architecture: str) -> type[Decoder]:
     """
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"architecture {architecture!r} is not supported",
-            f"supported: {', '.join(ARCHITECTURES)}",
+            f"architecture {architecture!r} is not supported", _remedy(architecture)
         )
     return ARCHITECTURES[architecture]
+
+
+def _remedy(architecture: str) -> str:
+    """The remedy for an architecture that no target has."""
+    heads = (part for name in WITH_MODEL for part in TABLE[name].architectures)
+    if any(part in architecture.lower() for part in heads):
+        return 'it drafts for a target: give the target, and this as "model" of speculative_config'
+    return f"supported: {', '.join(ARCHITECTURES)}"
 
 
 def require_divisible(config: ModelConfig, size: int) -> None:

@@ -86,6 +86,13 @@ def test_other_architectures_are_refused_by_name_before_any_key_is_read(tmp_path
     assert caught.value.remedy == f"supported: {', '.join(ARCHITECTURES)}"
 
 
+@pytest.mark.parametrize("name", ["Eagle3Speculator", "LlamaForCausalLMEagle3", "EagleLlamaModel"])
+def test_a_head_in_place_of_its_target_is_told_where_it_belongs(tmp_path, name):
+    with pytest.raises(UnsupportedError, match="not supported") as caught:
+        read(tmp_path, {"architectures": [name]})
+    assert '"model" of speculative_config' in caught.value.remedy
+
+
 WITH_IMPLIED = [MistralConfig, MinistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
 
 

@@ -17,12 +17,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.build import compile_module_from_src
 
 from helpers.checkpoints import write_llama
 from helpers.hybrids import write_hybrid
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.errors import ConfigError, EngineDeadError, NumericalError, RequestError
+from sametoken.errors import (
+    ConfigError,
+    EngineDeadError,
+    NumericalError,
+    RequestError,
+    UnsupportedError,
+)
 from sametoken.runner.step import Step
 
 SIZES = {
@@ -518,6 +525,27 @@ def test_sizes_that_no_machine_holds_are_refused_before_they_are_allocated(
     with pytest.raises(ConfigError, match=r"need .*iB, and cpu memory has 1\.0 MiB") as caught:
         LLM(models["dense"], **SIZES | {"max_num_batched_tokens": 64} | options)
     assert name in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("environment", "cause"),
+    [({"PATH": ""}, "find C compiler"), ({"CC": "false"}, "non-zero exit status")],
+)
+def test_a_gpu_without_compiler_or_headers_is_told_what_to_install(
+    models, monkeypatch, tmp_path, environment, cause
+):
+    def launch(*args, **options):
+        with pytest.MonkeyPatch.context() as changed:
+            changed.delenv("CC", raising=False)
+            changed.setenv("TRITON_CACHE_DIR", str(tmp_path))
+            for name, value in environment.items():
+                changed.setenv(name, value)
+            compile_module_from_src("int launcher;", "launcher")
+
+    monkeypatch.setattr("sametoken.engine.build.ModelCache.allocate", launch)
+    with pytest.raises(UnsupportedError, match=f"Triton cannot compile .*{cause}") as caught:
+        LLM(models["dense"], **SIZES)
+    assert "python3-dev" in caught.value.remedy
 
 
 def test_memory_that_the_machine_does_not_give_is_an_error_of_the_options(models, monkeypatch):

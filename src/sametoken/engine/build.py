@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from subprocess import CalledProcessError
 
 import torch
 
@@ -19,7 +20,7 @@ from sametoken.engine.resolve import ROWS_PER_WEIGHT_READ, ResolvedConfig
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.weights import Weights, weights_of
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
 from sametoken.ops.cache_types import LayerCache, bytes_per_slot, common_window
@@ -67,7 +68,7 @@ def build_engine(
     try:
         ranks = start_ranks(replace(requested.config, model=str(requested.path)), requested.device)
         with ranks.stopped_by_errors():
-            with _memory_errors_explained():
+            with _errors_of_the_machine_explained():
                 loaded = load(requested, ranks, extraction, announce)
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
@@ -88,7 +89,7 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]
         SametokenError: as in ``build_engine``.
     """
     requested = validate(config, _silent)
-    with _memory_errors_explained():
+    with _errors_of_the_machine_explained():
         loaded = load(requested, ranks, NoExtraction(), _silent)
         return _assemble(loaded, ranks, _silent), _weights(loaded, ranks)
 
@@ -98,12 +99,18 @@ def _weights(loaded: Loaded, ranks: Ranks) -> Weights:
 
 
 @contextmanager
-def _memory_errors_explained() -> Iterator[None]:
-    """Turn an out-of-memory error into a ``ConfigError``."""
+def _errors_of_the_machine_explained() -> Iterator[None]:
+    """Turn an out-of-memory error into a ``ConfigError``, a missing compiler into its remedy."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, CalledProcessError) as error:
         first_line = str(error).partition("\n")[0]
+        # On a GPU what launches a kernel is C, over Python's headers.
+        if isinstance(error, CalledProcessError) or "C compiler" in first_line:
+            raise UnsupportedError(
+                f"Triton cannot compile what launches its kernels ({first_line})",
+                "install a C compiler and Python's headers, as gcc and python3-dev",
+            ) from error
         # On a CPU torch raises a plain RuntimeError.
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not is_memory and "can't allocate memory" not in first_line:

@@ -398,6 +398,17 @@ def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):
     assert version_of(by_group) == now + 1
 
 
+def test_no_group_waits_for_a_server_that_would_not_join(by_files, monkeypatch):
+    client, _ = by_files
+    monkeypatch.setattr("sametoken.serving.weight_sender.TrainerGroup", None)
+    with pytest.raises(WeightUpdateError, match=r"by 'files', and this trainer .* by 'gloo'"):
+        WeightSender([client.url])
+    with pytest.raises(WeightUpdateError, match="does not answer"):
+        WeightSender([f"http://127.0.0.1:{free_port()}"])
+    with pytest.raises(WeightUpdateError, match="404"):
+        WeightSender([f"{client.url}/v1"])
+
+
 def forms(count: int, **changes) -> dict:
     good = {
         "names": [f"t{i}" for i in range(count)],

@@ -55,11 +55,26 @@ class WeightSender:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
+        for url in self._urls:
+            self._require_backend(url, backend)
         self._group = None if backend == IPC else self._join(backend, address, port)
         # Shared memory, until the servers have read it.
         self._kept: list[object] = []
         if backend == IPC:
             self._post_all("init_weight_transfer_engine", [{"init_info": {}}] * len(self._urls))
+
+    def _require_backend(self, url: str, backend: str) -> None:
+        """Refuse a server that would not join: the group would wait for it in vain."""
+        answer = self._ask(f"{url}/server_info")
+        try:
+            theirs = json.loads(answer)["vllm_config"]["weight_transfer_config"]["backend"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightUpdateError(f"{url} is no server of sametoken", "check the URL") from error
+        if theirs != backend:
+            raise WeightUpdateError(
+                f"{url} takes weights by {theirs!r}, and this trainer sends them by {backend!r}",
+                "give both the same backend",
+            )
 
     def _join(self, backend: str, address: str, port: int) -> TrainerGroup:
         world_size = len(self._urls) + 1
@@ -136,22 +151,25 @@ class WeightSender:
 
     def _begin(
         self, pool: ThreadPoolExecutor, path: str, bodies: Sequence[dict[str, Any]]
-    ) -> list[Future[None]]:
+    ) -> list[Future[bytes]]:
         return [
-            pool.submit(self._post, f"{url}/{path}", body)
+            pool.submit(self._ask, f"{url}/{path}", body)
             for url, body in zip(self._urls, bodies, strict=True)
         ]
 
-    def _post(self, url: str, body: dict[str, Any]) -> None:
-        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+    def _ask(self, url: str, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s):
-                return
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             told = error.read().decode("utf-8", "replace")
             raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
         except OSError as error:
-            raise WeightUpdateError(f"{url} does not answer ({error})", "see its log") from error
+            raise WeightUpdateError(
+                f"{url} does not answer ({error})", "check the URL, then its log"
+            ) from error
 
 
 def _place(at: Rendezvous) -> dict[str, Any]:
@@ -160,7 +178,7 @@ def _place(at: Rendezvous) -> dict[str, Any]:
     return {"master_address": at.address, "master_port": at.port}
 
 
-def _whole(work: Any, answers: Sequence[Future[None]]) -> Any:
+def _whole(work: Any, answers: Sequence[Future[bytes]]) -> Any:
     """The result of work in the group while the servers answer; their refusals come first."""
     failure: WeightUpdateError | None = None
     result = None

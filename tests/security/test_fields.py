@@ -228,15 +228,11 @@ def test_template_variables_of_the_server_s_own_are_refused(client, name):
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        ("[" * 2000, "no JSON object"),
         ('{"a":' * 100_000, "members, objects and lists"),
         ('{"a": 1e400}', "not finite"),
-        # As an answer has it that ended within a call: what was received would be no remedy.
-        ("{", "no JSON object. give an object, and {} for a call that the model left broken"),
-        ("[1]", "no JSON object"),
     ],
 )
-def test_arguments_that_are_no_object_or_beyond_a_bound_are_refused(client, arguments, cause):
+def test_arguments_beyond_a_bound_are_refused(client, arguments, cause):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert cause in refused(client, {"messages": [message]}, "/v1/chat/completions")

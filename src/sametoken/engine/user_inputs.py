@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from sametoken.io.json_text import parse_json
 from sametoken.text.tokenizer import Messages
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, plain_number
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,7 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
     Their content is text, and the arguments of their calls are objects.
 
     Raises:
-        RequestError: there are none, or one has no role, a content that is not text, or a call
-            whose arguments are no JSON object.
+        RequestError: there are none, or one has no role, or a content that is not text.
     """
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError("a conversation needs messages", _MESSAGES_FORM)
@@ -135,7 +137,11 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_call(call: Any) -> Any:
-    """A call with its arguments as an object, as clients of OpenAI's API have them as text."""
+    """A call with its arguments as an object, as clients of OpenAI's API have them as text.
+
+    Text that is none, as a model leaves it where its answer is cut off, is an empty one: to refuse
+    it would end the conversation, which has it in every later request.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if function is None or not isinstance(arguments, str):
@@ -145,11 +151,13 @@ def _plain_call(call: Any) -> Any:
     except ValueError:
         read = None
     if not isinstance(read, dict):
-        raise RequestError(
-            f"a call of a message has the arguments {shown(arguments)}, which are no JSON object",
-            "give an object, and {} for a call that the model left broken",
-            param="messages",
+        _logger.warning(
+            "an earlier call of %s has arguments that are no JSON object (%d characters); the "
+            "template reads {}",
+            shown(function.get("name")),
+            len(arguments),
         )
+        read = {}
     return {**call, "function": {**function, "arguments": read}}
 
 

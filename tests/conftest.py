@@ -9,6 +9,7 @@ import asyncio
 import gc
 import inspect
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,6 +98,8 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def pytest_sessionstart(session):
     gc.disable()
+    # As a program at a terminal has it: what a script starts in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if session.config.getoption("numprocesses", None):
         # Before there are workers, each of which would compile the kernels on a new machine.
         with suppress(UnsupportedError):

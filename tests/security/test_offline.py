@@ -60,10 +60,9 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40)
 
 
 @pytest.fixture(autouse=True)
-def _interruptible():
-    """Ctrl-C as a program at a terminal has it, whatever runs the tests."""
+def _former_handlers():
+    """Handlers that a test sets end with it."""
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in former.items():
         signal.signal(number, handler)

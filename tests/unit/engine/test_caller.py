@@ -134,7 +134,6 @@ def former():
     """Handlers as a program has them."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     yield
     for number, handler in before.items():

@@ -1,7 +1,7 @@
 """Time latent attention (MLA) on the GPU at hand, beside what the chip can do.
 
     python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128] [--kernels triton,gluon]
-        [--cases 8x1x16384,8x1x16400,64x1x2060,32x1x8200,8x4x16384,1x512x4096,1x2048x16384]
+        [--cases 8x1x16384,8x1x16400,64x1x2060,256x1x1100,32x1x8200,8x4x16384,1x512x4096,...]
 
 A case is batch x window x context. Powers of two divide evenly among programs and flatter: some
 contexts are as long as a request's after some tokens. Times are of one layer, inside a CUDA graph
@@ -55,8 +55,11 @@ MANY_ROWS = 64
 #: Most rows of a launch of splits: beyond, their results take gigabytes.
 MAX_ROWS = 512
 
-#: Queries and programs of the Gluon kernels' launches of splits.
-HOPPER = ((16, 128), (16, 132), (32, 128), (32, 132), (64, 128), (64, 132))
+#: Queries and programs of the Gluon kernels' launches of splits, and whether programs join them.
+HOPPER = (
+    (16, 128, False), (16, 132, False), (16, 128, True), (16, 132, True),
+    (32, 128, False), (32, 132, False), (64, 128, False), (64, 132, False),
+)  # fmt: skip
 
 Case = tuple[int, int, int]
 Config = LatentConfig | LatentHopperConfig
@@ -126,6 +129,7 @@ def hopper_configs(rows: int, heads: int) -> list[LatentHopperConfig]:
 def name_of(config: Config) -> str:
     if isinstance(config, LatentHopperConfig):
         form = f"splits{config.programs}" if config.programs else "rows"
+        form += "_joined" if config.joins else ""
         return f"gluon_{form}_q{config.queries}"
     left = "l" if config.kv_left else ""
     return f"{config.form}{config.block_queries}w{config.num_warps}s{config.num_stages}{left}"
@@ -181,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", default="16,20,128")
     parser.add_argument("--kernels", default="triton,gluon")
-    cases = "8x1x16384,8x1x16400,64x1x2060,32x1x8200,8x4x16384,1x512x4096,1x2048x16384"
+    cases = "8x1x16384,8x1x16400,64x1x2060,256x1x1100,32x1x8200,8x4x16384,1x512x4096,1x2048x16384"
     parser.add_argument("--cases", default=cases)
     options = parser.parse_args()
     kernels = set(options.kernels.split(","))

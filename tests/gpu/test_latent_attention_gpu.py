@@ -40,8 +40,10 @@ FORMS = [
     LatentConfig("sequential", 32, 64, num_warps=4, num_stages=2, kv_left=True),
     LatentConfig("split_kv", 32, 64, num_warps=8, num_stages=1, kv_left=True),
     *hopper.CONFIGS.values(),
+    hopper.JOINING,
     hopper.WHOLE_ROWS,
     *(replace(hopper.CONFIGS[queries], programs=7) for queries in (32, 64)),
+    replace(hopper.JOINING, programs=7),
 ]
 ON_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -148,8 +150,9 @@ def test_all_launches_on_hopper_have_equal_bits(heads, dtype, prompt):
     picked = [0, prompt - 1, prompt + 13, len(where) - 3, len(where) - 2]
     exact = torch.stack([one.exact(*where[row]) for row in picked])
     torch.testing.assert_close(expected[picked].double(), exact, rtol=2e-2, atol=2e-2)
-    several = [replace(config, programs=7) for config in hopper.CONFIGS.values()]
-    for config in (*hopper.CONFIGS.values(), *several, hopper.WHOLE_ROWS, None):
+    spread = [*hopper.CONFIGS.values(), hopper.JOINING]
+    several = [replace(config, programs=7) for config in spread]
+    for config in (*spread, *several, hopper.WHOLE_ROWS, None):
         found = one.run(where, runs=runs, kernels=hopper, config=config)
         assert torch.equal(found, expected)
         assert not found[~live].any()
@@ -165,8 +168,8 @@ def test_programs_of_any_number_of_splits_have_the_bits_of_pairs(heads, dtype, p
     where = [*lone, (1, 1027), (1, 1028), (4, 0), (2, 200)]
     runs = runs_of([*[1] * len(lone), 0, 3, 1], device="cuda")
     expected = one.run(where, runs=runs, kernels=hopper, config=hopper.CONFIGS[64])
-    config = LatentHopperConfig(16 if heads == 16 else 32, programs)
-    for _ in range(5):
+    for joins in (False, True) * 5:
+        config = LatentHopperConfig(16 if heads == 16 or joins else 32, programs, joins)
         found = one.run(where, runs=runs, kernels=hopper, config=config)
         assert torch.equal(found, expected)
 
@@ -199,7 +202,7 @@ def test_a_faulty_key_spoils_only_rows_that_see_it_on_hopper():
     one, where = Scene(20), [(0, at) for at in range(290, 310)]
     expected = one.run(where, 20, kernels=hopper)
     one.memory.vectors[one.table[0, 300 // 16], 300 % 16, RANK:] = torch.nan
-    for config in (*hopper.CONFIGS.values(), hopper.WHOLE_ROWS):
+    for config in (*hopper.CONFIGS.values(), hopper.JOINING, hopper.WHOLE_ROWS):
         found = one.run(where, 20, kernels=hopper, config=config)
         assert torch.equal(found[:10], expected[:10])
         assert found[10:].isnan().all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import lru_cache
@@ -94,3 +95,19 @@ def compile_launches(code: str, cache) -> None:
     server.stdin.write(json.dumps([code, str(cache), str(errors)]) + "\n")
     server.stdin.flush()
     assert server.stdout.readline() == "0\n", errors.read_text()[-2000:]
+
+
+def unused_barriers(cache) -> list[str]:
+    """Barriers in shared memory of the kernels in this folder that nothing waits for.
+
+    The compiler gives their memory to others, whose values there change when the driver interrupts
+    a program to let another process run.
+    """
+    found = []
+    for path in cache.rglob("*.ttgir"):
+        code = path.read_text()
+        for name in re.findall(r"(%\w+) = ttg\.local_alloc : .*x1xi64", code):
+            uses = re.findall(rf"^.*{name}\b.*$", code, re.MULTILINE)
+            if not any("warp_specialize" in use for use in uses):
+                found.append(f"{path.stem}: {name}")
+    return found

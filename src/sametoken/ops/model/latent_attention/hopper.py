@@ -3,8 +3,8 @@
 Runs of more than 32 queries (rows x heads) are cut into tiles of 64, which pairs of warp groups
 compute: all splits of a tile in one program (``pair_rows_kernel``), or, where tiles are too few to
 fill the chip, splits spread over programs (``pair_splits_kernel``). Runs of fewer, as in decode,
-are spread by ``splits_kernel``. ``join_kernel`` joins splits. All share one order of sums, so a row
-has the same bits. On other chips the kernels of ``triton`` serve.
+are spread by ``splits_kernel``. ``join_kernel`` joins what no program had whole. All share one
+order of sums, so a row has the same bits. On other chips the kernels of ``triton`` serve.
 """
 
 from __future__ import annotations
@@ -52,14 +52,21 @@ class LatentHopperConfig:
     Attributes:
         queries: rows x heads of a query tile: 16, 32 or 64.
         programs: of a launch of splits; 0, with 64 queries: a program computes whole rows.
+        joins: with 16 queries: programs join the splits that they have of a tile.
     """
 
     queries: int
     programs: int
+    joins: bool = False
 
 
 #: By queries of a tile.
 CONFIGS = {queries: LatentHopperConfig(queries, 128) for queries in (16, 32, 64)}
+
+#: Where programs join splits, and the query tiles from which whole steps are faster: a program has
+#: all splits of most of its tiles then. With 32 queries, steps are slower.
+JOINING = LatentHopperConfig(16, 128, joins=True)
+JOINING_TILES = 128
 
 WHOLE_ROWS = LatentHopperConfig(PAIR_QUERIES, 0)
 
@@ -67,18 +74,27 @@ WHOLE_ROWS = LatentHopperConfig(PAIR_QUERIES, 0)
 #: average over warps.
 PAIR_SIZES = {"num_warps": 4, "maxnreg": 168}
 
-#: Of ``splits_kernel``, by queries of a tile: the same, and tiles of 64 vectors in shared memory.
-#: Beside a program of 16 queries two of ``join_kernel`` fit in a multiprocessor's registers. So the
-#: join is there when the last split is, and the next layer's splits begin while it runs. Sums of 32
-#: queries need the registers themselves.
+#: Of ``splits_kernel``, by queries of a tile and ``joins``: the same, tiles of 64 vectors in shared
+#: memory, and registers of a thread that sums or loads. Beside a program of 16 queries that joins
+#: nothing two of ``join_kernel`` fit in a multiprocessor's registers. So the join is there when the
+#: last split is, and the next layer's splits begin while it runs.
 FEW_SIZES = {
-    16: {"SLOTS": 2, "num_warps": 4, "maxnreg": 128},
-    32: {"SLOTS": 2, "num_warps": 4, "maxnreg": 168},
-}
+    (queries, joins): {
+        "SLOTS": 2, "num_warps": 4, "maxnreg": registers,
+        "SUM_REGISTERS": of_sums, "LOAD_REGISTERS": 40,
+    }
+    for queries, joins, registers, of_sums in (
+        (16, False, 96, 96), (16, True, 128, 136), (32, False, 128, 144),
+    )
+}  # fmt: skip
 
-#: Splits that a program of ``join_kernel`` loads at once. Without a number of registers the
-#: compiler moves each load to its use, to save some, and every load waits for the one before it.
-JOIN_SIZES = {"AHEAD": 8, "num_warps": 2, "maxnreg": 128}
+#: Splits that a program of ``join_kernel`` loads at once, by ``joins``, which leaves few. Without a
+#: number of registers the compiler moves each load to its use, to save some, and every load waits
+#: for the one before it.
+JOIN_SIZES = {
+    False: {"AHEAD": 8, "num_warps": 2, "maxnreg": 128},
+    True: {"AHEAD": 4, "num_warps": 2, "maxnreg": 80},
+}
 
 
 def serves(
@@ -107,7 +123,8 @@ def choose(
     programs = most_tiles(num_runs, width, num_rows, num_heads, queries)
     few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
     if fits and (few or width * num_heads <= queries):
-        return CONFIGS[queries]
+        joins = queries == JOINING.queries and tiles >= JOINING_TILES
+        return JOINING if joins else CONFIGS[queries]
     return WHOLE_ROWS
 
 
@@ -209,16 +226,22 @@ def _launch_splits(
     parts = (group.num_runs * group.max_rows, heads, most)
     sums = q.new_empty(prod(parts) * RANK, dtype=torch.float32)
     stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
-    kernel = pair_splits_kernel if pair else splits_kernel
-    sizes = PAIR_SIZES if pair else {"QUERIES": config.queries, **FEW_SIZES[config.queries]}
-    kernel[(config.programs,)](
-        *inputs, sums, stats, group.first, group.max_rows, tiles_per_run, num_tiles,
-        table.stride(0), most, scale,
-        BLOCK_TILES=256 if num_tiles <= 256 else MAX_TILES, **constants, **sizes,
-    )  # fmt: skip
+    tile_sizes = (group.first, group.max_rows, tiles_per_run, num_tiles, table.stride(0), most)
+    constants["BLOCK_TILES"] = 256 if num_tiles <= 256 else MAX_TILES
+    num_joined = q.new_empty(num_tiles, dtype=torch.int32) if config.joins else None
+    if pair:
+        pair_splits_kernel[(config.programs,)](
+            *inputs, sums, stats, *tile_sizes, scale, **constants, **PAIR_SIZES
+        )
+    else:
+        splits_kernel[(config.programs,)](
+            *inputs, out, sums, stats, num_joined, *tile_sizes, scale,
+            QUERIES=config.queries, JOINS=config.joins, **constants,
+            **FEW_SIZES[config.queries, config.joins],
+        )  # fmt: skip
     join_kernel[parts[:2]](
-        sums, stats, positions, slots, starts, out, group.first, group.max_rows, most,
-        scale, HEADS=heads, PAIR=pair, **JOIN_SIZES, **pdl_options(q),
+        sums, stats, positions, slots, starts, num_joined, out, *tile_sizes[:3], config.queries,
+        most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins], **pdl_options(q),
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Latent attention on Hopper in Gluon, of fewer than 64 queries a tile, and the join of splits.
 
-A warp loads vectors by TMA, one warp group scores them, and another sums them by their weights.
+A warp loads vectors by TMA, one warp group scores them, and two more sum them by their weights.
 ``splits_kernel`` spreads the splits of tiles of 16 or 32 queries evenly over its programs.
 ``join_kernel`` joins what it or ``hopper_pair_kernels`` stored.
 """
@@ -18,19 +18,27 @@ from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
 from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, rows_of_run
 from sametoken.ops.model.attention.schedule import begin_of, splits_before
 from sametoken.ops.model.latent_attention.hopper_pair_results import dim_of as pair_dim_of
+from sametoken.ops.model.latent_attention.hopper_results import (
+    dim_of,
+    store_outputs,
+    store_stats,
+    store_sums,
+)
 from sametoken.ops.model.latent_attention.hopper_shares import own_share, own_splits, tile_of
 from sametoken.ops.model.latent_attention.hopper_tiles import (
+    HALF,
     RANK,
     TILE,
     WIDTH,
-    dim_of,
+    factors_of,
     load_queries,
     load_tiles,
     memory_of,
+    memory_of_ends,
     products,
-    store_stats,
-    store_sums,
+    send_end,
     sum_split,
+    total_of,
     weigh_split,
 )
 
@@ -48,7 +56,7 @@ def _load_by_splits(
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            final, end, split, last = own_splits(
+            final, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:
@@ -67,49 +75,93 @@ def _load_by_splits(
 
 
 @gluon.jit
-def _attend_by_splits(
-    q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
+def _weigh_by_splits(
+    q, positions, starts, stats, num_joined, queries, tiles, exchanged, barriers, ends,
     first_run, width, tiles_per_run, num_tiles, most, scale, tile, start, low, high,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, SCORES: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, JOINS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warp group of ``splits_kernel``.
-
-    SCORES: the one that weighs tiles and stores ``stats``; else the one that stores ``sums``.
-    """
-    column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, products(QUERIES)))
-    count = 0
+    """The warp group of ``splits_kernel`` that weighs tiles."""
+    BY_QUERY: gl.constexpr = gl.SliceLayout(0, products(QUERIES))
+    column = gl.arange(0, QUERIES, layout=BY_QUERY)
+    count, num_ends = 0, 0
     while (tile < num_tiles) & (start < high):
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            position, end, split, last = own_splits(
+            position, end, split, last, after = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:
                 if PDL:
                     cuda.gdc_wait()
                 columns = num_queries - first
-                if SCORES:
-                    at_query = begin.to(gl.int64) * HEADS + first
-                    load_queries(q + at_query * WIDTH, queries, columns)
+                at_query = begin.to(gl.int64) * HEADS + first
+                load_queries(q + at_query * WIDTH, queries, columns)
                 seen = position + (first + column) // HEADS
                 uncut_end = (position + first // HEADS + 1) // TILE
                 place = tile // tiles_per_run * width.to(gl.int64) * HEADS + first
+                all_top = gl.full([QUERIES], LOWEST, gl.float32, BY_QUERY)
+                all_total = gl.zeros([QUERIES], gl.float32, BY_QUERY)
                 for at in range(split, last):
                     from_tile = begin_of(at) // TILE
                     to_tile = min(begin_of(at + 1) // TILE, end)
-                    if SCORES:
-                        total, top = weigh_split(
-                            queries, tiles, exchanged, barriers, count, from_tile, to_tile,
-                            seen, uncut_end, scale,
-                        )  # fmt: skip
-                        store_stats(stats, total, top, columns, place * most + at, most)
+                    total, top = weigh_split(
+                        queries, tiles, exchanged, barriers, count, from_tile, to_tile,
+                        seen, uncut_end, scale,
+                    )  # fmt: skip
+                    if JOINS and split == 0:
+                        all_top, all_total, old, new = joined(all_top, all_total, top, total, scale)
+                        send_end(ends, num_ends, old, new, all_total)
+                        num_ends += 1
                     else:
-                        sum_low, sum_high = sum_split(
-                            tiles, exchanged, barriers, count, from_tile, to_tile
-                        )
-                        store_sums(sums, sum_low, sum_high, columns, place * most + at, most)
+                        store_stats(stats, total, top, columns, place * most + at, most)
                     count += to_tile - from_tile
+                if JOINS and split == 0:
+                    part = place * most + last - 1
+                    store_stats(stats, all_total, all_top, columns, part, most)
+                    gl.store(num_joined + tile, gl.where(last == after, 0, last))
+            start += end
+        tile += 1
+
+
+@gluon.jit
+def _sum_by_splits(
+    positions, slots, starts, out, sums, latents, exchanged, barriers, ends,
+    first_run, width, tiles_per_run, num_tiles, most, tile, start, low, high,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, JOINS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp group of ``splits_kernel`` that sums one half of the latents by their weights."""
+    count, num_ends = 0, 0
+    while (tile < num_tiles) & (start < high):
+        run = first_run + tile // tiles_per_run
+        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        if first < num_queries:
+            _, end, split, last, after = own_splits(
+                positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
+            )
+            if split < last:
+                if PDL:
+                    cuda.gdc_wait()
+                columns = num_queries - first
+                place = tile // tiles_per_run * width.to(gl.int64) * HEADS + first
+                all_sums = gl.zeros([HALF, QUERIES], gl.float32, products(QUERIES))
+                for at in range(split, last):
+                    from_tile = begin_of(at) // TILE
+                    to_tile = min(begin_of(at + 1) // TILE, end)
+                    half = sum_split(latents, exchanged, barriers, count, from_tile, to_tile)
+                    if JOINS and split == 0:
+                        old, new = factors_of(ends, num_ends)
+                        all_sums = gl.fma(all_sums, old[None, :], half * new[None, :])
+                        num_ends += 1
+                    else:
+                        store_sums(sums, half, columns, place * most + at, most)
+                    count += to_tile - from_tile
+                if JOINS and split == 0:
+                    if last == after:
+                        total = total_of(ends, num_ends - 1)
+                        store_outputs(out, all_sums, total, slots, begin, first, columns, HEADS)
+                    else:
+                        store_sums(sums, all_sums, columns, place * most + last - 1, most)
             start += end
         tile += 1
 
@@ -122,8 +174,10 @@ def splits_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
+    out,  # [num_rows, HEADS, 512], written if JOINS
     sums,  # [runs * width, HEADS, most, 512] fp32, written in the order of ``dim_of``
     stats,  # [runs * width, HEADS, most, 2] fp32, written: total weight, maximum score
+    num_joined,  # [num_tiles] int32, written if JOINS
     first_run,  # of the launch
     width,  # the most rows of its runs
     tiles_per_run,
@@ -132,12 +186,17 @@ def splits_kernel(
     most,
     scale,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
-    BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_TILES: gl.constexpr, JOINS: gl.constexpr, SUM_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits of tiles of few queries spread evenly over programs, whatever the lengths of rows.
 
     The KV tiles of all query tiles form a line. Program i of G computes the splits whose middle is
     in the i-th of G equal parts of it, and stores each one's result.
+
+    JOINS: the program that has a query tile's first splits joins what it has of the tile. If that
+    is all, it stores the outputs, and ``num_joined`` is 0; else the result at the place of the last
+    of them, and ``num_joined`` is their number.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -146,17 +205,23 @@ def splits_kernel(
         HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
     queries, ring, tiles, exchanged, barriers = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
+    ends = memory_of_ends(QUERIES) if JOINS else ()
     gl.warp_specialize(
         [
-            (_attend_by_splits, (
-                q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
+            (_weigh_by_splits, (
+                q, positions, starts, stats, num_joined, queries, tiles, exchanged, barriers, ends,
                 first_run, width, tiles_per_run, num_tiles, most, scale,
-                first_tile, start, low, high, HEADS, QUERIES, True, PDL,
+                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
-            (_attend_by_splits, (
-                q, positions, starts, sums, stats, queries, tiles, exchanged, barriers,
-                first_run, width, tiles_per_run, num_tiles, most, scale,
-                first_tile, start, low, high, HEADS, QUERIES, False, PDL,
+            (_sum_by_splits, (
+                positions, slots, starts, out, sums, tiles[0], exchanged, barriers, ends,
+                first_run, width, tiles_per_run, num_tiles, most,
+                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
+            )),
+            (_sum_by_splits, (
+                positions, slots, starts, out + HALF, sums + HALF, tiles[1], exchanged, barriers,
+                ends, first_run, width, tiles_per_run, num_tiles, most,
+                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
             (_load_by_splits, (
                 vectors, positions, slots, starts, block_table, ring, barriers[0], barriers[2],
@@ -165,8 +230,22 @@ def splits_kernel(
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
         ],
-        [4, 1], [200 if QUERIES == 16 else 232, 40 if QUERIES == 16 else 48],
+        [4, 4, 1], [SUM_REGISTERS, SUM_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
+
+
+@gluon.jit
+def _stored_splits(num_joined, tile, num_splits):
+    """Of a query with ``num_splits``, the first and the one after the last whose result is stored.
+
+    The first is -1 if a program stored the output.
+    """
+    first = 0 * num_splits
+    if num_joined is not None:
+        before = gl.load(num_joined + tile)
+        first = before - 1
+        num_splits = gl.maximum(num_splits, before)
+    return first, num_splits
 
 
 @jit_over_runs
@@ -176,9 +255,12 @@ def join_kernel(
     positions,
     slots,
     starts,
+    num_joined,  # the same, or None
     out,  # [num_rows, HEADS, 512], written
     first_run,
     width,
+    tiles_per_run,
+    queries,  # of a tile
     most,
     scale,
     HEADS: gl.constexpr, AHEAD: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
@@ -202,11 +284,15 @@ def join_kernel(
     live = gl.load(slots + row) == gl.load(slots + begin)
     if PDL:
         cuda.gdc_wait()
+    tile = place // width * tiles_per_run + (place % width * HEADS + head) // queries
+    first_split, num_splits = _stored_splits(num_joined, tile, num_splits)
+    if first_split < 0:
+        return
     element = gl.arange(0, RANK, layout=LAYOUT)
     line = (place.to(gl.int64) * HEADS + head) * most
     top, total = LOWEST, 0.0
     acc = gl.zeros([RANK], gl.float32, LAYOUT)
-    for split in range(0, num_splits, AHEAD):
+    for split in range(first_split, num_splits, AHEAD):
         parts, tops, totals = (), (), ()
         for ahead in gl.static_range(AHEAD):
             at, exists = line + split + ahead, split + ahead < num_splits

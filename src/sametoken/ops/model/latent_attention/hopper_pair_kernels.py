@@ -201,7 +201,7 @@ def _load_by_splits(
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            final, end, split, last = own_splits(
+            final, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:
@@ -244,7 +244,7 @@ def _attend_by_splits(
         run = first_run + tile // tiles_per_run
         begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
         if first < num_queries:
-            position, end, split, last = own_splits(
+            position, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
             )
             if split < last:

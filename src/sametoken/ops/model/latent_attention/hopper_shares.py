@@ -44,13 +44,13 @@ def own_splits(
     HEADS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Of a query tile whose KV tiles begin at ``start`` of the line: its run's first position,
-    their number, and the first of its splits in ``low .. high - 1`` and the one after their last
-    (``own_part``).
+    their number, and the first of its splits in ``low .. high - 1``, the one after their last and
+    the one after its last (``own_part``).
     """
     position = gl.load(positions + begin).to(gl.int32)
     end = end_tile(position, first, num_queries, HEADS, QUERIES)
-    split, last, _ = own_part(low - start, high - start, 0, end, TILE)
-    return position, end, split, last
+    split, last, after = own_part(low - start, high - start, 0, end, TILE)
+    return position, end, split, last, after
 
 
 @gluon.jit

@@ -6,19 +6,23 @@ fill the matrix units and a program needs no more columns than it has queries. A
 in its column, so the number of columns changes no bit. ``hopper_pair_tiles`` has the same sums in
 the same order for 64 queries.
 
-A warp loads tiles, one warp group scores them (``weigh_split``) and another sums them
-(``sum_split``), all in one order. The tile after ``count`` others has slot ``count % SLOTS``, and
-each barrier of a slot completes one phase a tile:
+A warp loads tiles, one warp group scores them (``weigh_split``) and two more sum them, half of a
+latent each (``sum_split``), all in one order. The tile after ``count`` others has slot
+``count % SLOTS``, and each barrier of a slot completes one phase a tile:
 
 - ``full``: the tile's vectors are there. The loader sends them once the slot's former tile is free.
 - ``ready``: the tile's weights and the factors of the sums before it are there. The scoring group
   arrives after its last read of the vectors.
-- ``free``: the sums hold the tile. The summing group arrives after its last read of the slot, and
-  nothing of the slot is needed any more: vectors, weights and factors.
+- ``free``: the sums hold the tile. Both summing groups arrive after their last read of the slot,
+  and nothing of the slot is needed any more: vectors, weights and factors.
 
 So ``full`` also says that the slot's weights may be replaced. The loader waits for the summing
-group alone, that for the scoring group, and that for the loader, each for an earlier step of the
+groups alone, those for the scoring group, and that for the loader, each for an earlier step of the
 others: the scoring group is at most ``SLOTS`` tiles ahead, and none waits for ever.
+
+Where results of splits are joined here, the scoring group sends the factors (``send_end``). It has
+scored a split's last tile then, so that the tile two before is free: the summing groups are past
+the end of the third split before, whose place the factors take (``ENDS``).
 
 Splits follow ``attention.schedule``; in a split, tiles run in order through an online softmax, and
 splits are joined in order by ``joined``. A tile or a split that a query cannot see leaves it
@@ -50,6 +54,8 @@ RANK = gl.constexpr(512)
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(576)
+#: Ends of splits in shared memory, one more than tiles.
+ENDS = gl.constexpr(3)
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -159,7 +165,7 @@ def weigh_split(queries, tiles, exchanged, barriers, count, begin, end, seen, un
     SLOTS: gl.constexpr = tiles[0].shape[0]
     lows, highs, keys = tiles
     shared, shrinks = exchanged
-    full, ready = barriers[0], barriers[1]
+    full, ready, _ = barriers
     top = gl.full([QUERIES], LOWEST, gl.float32, seen.type.layout)
     # Weights are summed apart for even and odd tiles.
     newer = gl.zeros([TILE, QUERIES], gl.float32, products(QUERIES))
@@ -184,18 +190,18 @@ def weigh_split(queries, tiles, exchanged, barriers, count, begin, end, seen, un
 
 
 @gluon.jit
-def sum_split(tiles, exchanged, barriers, count, begin, end):
-    """The weighted latents of one split, tiles ``begin .. end - 1``, by a warp group.
+def sum_split(latents, exchanged, barriers, count, begin, end):
+    """Half of the weighted latents of one split, tiles ``begin .. end - 1``, by a warp group.
 
-    ``count`` tiles of this program came before. Returns both halves [256, queries].
+    ``latents`` is that half of the tiles, ``count`` tiles of this program came before. Returns
+    [256, queries].
     """
     shared, shrinks = exchanged
     QUERIES: gl.constexpr = shared.shape[1]
-    SLOTS: gl.constexpr = tiles[0].shape[0]
+    SLOTS: gl.constexpr = latents.shape[0]
     SUMS: gl.constexpr = products(QUERIES)
     full, ready, free = barriers
-    low = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
-    high = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
+    sums = gl.zeros([HALF, QUERIES], gl.float32, SUMS)
     for _ in range(begin, end):
         slot, phase = count % SLOTS, (count // SLOTS) & 1
         mbarrier.wait(full.index(slot), phase)
@@ -203,86 +209,51 @@ def sum_split(tiles, exchanged, barriers, count, begin, end):
         # Where no maximum grew the factors are 1, and the sums are left alone.
         factor = shrinks.index(slot).load(gl.SliceLayout(0, SUMS))
         if gl.min(factor, 0) < 1.0:
-            low = low * factor[None, :]
-            high = high * factor[None, :]
+            sums = sums * factor[None, :]
         weights = shared.index(slot).permute((1, 0))
-        left_low, left_high = tiles[0].index(slot), tiles[1].index(slot)
-        token_low = warpgroup_mma(left_low.permute((1, 0)), weights, low, is_async=True)
-        token_high = warpgroup_mma(left_high.permute((1, 0)), weights, high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=(token_low, token_high))
+        token = warpgroup_mma(latents.index(slot).permute((1, 0)), weights, sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(free.index(slot), count=1)
         count += 1
-    return low, high
+    return sums
 
 
 @gluon.jit
-def dim_of(place):
-    """Which element of a latent lies at a place 0 .. 511 of a line.
+def send_end(ends, count, old, new, total):
+    """Send the factors of sums so far and of a split's, and the total weight of both, [queries].
 
-    Four places side by side are one thread's: elements 8, 128 and 136 apart.
+    ``count`` of this program came before.
     """
-    half, warp, row = place // HALF, place // 32 % 8, place // 4 % 8
-    return half * HALF + place // 2 % 2 * 128 + warp * 16 + place % 2 * 8 + row
-
-
-@gluon.constexpr_function
-def _line_registers(queries):
-    """Registers of lines [queries, 256], each element where ``products`` has it."""
-    columns = [[bit, 0] for bit in (8, 16) if bit < queries]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], *columns, [0, 128]],
-        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [0, 64]],
-        block_bases=[],
-        shape=[queries, 256],
-    )
+    values, sent = ends
+    slot = count % ENDS
+    values.index(slot * 3).store(old)
+    values.index(slot * 3 + 1).store(new)
+    values.index(slot * 3 + 2).store(total)
+    mbarrier.arrive(sent.index(slot), count=1)
 
 
 @gluon.jit
-def _lines_of(sums):
-    """Sums [256, queries] as lines [queries, 256], in the order of ``dim_of``."""
-    QUERIES: gl.constexpr = sums.shape[1]
-    LINES: gl.constexpr = _line_registers(QUERIES)
-    lines = sums.reshape([2, 8, 2, 8, QUERIES]).permute((4, 1, 3, 0, 2)).reshape([QUERIES, HALF])
-    return gl.convert_layout(lines, LINES)
+def factors_of(ends, count):
+    """The factors of ``send_end``, [queries] each, once they are there."""
+    values, sent = ends
+    BY_QUERY: gl.constexpr = gl.SliceLayout(0, products(values.shape[1]))
+    slot = count % ENDS
+    mbarrier.wait(sent.index(slot), (count // ENDS) & 1)
+    return values.index(slot * 3).load(BY_QUERY), values.index(slot * 3 + 1).load(BY_QUERY)
 
 
 @gluon.jit
-def _places(lines, stride):
-    """Queries [queries, 1] of lines, and where elements lie if lines are ``stride`` apart."""
-    LINES: gl.constexpr = lines.type.layout
-    query = gl.arange(0, lines.shape[0], layout=gl.SliceLayout(1, LINES))[:, None]
-    return query, query * stride + gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES))[None, :]
+def total_of(ends, count):
+    """The total weight, [queries], that came with the factors."""
+    values, _ = ends
+    return values.index(count % ENDS * 3 + 2).load(gl.SliceLayout(0, products(values.shape[1])))
 
 
 @gluon.jit
-def store_sums(sums, low, high, num_columns, part, most):
-    """Store one split's weighted latents of adjacent queries, whose first line is ``part``.
-
-    Results stay in L2 until the next layer's replace them: vectors are read once, and would drive
-    them out to memory.
-    """
-    low, high = _lines_of(low), _lines_of(high)
-    column, at = _places(low, most * RANK)
-    at += part * RANK
-    gl.store(sums + at, low, mask=column < num_columns, eviction_policy="evict_last")
-    gl.store(sums + HALF + at, high, mask=column < num_columns, eviction_policy="evict_last")
-
-
-@gluon.jit
-def store_stats(stats, total, top, num_columns, part, most):
-    """Store total weights and maximum scores of one split, whose first line is ``part``."""
-    query = gl.arange(0, top.shape[0], layout=top.type.layout)
-    line = stats + part * 2 + query.to(gl.int64) * most * 2
-    gl.store(line, total, mask=query < num_columns)
-    gl.store(line + 1, top, mask=query < num_columns)
-
-
-@gluon.jit
-def _barriers(SLOTS: gl.constexpr):
+def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(slot), count=1)
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
     return barriers
 
 
@@ -314,5 +285,16 @@ def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.cons
         gl.allocate_shared_memory(DTYPE, [SLOTS, QUERIES, TILE], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, QUERIES], FLAT),
     )
-    barriers = (_barriers(SLOTS), _barriers(SLOTS), _barriers(SLOTS))
+    barriers = (_barriers(SLOTS, 1), _barriers(SLOTS, 1), _barriers(SLOTS, 2))
     return queries, (low, high, keys), tiles, exchanged, barriers
+
+
+@gluon.jit
+def memory_of_ends(QUERIES: gl.constexpr):
+    """A program's shared memory for ``send_end``: factors and total weights, and barriers.
+
+    For programs that send: the compiler gives the memory of an unused barrier away, and what is
+    stored there changes when another process's turn on the GPU interrupts the program.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [3 * ENDS, QUERIES], FLAT), _barriers(ENDS, 1)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.compiled import compile_launches
+from helpers.compiled import compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
 from sametoken.ops.model.attention import hopper, hopper_kernels, schedule
@@ -239,3 +239,4 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 2
+    assert not unused_barriers(tmp_path)

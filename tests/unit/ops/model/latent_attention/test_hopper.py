@@ -16,7 +16,7 @@ import pytest
 import torch
 from triton import knobs
 
-from helpers.compiled import compile_launches
+from helpers.compiled import compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
 from sametoken.ops.model.attention import schedule
@@ -26,10 +26,13 @@ from sametoken.ops.model.latent_attention import (
     hopper_kernels,
     hopper_pair_results,
     hopper_pair_tiles,
+    hopper_results,
     hopper_shares,
     hopper_tiles,
 )
 from sametoken.ops.model.latent_attention.shape import LayerLatent
+
+CONFIGS = [*hopper.CONFIGS.values(), hopper.JOINING]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +51,16 @@ from sametoken.ops.model.latent_attention.shape import LayerLatent
 )  # fmt: skip
 def test_few_queries_are_spread_over_programs(num_runs, width, heads, queries, whole):
     chosen = hopper.choose(num_runs, width, num_runs * width, heads, 4096)
-    assert chosen == (hopper.WHOLE_ROWS if whole else hopper.CONFIGS[queries])
+    assert chosen in ([hopper.WHOLE_ROWS] if whole else CONFIGS)
     assert chosen.queries == queries
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "heads", "joins"),
+    [(127, 16, False), (128, 16, True), (256, 20, False), (512, 128, False)],
+)
+def test_programs_join_splits_where_they_have_all_of_most_tiles(num_runs, heads, joins):
+    assert hopper.choose(num_runs, 1, num_runs, heads, 4096).joins == joins
 
 
 def test_results_of_splits_stay_within_their_memory():
@@ -130,11 +141,12 @@ class OneProgram:
 @pytest.fixture
 def join(monkeypatch):
     """``join_kernel`` as a function of its program and its arguments."""
-    for name in ("dim_of", "pair_dim_of", "joined", "rows_of_run", "splits_before"):
+    names = ("dim_of", "pair_dim_of", "joined", "rows_of_run", "splits_before", "_stored_splits")
+    for name in names:
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
     for name in ("RANK", "LOWEST"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
-    monkeypatch.setattr(hopper_tiles, "HALF", hopper_tiles.HALF.value)
+    monkeypatch.setattr(hopper_results, "HALF", hopper_results.HALF.value)
     for name in ("_BEGIN_1", "_BEGIN_2", "_BEGIN_3", "_SIZE_0", "_SIZE_1", "_SIZE_2", "_SIZE_3"):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
@@ -147,13 +159,13 @@ def join(monkeypatch):
 
 
 def test_lines_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
-    monkeypatch.setattr(hopper_tiles, "HALF", 256)
-    monkeypatch.setattr(hopper_tiles, "_line_registers", lambda *_: None)
+    monkeypatch.setattr(hopper_results, "HALF", 256)
+    monkeypatch.setattr(hopper_results, "_line_registers", lambda *_: None)
     language = SimpleNamespace(constexpr=int, convert_layout=lambda values, layout: values)
-    monkeypatch.setattr(hopper_tiles, "gl", language)
+    monkeypatch.setattr(hopper_results, "gl", language)
     sums = torch.arange(256)[:, None] + 1000 * torch.arange(32)
-    lines = hopper_tiles._lines_of.fn(sums)
-    element = hopper_tiles.dim_of.fn(torch.arange(512))
+    lines = hopper_results._lines_of.fn(sums)
+    element = hopper_results.dim_of.fn(torch.arange(512))
     assert torch.equal(lines, element[:256] + 1000 * torch.arange(32)[:, None])
     assert torch.equal(element[256:], element[:256] + 256)
 
@@ -200,9 +212,9 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES["AHEAD"]])
-def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair):
+@pytest.mark.parametrize(("pair", "joins"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES[False]["AHEAD"]])
+def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, joins):
     # The first run is of an earlier launch, the second has a dead row, the third no row.
     positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
     heads, first_run, width, most, scale = 2, 1, 3, 20, 0.25
@@ -210,21 +222,27 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair):
     random = torch.Generator().manual_seed(0)
     sums = torch.randn(3 * width, heads, most, 512, generator=random)
     stats = torch.rand(3 * width, heads, most, 2, generator=random) * 9
+    # By tile of four queries, two tiles a run: what programs joined lies at the last one's place.
+    num_joined = torch.tensor([4, 1, 99, 99, 0, 99]) if joins else None
+    lines = [(1, 0), (2, 1), *([] if joins else [(4, 6)])]
     for position, place in ((5000, 0), (5001, 1), (0, 2), (700, 6)):
-        unused = max_splits(position + 1)
-        sums[place, :, unused:], stats[place, :, unused:] = torch.nan, torch.nan
+        for part in (sums, stats):
+            part[place, :, max_splits(position + 1) :] = torch.nan
+            part[place, :, : 3 * joins * (place < 2)] = torch.nan
     out = torch.full((5, heads, 512), 77.0)
     memory = (Memory(one.view(-1)) for one in (sums, stats))
-    tensors = (*memory, *map(Memory, (positions, slots, starts)), Memory(out.view(-1)))
+    tensors = (*memory, *map(Memory, (positions, slots, starts)))
+    tensors += (Memory(num_joined) if joins else None, Memory(out.view(-1)))
     for place, head in product(range(3 * width), range(heads)):
         sizes = {"HEADS": heads, "AHEAD": ahead, "PAIR": pair}
-        join((place, head), *tensors, first_run, width, most, scale, **sizes)
+        join((place, head), *tensors, first_run, width, 2, 4, most, scale, **sizes)
     assert (out[0] == 77).all()
-    assert (out[3] == 0).all()
-    for row, place in ((1, 0), (2, 1), (4, 6)):
+    assert (out[3] == 0).all() or joins
+    assert (out[4] == 77).all() or not joins
+    for row, place in lines:
         for head in range(heads):
             top, total, acc = torch.tensor(-1e30), torch.tensor(0.0), torch.zeros(512)
-            for split in range(max_splits(int(positions[row]) + 1)):
+            for split in range(3 * joins, max_splits(int(positions[row]) + 1)):
                 weight, peak = stats[place, head, split]
                 highest = torch.maximum(top, peak)
                 old = torch.exp2((top - highest) * scale)
@@ -325,11 +343,12 @@ def test_programs_compute_every_split_of_every_query_tile_once(
         for one in range(tile, tiles_per_run * len(begins)):
             first = one % tiles_per_run * queries
             rows = (width * (one // tiles_per_run), first, width * heads)
-            _, end, split, last = hopper_shares.own_splits.fn(
+            _, end, split, last, after = hopper_shares.own_splits.fn(
                 positions, *rows, at, low, high, heads, queries
             )
             if at < high:
                 found += [(one, own) for own in range(int(split), int(last))]
+                assert split >= last or last <= after
             at += int(end)
     expected = []
     for tile in range(tiles_per_run * len(begins)):
@@ -356,7 +375,7 @@ class Launched:
         return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)
 
 
-@pytest.mark.parametrize("config", [*hopper.CONFIGS.values(), hopper.WHOLE_ROWS])
+@pytest.mark.parametrize("config", [*CONFIGS, hopper.WHOLE_ROWS])
 def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, monkeypatch):
     """Those of a chunk's rows below the first that is kept; the join reads results alone."""
     launched, joined = Launched(), Launched()
@@ -401,6 +420,7 @@ from sametoken.ops.backend import AttentionRows, RowRuns
 table = torch.zeros(64, 256, dtype=torch.int64)
 for config, size, dtype in (
     (hopper.CONFIGS[16], 64, torch.bfloat16), (hopper.CONFIGS[32], 64, torch.bfloat16),
+    (hopper.JOINING, 64, torch.bfloat16),
     (hopper.CONFIGS[64], 16, torch.bfloat16), (hopper.WHOLE_ROWS, 64, torch.float16),
 ):
     memory = LayerLatent(torch.zeros(2, size, 576, dtype=dtype), 512)
@@ -417,9 +437,13 @@ for config, size, dtype in (
 
 def test_every_form_compiles_once_for_all_counts(compiled):
     found = sorted(path.stem for path in compiled.rglob("*_kernel.ptx"))
-    joins = ["join_kernel"] * 2  # of either order of elements
-    few = ["splits_kernel"] * 2  # of 16 and of 32 queries
+    joins = ["join_kernel"] * 3  # of either order of elements, and of what programs left
+    few = ["splits_kernel"] * 3  # of 16 and of 32 queries, and of 16 that are joined
     assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", *few]
+
+
+def test_every_barrier_is_waited_for(compiled):
+    assert not unused_barriers(compiled)
 
 
 def test_two_programs_of_the_join_fit_beside_one_of_splits_of_16_queries(compiled):
@@ -443,5 +467,6 @@ def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
         loads, sep, folds = code.partition("MUFU.EX2")
         assert sep
         wide = re.findall(r"LDG\.E(?:\.EL)?\.128", loads)
-        assert len(wide) == 2 * hopper.JOIN_SIZES["AHEAD"]
+        # A thread loads eight elements of a split.
+        assert len(wide) in [2 * sizes["AHEAD"] for sizes in hopper.JOIN_SIZES.values()]
         assert "LDG" not in folds

@@ -42,6 +42,8 @@ MAX_BYTES = 2**28
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 #: Other JSON objects that transformers reads.
 _EXTRA = ("special_tokens_map.json", "added_tokens.json")
+#: The template of a model that also sees, until 2025; some tokenizers have none beside it.
+_SEEING_TEMPLATE = "chat_template.json"
 _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
@@ -294,6 +296,15 @@ def _from_hf(path: Path) -> Any:
     if path.is_file():
         _require_readable(path)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    tokenizer = _from_directory(path)
+    if not tokenizer.chat_template and is_there(path / _SEEING_TEMPLATE):
+        tokenizer.chat_template = _seeing_template(path / _SEEING_TEMPLATE)
+    return tokenizer
+
+
+def _from_directory(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     settings = _checked_settings(path)
     if (path / _FILE).is_file():
         # Reads the file unchanged: some architectures' classes rebuild it from its vocabulary.
@@ -310,6 +321,13 @@ def _from_hf(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _seeing_template(file: Path) -> str:
+    template = read_json_object(file).get("chat_template")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{file} holds no text chat_template", _REMEDY)
+    return template
 
 
 def _checked_settings(directory: Path) -> dict[str, Any]:

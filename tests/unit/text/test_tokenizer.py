@@ -146,6 +146,22 @@ def test_a_directory_loads_as_it_was_saved(tokenizer, tmp_path):
     assert loaded.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
 
 
+def test_a_template_of_a_model_that_also_sees_is_used_where_its_tokenizer_has_none(
+    tokenizer, tmp_path
+):
+    """Mistral-Small-3.1-24B-Instruct-2503 has it in chat_template.json alone."""
+    tokenizer.hf.save_pretrained(tmp_path)
+    file, messages = tmp_path / "chat_template.json", [{"role": "user", "content": "hi"}]
+    file.write_text(json.dumps({"chat_template": "[{{ messages[0].content }}]"}))
+    own = tokenizer.apply_chat_template(messages)
+    assert load_tokenizer(tmp_path).apply_chat_template(messages) == own != "[hi]"
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(tmp_path).apply_chat_template(messages) == "[hi]"
+    file.write_text(json.dumps({"chat_template": ["[]"]}))
+    with pytest.raises(CheckpointError, match=r"chat_template\.json holds no text chat_template"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_file_alone_loads_but_has_no_chat_template(backend, tmp_path):
     path = tmp_path / "tokenizer.json"
     backend.save(str(path))

@@ -29,10 +29,11 @@ Two checkpoint layouts are published:
   (``transformers_utils/configs/speculators/algos.py``).
 
 Auxiliary layer ids: at the top of the config, i means the input of target layer i, as in vLLM
-(``hidden_states + residual`` before the layer) and in ``load_model(aux_layers=...)``. Under
-``eagle_config``, or with ``"eagle_aux_layer_semantics": "sglang"``, i means the output of layer i,
-so that SGLang adds 1 (``set_eagle3_layers_to_capture``; vLLM ``eagle3_utils.py``). Both default to
-(2, n // 2, n - 3) as inputs.
+(``hidden_states + residual`` before the layer) and in ``load_model(aux_layers=...)``. With
+``"eagle_aux_layer_semantics": "sglang"`` i means the output of layer i (vLLM ``eagle3_utils.py``).
+Under ``eagle_config`` trainers write either; as in SGLang, ids that begin with 1 mean outputs, and
+others inputs (sgl-project/sglang#25454; nvidia/gpt-oss-120b-Eagle3-v3 reads 24, 30 and 36 of 36
+layers). All default to (2, n // 2, n - 3) as inputs.
 """
 
 from __future__ import annotations
@@ -150,8 +151,9 @@ def _aux_layer_ids(
     key = "eagle_aux_hidden_state_layer_ids"
     ids = config.get(key)
     of_outputs = config.get("eagle_aux_layer_semantics") == "sglang"
-    if not ids:
-        ids, of_outputs = nested.get(key), True
+    is_nested = not ids
+    if is_nested:
+        ids = nested.get(key)
     if not ids:
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
@@ -160,6 +162,8 @@ def _aux_layer_ids(
         )
     if len(ids) > MAX_LAYERS:
         raise CheckpointError(f"{location}: {key} names {len(ids)} layers", _ORIGINAL)
+    if is_nested:
+        of_outputs = ids[0] == 1
     return tuple(i + of_outputs for i in ids)
 
 

@@ -200,8 +200,10 @@ def test_an_lm_head_may_come_from_the_target(tmp_path):
             (2, 16, 29),
         ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [20, 26, 32]}}, (20, 26, 32)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, (2, 16, 29)),
     ],
-    ids=["default", "vllm", "sglang", "nested"],
+    ids=["default", "vllm", "sglang", "nested", "nested-up-to-the-end", "nested-inputs"],
 )
 def test_auxiliary_layers(tmp_path, settings, layers):
     write_safeailab(tmp_path, head_tensors(), **settings)

@@ -267,7 +267,9 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
             f"{location}: transformer_layer_config is not an object",
             "compare with the original checkpoint's",
         )
-    layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
+    named = Settings({"architectures": ["EagleHead"], **nested}, str(location))
+    # Heads for Qwen3.5 rotate a part, as their targets do; SGLang's and vLLM's Llama layers can.
+    layer = model_config(named, rotates_parts=True)
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")
     latent = "deepseek" in str(config.get("architectures")).lower()

@@ -108,12 +108,15 @@ def _require_no_other_quantization(directory: Path, config: Settings) -> None:
             )
 
 
-def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
+def model_config(
+    given: Settings, generation: Settings = NO_SETTINGS, *, rotates_parts: bool = False
+) -> ModelConfig:
     """The architecture of a config.json in transformers' form.
 
     Args:
         given: the config.
         generation: generation_config.json, empty if there is none.
+        rotates_parts: whether it may rotate a part of each head, whatever its class.
 
     Raises:
         CheckpointError: a key is missing or impossible.
@@ -137,7 +140,8 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
     end_ids = generation.token_ids("eos_token_id", vocab_size)
-    rope, local_rope = _ropes(settings, family)
+    rotates_parts = rotates_parts or family.rotates_parts
+    rope, local_rope = _ropes(settings, family.local_theta, rotates_parts=rotates_parts)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -170,19 +174,19 @@ def _architecture(given: Settings) -> str:
 
 
 def _ropes(
-    settings: Settings, family: type[Decoder]
+    settings: Settings, local_theta: float | None, *, rotates_parts: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Rope settings of all layers, or of those that see all, and of those with a window."""
-    if family.local_theta is None:
-        return _rope(settings, rotates_parts=family.rotates_parts), None
+    if local_theta is None:
+        return _rope(settings, rotates_parts=rotates_parts), None
     by_type = settings.nested("rope_parameters")
-    theta = settings.number("rope_local_base_freq", family.local_theta)
+    theta = settings.number("rope_local_base_freq", local_theta)
     values = {key: value for key, value in settings.values.items() if key != "rope_scaling"}
     own = {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
-    local = _rope(Settings(values | own, settings.location), rotates_parts=family.rotates_parts)
+    local = _rope(Settings(values | own, settings.location), rotates_parts=rotates_parts)
     of_full = Settings(by_type, settings.location).nested(FULL) | settings.nested("rope_scaling")
     full = Settings({**values, "rope_parameters": of_full}, settings.location)
-    return _rope(full, rotates_parts=family.rotates_parts), local
+    return _rope(full, rotates_parts=rotates_parts), local
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def defined_head(tensors, embedding, token_ids, hidden, flags):
     q, k, v = (heads(x, name).transpose(0, 1) for name in "qkv")
     if f"{layer}.self_attn.q_norm.weight" in tensors:
         q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
-    x = attended(rotated(q), rotated(k), v)
+    width = flags.get("rotated", 8)
+    x = attended(rotated(q, width), rotated(k, width), v)
     x = residual + linear(tensors, x, f"{layer}.self_attn.o_proj")
     x = x + gated_mlp(tensors, norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
     last = norm(x, "norm")
@@ -152,6 +153,26 @@ def test_a_head_with_qk_norm(tmp_path):
     states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
     found = head.compute_logits(states.last)
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10_000.0}},
+    ],
+    ids=["top", "rope_parameters"],
+)
+def test_a_head_that_rotates_a_part_as_those_for_qwen3_5(tmp_path, settings, kernels):
+    tensors, target = head_tensors(6), SharedTarget(kernels=kernels)
+    checkpoint = Eagle3Checkpoint(write_safeailab(tmp_path, tensors, **settings))
+    head = checkpoint.load(target, **OPTIONS | {"kernels": kernels})
+    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
+    flags = {"rotated": 4}
+    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
+    states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
+    torch.testing.assert_close(head.compute_logits(states.last), logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])

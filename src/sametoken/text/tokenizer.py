@@ -44,6 +44,8 @@ _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _EXTRA = ("special_tokens_map.json", "added_tokens.json")
 #: The template of a model that also sees, until 2025; some tokenizers have none beside it.
 _SEEING_TEMPLATE = "chat_template.json"
+#: Classes whose ``add_bos_token`` transformers 4 obeys, whatever tokenizer.json does.
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
@@ -308,9 +310,14 @@ def _from_directory(path: Path) -> Any:
     settings = _checked_settings(path)
     if (path / _FILE).is_file():
         # Reads the file unchanged: some architectures' classes rebuild it from its vocabulary.
-        return PreTrainedTokenizerFast.from_pretrained(
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+        begins = settings.get("add_bos_token") is True and settings.get("tokenizer_class") in _LLAMA
+        # transformers 5 passes over it. DeepSeek's files say so there alone.
+        if begins and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
+            tokenizer.add_bos_token = True
+        return tokenizer
     if settings.get("auto_map"):
         raise UnsupportedError(
             f"{path / _SETTINGS} has an auto_map: the tokenizer needs Python code of the "

@@ -10,7 +10,7 @@ import gguf
 import jinja2
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import byte_tokenizer
@@ -160,6 +160,38 @@ def test_a_template_of_a_model_that_also_sees_is_used_where_its_tokenizer_has_no
     file.write_text(json.dumps({"chat_template": ["[]"]}))
     with pytest.raises(CheckpointError, match=r"chat_template\.json holds no text chat_template"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_added"),
+    [
+        ({"add_bos_token": True}, 1),
+        ({"add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}, 1),
+        ({"add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, 0),
+        ({"add_bos_token": True, "bos_token": None}, 0),
+        ({"add_bos_token": False}, 0),
+        ({}, 0),
+    ],
+)
+@pytest.mark.parametrize("adds_itself", [False, True])
+def test_a_llama_tokenizer_s_texts_begin_as_its_config_says(
+    tmp_path, changes, num_added, adds_itself
+):
+    """DeepSeek's tokenizer.json has a ByteLevel post-processor, which adds nothing."""
+    backend = byte_tokenizer(("<s>", "</s>"))
+    bos_id = backend.token_to_id("<s>")
+    plain = tuple(backend.encode(TEXTS[0]).ids)
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    if adds_itself:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos_id)]
+        )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode(TEXTS[0]) == (bos_id,) * max(num_added, adds_itself) + plain
+    assert loaded.encode(TEXTS[0], add_special_tokens=False) == plain
 
 
 def test_a_tokenizer_file_alone_loads_but_has_no_chat_template(backend, tmp_path):

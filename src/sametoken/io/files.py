@@ -22,18 +22,23 @@ from sametoken.errors import ConfigError
 #: Twice the size of a weight map of 200,000 tensors.
 MAX_JSON_BYTES = 2**25
 _IRREGULAR = "it is not a regular file"
+#: How the text begins that Git LFS leaves in the place of a large file.
+_POINTER = b"version https://git-lfs.github.com/"
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading; never blocks, as a pipe would.
 
     Raises:
-        OSError: it is missing, or is a directory, a pipe, a socket or a device.
+        OSError: it is missing, or is a directory, a pipe, a socket or a device, or Git LFS has not
+            brought its content.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(_IRREGULAR)
+        if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+            raise OSError("it is a pointer of Git LFS: run git lfs pull in its directory")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

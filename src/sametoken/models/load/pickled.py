@@ -157,7 +157,9 @@ def _records_of(path: Path) -> tuple[bytes, frozenset[int]]:
             f"{path} is truncated, corrupt or older than torch 1.6 ({error})",
             f"download the checkpoint again, or {_CONVERT}",
         ) from error
-    except (OSError, ValueError, NotImplementedError, RuntimeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", AGAIN) from error
+    except (ValueError, NotImplementedError, RuntimeError) as error:
         raise _corrupt(path, error) from error
 
 

@@ -32,9 +32,11 @@ from helpers.forward import load
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.layer_types import sliding_windows
 from sametoken.models.load import huggingface
+from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
+from sametoken.text.tokenizer import load_tokenizer
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -559,3 +561,19 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path, dtype, num_bytes):
     for read in (source.stored_dtype, lambda name: list(source.stored_chunks(name))):
         with pytest.raises(CheckpointError, match=rf"tensor w .* dtype {dtype}.* bytes \(U8\)"):
             read("w")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("model.safetensors", lambda path: open_weights(path.parent)),
+        ("pytorch_model.bin", lambda path: open_weights(path.parent)),
+        ("model.gguf", read_gguf),
+        ("tokenizer.json", load_tokenizer),
+    ],
+)
+def test_a_clone_without_git_lfs_is_told_what_to_run(tmp_path, name, read):
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 4096\n")
+    with pytest.raises(CheckpointError, match=rf"{name}.*Git LFS: run git lfs pull"):
+        read(path)

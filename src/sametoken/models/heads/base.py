@@ -268,7 +268,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
             "compare with the original checkpoint's",
         )
     named = Settings({"architectures": ["EagleHead"], **nested}, str(location))
-    # Heads for Qwen3.5 rotate a part, as their targets do; SGLang's and vLLM's Llama layers can.
+    # Heads for Qwen3.5 rotate a part of each attention head, as their targets do.
     layer = model_config(named, rotates_parts=True)
     settings = Settings(layer.extra, str(location))
     activation = settings.get("hidden_act", "silu")

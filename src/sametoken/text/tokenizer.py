@@ -33,6 +33,9 @@ from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
 _logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+#: OpenAI's role of an application's instructions, and how a template compares with it.
+_DEVELOPER = "developer"
+_KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
 #: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
 #: characters.
 _MIN_TOKEN_CHARS = 128
@@ -150,11 +153,14 @@ class Tokenizer:
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """
-        if not options.get("chat_template") and not self.hf.chat_template:
+        template = options.get("chat_template") or self.hf.chat_template
+        if not template:
             raise RequestError(
                 "the model has no chat template", "use generate, or give chat_template"
             )
         try:
+            if not _KNOWS_DEVELOPERS.search(str(template)):
+                messages = _with_one_system(messages)
             with bounded_steps():
                 text: str = self.hf.apply_chat_template(
                     [dict(message) for message in messages], tokenize=False, **options
@@ -171,6 +177,19 @@ class Tokenizer:
                 "change the messages, or the template's options",
             ) from error
         return text
+
+
+def _with_one_system(messages: Messages) -> Messages:
+    """The messages for a template without developers: these and the system's are its first.
+
+    Such templates drop or refuse a developer's message, and many a second one of the system.
+    """
+    if all(message.get("role") != _DEVELOPER for message in messages):
+        return messages
+    roles = ("system", _DEVELOPER)
+    instructions = [one["content"] for one in messages if one.get("role") in roles]
+    others = (one for one in messages if one.get("role") not in roles)
+    return [{"role": "system", "content": "\n\n".join(instructions)}, *others]
 
 
 def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:

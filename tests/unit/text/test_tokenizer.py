@@ -254,6 +254,48 @@ def test_a_template_that_refuses_is_the_request_s_error(tokenizer):
         )
 
 
+#: Of Qwen3.5's kind: the system's message is the first, and other roles are refused.
+STRICT = """\
+{%- for message in messages %}
+{%- if message.role == "system" and not loop.first or message.role not in ("system", "user") %}
+{{- raise_exception("unexpected " ~ message.role) }}
+{%- endif %}<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+#: Of Qwen3's kind: messages of other roles are left out.
+LENIENT = """\
+{%- for message in messages if message.role in ("system", "user") -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+#: Of gpt-oss's kind.
+WITH_DEVELOPERS = """\
+{%- for message in messages -%}
+<{{ message.role if message.role != 'developer' else "dev" }}>{{ message.content }}
+{%- endfor %}"""
+INSTRUCTED = [
+    {"role": "system", "content": "a"},
+    {"role": "developer", "content": "b"},
+    {"role": "user", "content": "hi"},
+    {"role": "developer", "content": "c"},
+]
+
+
+@pytest.mark.parametrize("template", [STRICT, LENIENT])
+def test_a_developer_s_message_reaches_a_model_whose_template_has_no_such_role(tokenizer, template):
+    def rendered(*messages):
+        return tokenizer.apply_chat_template(messages, chat_template=template)
+
+    assert rendered(*INSTRUCTED) == "<system>a\n\nb\n\nc<user>hi"
+    assert rendered(*INSTRUCTED[1:3]) == "<system>b<user>hi"
+
+
+def test_messages_are_the_template_s_where_it_knows_developers_or_none_speaks(tokenizer):
+    found = tokenizer.apply_chat_template(INSTRUCTED, chat_template=WITH_DEVELOPERS)
+    assert found == "<system>a<dev>b<user>hi<dev>c"
+    system = {"role": "system", "content": "d"}
+    found = tokenizer.apply_chat_template([system, system], chat_template=LENIENT)
+    assert found == "<system>d<system>d"
+
+
 def test_missing_and_corrupt_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "missing")

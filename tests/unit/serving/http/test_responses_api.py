@@ -250,6 +250,22 @@ def test_items_become_messages():
     assert [one["tool_call_id"] for one in found[3:5]] == ["c1", "c2"]
 
 
+def test_instructions_at_the_beginning_are_one_message():
+    """Many templates refuse a second message of the system, or leave it out."""
+    first = [{"role": role, "content": role} for role in ("developer", "system", "user")]
+    found = rendered(instructions="Be brief.", input=[*first, first[0]])
+    assert [(one["role"], one["content"]) for one in found] == [
+        ("system", "Be brief.\n\ndeveloper\n\nsystem"),
+        ("user", "user"),
+        ("developer", "developer"),
+    ]
+    found = rendered(input=first)
+    assert [(one["role"], one["content"]) for one in found] == [
+        ("developer", "developer\n\nsystem"),
+        ("user", "user"),
+    ]
+
+
 def test_an_answer_can_be_sent_back(serve):
     """As agents do: the items of an answer, then the results of its calls."""
     server, tools = {"tool_call_parser": "hermes"}, {"tools": [ADD]}
@@ -304,6 +320,12 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks 'call_id'"),
         ({"input": [{"type": "function_call_output"}]}, "input", "lacks 'call_id'"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "content": "3"}]},
+            "input",
+            "input.0 lacks 'output'",
+        ),
+        ({"input": [{"role": "user", "text": "hi"}]}, "input", "input.0 lacks 'content'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",

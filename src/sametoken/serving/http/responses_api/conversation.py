@@ -25,6 +25,8 @@ from sametoken.serving.http.schemas import (
     Tool,
 )
 
+#: Roles whose messages instruct the model.
+_INSTRUCTING = ("system", "developer")
 #: Types of parts that are text, by the name of the field that holds it.
 _TEXTS = {
     "input_text": "text",
@@ -111,7 +113,8 @@ class _MessageWriter:
             ApiError: see ``chat_request``.
         """
         if item.type == "message":
-            self._message(_needed(item.role, "role", place), _text(item.content, place))
+            role = _needed(item.role, "role", place)
+            self._message(role, _needed_text(item.content, "content", place))
         elif item.type == "reasoning":
             text = _text(item.content, place) or _text(item.summary, place)
             if text:
@@ -128,13 +131,21 @@ class _MessageWriter:
             self._of_assistant().setdefault("tool_calls", []).append(call)
         else:
             call_id = _needed(item.call_id, "call_id", place)
-            self.add("tool", content=_text(item.output, place), tool_call_id=call_id)
+            output = _needed_text(item.output, "output", place)
+            self.add("tool", content=output, tool_call_id=call_id)
 
     def _message(self, role: str, text: str) -> None:
         if role == "assistant":
             self._of_assistant("content", "tool_calls")["content"] = text
+        elif role in _INSTRUCTING and self._only_instructs:
+            # Many templates read one such message alone.
+            self._written[0]["content"] += f"\n\n{text}"
         else:
             self.add(role, content=text)
+
+    @property
+    def _only_instructs(self) -> bool:
+        return len(self._written) == 1 and self._written[0]["role"] in _INSTRUCTING
 
     def _of_assistant(self, *missing: str) -> dict[str, Any]:
         """The last message, if it is the assistant's and none of these is in it; or a new one."""
@@ -148,6 +159,10 @@ def _needed(value: str | None, name: str, place: str) -> str:
     if value is None:
         raise invalid(f"{place} lacks {name!r}. Add it", "input")
     return value
+
+
+def _needed_text(content: str | Parts | None, name: str, place: str) -> str:
+    return _text(content, place) if isinstance(content, list) else _needed(content, name, place)
 
 
 def _text(content: str | Parts | None, place: str) -> str:

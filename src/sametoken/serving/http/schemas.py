@@ -106,6 +106,8 @@ def null_is(default: Any) -> BeforeValidator:
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+#: Of the answer in a conversation.
+Limit = Annotated[int, Field(ge=1, lt=2**31)]
 # fail_fast: an invalid list costs no more than a valid one.
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Texts = Annotated[list[Text], Field(max_length=MAX_N, fail_fast=True)]
@@ -346,8 +348,8 @@ class ChatRequest(SamplingFields):
     """Answer a conversation."""
 
     messages: Messages
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None

@@ -246,6 +246,7 @@ UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
         ({"functions": []}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),

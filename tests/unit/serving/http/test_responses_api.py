@@ -312,6 +312,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"include": ["file_search_call.results"]}, "include", "message.output_text.logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
         ({"tools": [{"name": "f"}]}, "tools", "tools.0.type: Field required"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: Input should be"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),

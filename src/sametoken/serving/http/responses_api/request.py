@@ -16,9 +16,9 @@ from sametoken.serving.http.schemas import (
     MAX_TOOLS,
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
-    Count,
     Effort,
     FunctionDefinition,
+    Limit,
     SamplingFields,
     Strict,
     Text,
@@ -136,7 +136,7 @@ class ResponsesRequest(SamplingFields):
         | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     )
     instructions: Text | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None

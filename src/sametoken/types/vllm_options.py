@@ -233,6 +233,12 @@ VLLM_OPTIONS = (
         instead="use string",
     ),
     VllmOptions(
+        'with tool_choice "none" the template sees no tools',
+        switches="exclude_tools_when_tool_choice_none",
+        accepted=("true",),
+        instead='send tool_choice "auto" where the model is to see them',
+    ),
+    VllmOptions(
         "requests and answers are never logged",
         switches="enable_log_requests enable_log_outputs",
         instead="the access log has a line for each request",

@@ -187,7 +187,7 @@ def _with_one_system(messages: Messages) -> Messages:
     if all(message.get("role") != _DEVELOPER for message in messages):
         return messages
     roles = ("system", _DEVELOPER)
-    instructions = [one["content"] for one in messages if one.get("role") in roles]
+    instructions = [one.get("content") or "" for one in messages if one.get("role") in roles]
     others = (one for one in messages if one.get("role") not in roles)
     return [{"role": "system", "content": "\n\n".join(instructions)}, *others]
 

@@ -1,9 +1,8 @@
-"""Tokenizers of Hugging Face checkpoints and GGUF files, and chat templates with a step limit."""
+"""Tokenizers of models, and chat templates with a step limit."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,19 +15,10 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.errors import (
-    CheckpointError,
-    ConfigError,
-    RequestError,
-    SametokenError,
-    UnsupportedError,
-)
-from sametoken.io.files import is_there, open_regular
+from sametoken.errors import CheckpointError, ConfigError, RequestError
 from sametoken.models.hub import Needed
-from sametoken.models.load.files import read_json_object
-from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
-from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _logger = logging.getLogger(__name__)
 
@@ -39,19 +29,6 @@ _KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
 #: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
 #: characters.
 _MIN_TOKEN_CHARS = 128
-
-#: Largest tokenizer file in bytes; the largest vocabularies take 40 MB.
-MAX_BYTES = 2**28
-_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-#: Other JSON objects that transformers reads.
-_EXTRA = ("special_tokens_map.json", "added_tokens.json")
-#: The template of a model that also sees, until 2025; some tokenizers have none beside it.
-_SEEING_TEMPLATE = "chat_template.json"
-#: Classes whose ``add_bos_token`` transformers 4 obeys, whatever tokenizer.json does.
-_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
-_READ = (".json", ".jinja", ".model", ".txt")
-_REMEDY = "fetch it again, or give another tokenizer"
-
 
 #: How SentencePiece writes a space, as a character or as a byte.
 _SPACES = ("\u2581", "<0x20>")
@@ -230,7 +207,9 @@ def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | Non
     chosen = model_path
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         chosen = resolve_model(config.tokenizer, _logger.info, Needed.TOKENIZER)
-    is_left_out = config.load_format == DUMMY and config.tokenizer is None and not _has_one(chosen)
+    is_left_out = (
+        config.load_format == DUMMY and config.tokenizer is None and not has_tokenizer(chosen)
+    )
     if config.skip_tokenizer_init or is_left_out:
         return None
     tokenizer = load_tokenizer(chosen)
@@ -259,138 +238,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Load from a checkpoint directory, a ``tokenizer.json``, or a GGUF file.
 
     Raises:
-        CheckpointError: there is no tokenizer, or it is corrupt.
-        UnsupportedError: a GGUF file holds an unknown kind of tokenizer, or the tokenizer needs
-            Python code of the checkpoint.
+        CheckpointError, UnsupportedError: see ``tokenizer_files.read_tokenizer``.
     """
-    source = _find_source(path)
-    try:
-        return Tokenizer(_from_gguf(source) if source.suffix == ".gguf" else _from_hf(source))
-    except (SametokenError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError; a
-        # Rust panic derives from BaseException.
-        file = _faulty_file(source)
-        raise CheckpointError(
-            f"the tokenizer at {file} cannot be read ({type(error).__name__}: {error})", _REMEDY
-        ) from error
-
-
-def _has_one(directory: Path) -> bool:
-    return any(is_there(directory / name) for name in (_FILE, _SETTINGS))
-
-
-def _find_source(path: Path) -> Path:
-    if path.is_file() and path.suffix in (".gguf", ".json"):
-        return path
-    if path.is_dir():
-        if _has_one(path):
-            return path
-        gguf_files = sorted(path.glob("*.gguf"))
-        if gguf_files:
-            return gguf_files[0]
-    raise CheckpointError(
-        f"no tokenizer at {path}",
-        "give a directory with tokenizer.json or a GGUF file, or set skip_tokenizer_init",
-    )
-
-
-def _from_gguf(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    metadata = read_gguf(path).metadata
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    special = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and 0 <= token_id < len(tokens):
-            special[name] = tokens[token_id]
-    template = metadata.get("tokenizer.chat_template")
-    backend = build_gguf_tokenizer(metadata)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
-
-
-def _from_hf(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    if path.is_file():
-        _require_readable(path)
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    tokenizer = _from_directory(path)
-    if not tokenizer.chat_template and is_there(path / _SEEING_TEMPLATE):
-        tokenizer.chat_template = _seeing_template(path / _SEEING_TEMPLATE)
-    return tokenizer
-
-
-def _from_directory(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    settings = _checked_settings(path)
-    if (path / _FILE).is_file():
-        # Reads the file unchanged: some architectures' classes rebuild it from its vocabulary.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-        begins = settings.get("add_bos_token") is True and settings.get("tokenizer_class") in _LLAMA
-        # transformers 5 passes over it. DeepSeek's files say so there alone.
-        if begins and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
-            tokenizer.add_bos_token = True
-        return tokenizer
-    if settings.get("auto_map"):
-        raise UnsupportedError(
-            f"{path / _SETTINGS} has an auto_map: the tokenizer needs Python code of the "
-            "checkpoint, which is never run",
-            "give a tokenizer that has a tokenizer.json",
-        )
-    # It imports torch, so only a tokenizer that has to be converted pays for it.
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
-def _seeing_template(file: Path) -> str:
-    template = read_json_object(file).get("chat_template")
-    if not isinstance(template, str):
-        raise CheckpointError(f"{file} holds no text chat_template", _REMEDY)
-    return template
-
-
-def _checked_settings(directory: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, after checking every file that transformers reads."""
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _READ:
-            _require_readable(path)
-    objects = {
-        name: read_json_object(directory / name)
-        for name in (_SETTINGS, *_EXTRA)
-        if is_there(directory / name)
-    }
-    return objects.get(_SETTINGS, {})
-
-
-def _require_readable(path: Path) -> None:
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})", _REMEDY) from error
-    if size > MAX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, above {MAX_BYTES}", _REMEDY)
-
-
-def _faulty_file(source: Path) -> Path:
-    """The file that cannot be read, or the directory if that is unknown."""
-    from tokenizers import Tokenizer as Backend
-
-    file = source / _FILE
-    if not file.is_file():
-        return source
-    try:
-        Backend.from_file(str(file))
-    except Exception:
-        return file
-    return source / _SETTINGS if (source / _SETTINGS).is_file() else source
+    return Tokenizer(read_tokenizer(path))
 
 
 #: Lines that one rendering may execute. A conversation of 1000 messages takes about 30,000.

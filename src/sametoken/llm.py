@@ -67,7 +67,7 @@ class LLM:
         options: the fields of ``EngineConfig``, and vLLM's options that have no effect here.
 
     Raises:
-        ConfigError: an option is unknown or impossible.
+        ConfigError: an option is unknown or impossible, or this is a fork of a process with an LLM.
         CheckpointError: the checkpoint or its tokenizer cannot be read.
         UnsupportedError: the model or an option is not implemented.
     """

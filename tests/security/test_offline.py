@@ -382,6 +382,21 @@ def test_a_fork_is_refused_at_once(llm):
     assert last.outputs[0].finish_reason == "length"
 
 
+def test_a_fork_loads_no_model_of_its_own(llm):
+    # Its first parallel operation would wait for ever for threads that only its parent has.
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                LLM(llm.resolved.config.model, **SIZES)
+            except ConfigError as error:
+                status = 0 if "is its fork" in error.cause else 2
+        os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert llm.generate(PROMPTS[0], LONG)[0].outputs[0].finish_reason == "length"
+
+
 # Requests that fail
 
 

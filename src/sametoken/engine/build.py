@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from subprocess import CalledProcessError
 
 import torch
@@ -51,13 +53,15 @@ def build_engine(
         announce: called with a line of text on each download and slow phase.
 
     Raises:
-        ConfigError: options contradict each other, the model, or the memory.
+        ConfigError: options contradict each other, the model, or the memory; or this process is a
+            fork of one that has built an engine.
         CheckpointError: a checkpoint is missing or broken.
         UnsupportedError: an architecture, method or device is not implemented.
         DrafterMismatchError: the drafter does not fit the target.
         EngineDeadError: another rank of the model failed for another reason.
     """
     requested = validate(config, announce)
+    _refuse_forks(_first_builder())
     extraction = open_extraction(
         requested.config.speculative_config,
         requested.path,
@@ -80,6 +84,22 @@ def build_engine(
     except BaseException:
         extraction.close()
         raise
+
+
+@cache
+def _first_builder() -> int:
+    """The process of the first engine; its forks have this value too."""
+    return os.getpid()
+
+
+def _refuse_forks(builder: int) -> None:
+    """Refuse an engine in a fork: its first parallel operation would wait for threads for ever."""
+    if os.getpid() != builder:
+        raise ConfigError(
+            f"process {builder} has built an engine, and process {os.getpid()} is its fork, "
+            "without its threads and its device",
+            "start the process by spawn, or fork before an engine is built",
+        )
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]:

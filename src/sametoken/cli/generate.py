@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -143,6 +144,9 @@ def _stream(llm: LLM, source: Any, params: Any, show: Callable[[str], None]) -> 
 def _read(name: str) -> str:
     try:
         if name == "-":
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                # Python lets other bytes than the encoding's through, as surrogates.
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")
             return sys.stdin.read()
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import sametoken
 from sametoken.cli import generate as generate_module
-from sametoken.cli.main import app
+from sametoken.cli.main import NO_COMMAND, app
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
@@ -369,6 +369,25 @@ def test_streams_that_the_caller_has_closed_are_no_error(closed):
     command = f"{shlex.quote(sys.executable)} -m sametoken help {closed}"
     result = subprocess.run(["sh", "-c", command], capture_output=True, check=False)
     assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_closed_stdin_is_an_empty_one():
+    command = f"{shlex.quote(sys.executable)} -m sametoken 0<&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (NO_COMMAND, "")
+    assert "Usage" in result.stdout
+
+
+def test_bytes_on_stdin_that_are_no_text_are_refused_before_a_model_is_looked_for():
+    result = subprocess.run(
+        [sys.executable, "-m", "sametoken", "generate", "no-such-model", "-f", "-"],
+        input="café".encode("latin-1"),
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"},
+        capture_output=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert b"- cannot be read as text" in result.stderr
 
 
 def test_env_reports_facts():

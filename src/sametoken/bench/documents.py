@@ -52,8 +52,12 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, text + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "give a file that bench wrote") -> dict[str, Any]:
     """Read the JSON object of a file.
+
+    Args:
+        path: the file.
+        remedy: what to do if it holds none.
 
     Raises:
         ConfigError: the file cannot be read or holds no JSON object.
@@ -63,11 +67,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise OSError("it is no regular file")
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as JSON ({error})", "give a file that bench wrote"
-        ) from error
+        raise ConfigError(f"{path} cannot be read as JSON ({error})", remedy) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object", "give a file that bench wrote")
+        raise ConfigError(f"{path} holds no JSON object", remedy)
     return value
 
 

@@ -101,7 +101,7 @@ def sweep(
     from sametoken.bench.sweep import run_sweep
 
     axes = take(options, _AXES)
-    file = read_json(spec) if spec is not None else None
+    file = None if spec is None else read_json(spec, 'give axes, as in {"concurrency": [1, 8]}')
     cells = make_sweep(preset, file, _given(axes, options))
     if not dry_run:
         show = status_console(markup=False).print

@@ -35,6 +35,15 @@ def engine(monkeypatch):
     monkeypatch.setattr(sweep_module, "launch_engine", launch)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_spec_without_axes_is_told_what_it_holds(tmp_path, text):
+    spec = tmp_path / "sweep.json"
+    spec.write_text(text)
+    result = run(tmp_path / "new", "--spec", str(spec), "--dry-run")
+    assert result.exit_code == 2
+    assert 'give axes, as in {"concurrency": [1, 8]}' in result.stderr.replace("\n", " ")
+
+
 def test_a_dry_run_shows_the_preset_and_measures_nothing(tmp_path):
     arguments = ("--preset", "vllm-38311", "--model", "m", "--drafter", NGRAM, "--drafter", "none")
     result = run(tmp_path / "new", *arguments, "--dry-run", "--json")

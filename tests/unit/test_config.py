@@ -49,6 +49,13 @@ def test_unknown_options_are_hinted_at(name, hint):
     assert hint in caught.value.remedy
 
 
+def test_an_empty_chat_template_is_refused_as_empty(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"is empty\. give a file of Jinja"):
+        EngineConfig(chat_template=file)
+
+
 def test_files_must_be_there(tmp_path):
     file = tmp_path / "generation_config.json"
     for name, value in (("chat_template", tmp_path), ("generation_config", tmp_path)):

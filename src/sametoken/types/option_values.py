@@ -204,12 +204,15 @@ def require_files(chat_template: str | None, generation_config: str) -> None:
     """Refuse a chat template or a generation config that is not there.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or the template is empty.
     """
-    if chat_template is not None and not Path(chat_template).is_file():
-        raise ConfigError(
-            f"chat_template={shown(chat_template)} is not a file", "give a file of Jinja"
-        )
+    if chat_template is not None:
+        is_file = Path(chat_template).is_file()
+        if not is_file or Path(chat_template).stat().st_size == 0:
+            fault = "is empty" if is_file else "is not a file"
+            raise ConfigError(
+                f"chat_template={shown(chat_template)} {fault}", "give a file of Jinja"
+            )
     own = generation_config in (MODELS_OWN, NO_FILE)
     if not own and not Path(generation_config, GENERATION_FILE).is_file():
         raise ConfigError(

@@ -45,7 +45,8 @@ from sametoken.models.load.files import INDEX, SINGLE
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import read_config
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
+from sametoken.text.tokenizer import load_tokenizer, require_own_end
+from sametoken.text.tokenizer_files import MAX_BYTES
 
 CPU = torch.device("cpu")
 #: Of one example, on a busy machine; without bounds it is minutes, or never.

@@ -136,7 +136,8 @@ class Tokenizer:
                 "the model has no chat template", "use generate, or give chat_template"
             )
         try:
-            if not _KNOWS_DEVELOPERS.search(str(template)):
+            has_developers = any(message.get("role") == _DEVELOPER for message in messages)
+            if has_developers and not _KNOWS_DEVELOPERS.search(str(template)):
                 messages = _with_one_system(messages)
             with bounded_steps():
                 text: str = self.hf.apply_chat_template(
@@ -161,8 +162,6 @@ def _with_one_system(messages: Messages) -> Messages:
 
     Such templates drop or refuse a developer's message, and many a second one of the system.
     """
-    if all(message.get("role") != _DEVELOPER for message in messages):
-        return messages
     roles = ("system", _DEVELOPER)
     instructions = [one.get("content") or "" for one in messages if one.get("role") in roles]
     others = (one for one in messages if one.get("role") not in roles)

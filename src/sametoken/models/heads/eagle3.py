@@ -149,11 +149,7 @@ def _aux_layer_ids(
     config: Mapping[str, Any], nested: Mapping[str, Any], location: Path
 ) -> tuple[int, ...] | None:
     key = "eagle_aux_hidden_state_layer_ids"
-    ids = config.get(key)
-    of_outputs = config.get("eagle_aux_layer_semantics") == "sglang"
-    is_nested = not ids
-    if is_nested:
-        ids = nested.get(key)
+    ids = config.get(key) or nested.get(key)
     if not ids:
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
@@ -162,8 +158,8 @@ def _aux_layer_ids(
         )
     if len(ids) > MAX_LAYERS:
         raise CheckpointError(f"{location}: {key} names {len(ids)} layers", _ORIGINAL)
-    if is_nested:
-        of_outputs = ids[0] == 1
+    is_sglang = config.get("eagle_aux_layer_semantics") == "sglang"
+    of_outputs = is_sglang if config.get(key) else ids[0] == 1
     return tuple(i + of_outputs for i in ids)
 
 

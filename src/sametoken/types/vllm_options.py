@@ -233,10 +233,9 @@ VLLM_OPTIONS = (
         instead="use string",
     ),
     VllmOptions(
-        'with tool_choice "none" the template sees no tools',
+        'the template sees the tools of a request, with tool_choice "none" too',
         switches="exclude_tools_when_tool_choice_none",
-        accepted=("true",),
-        instead='send tool_choice "auto" where the model is to see them',
+        instead="send no tools where the model is not to see them",
     ),
     VllmOptions(
         "requests and answers are never logged",

@@ -67,8 +67,9 @@ def tool_use(
         if choice not in (None, "none") and not asks_for_nothing:
             raise invalid("tool_choice needs tools. Send tools, or leave it out", "tool_choice")
         return ToolUse(None, parse_nothing, structured)
+    tools = template_tools(request.tools)
     if choice == "none":
-        return ToolUse(None, parse_nothing, structured)
+        return ToolUse(tools, parse_nothing, structured)
     # A response_format is that of texts, and a forced call is none.
     if structured is not None and not (request.forces_call and request.formats_text):
         raise invalid(
@@ -76,7 +77,6 @@ def tool_use(
             'tool_choice "none"; response_format also goes with "required" or a named function',
             "tool_choice",
         )
-    tools = template_tools(request.tools)
     if isinstance(choice, NamedTool):
         chosen = _named(request.tools, choice.function.name)
         form = json_schema(chosen.function.parameters or _NO_PARAMETERS)

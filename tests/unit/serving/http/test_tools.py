@@ -33,8 +33,12 @@ def use(parser=parse_hermes, **fields):
 
 def test_without_tools_nothing_is_parsed():
     assert use().parser is parse_nothing
-    assert use(tools=[ADD], tool_choice="none").tools is None
     assert use(response_format=JSON).structured == StructuredOutputs(json_object=True)
+
+
+def test_a_model_that_must_not_call_sees_the_tools():
+    found = use(tools=[ADD], tool_choice="none", parser=None)
+    assert (found.tools, found.parser, found.structured) == ([ADD], parse_nothing, None)
 
 
 def test_without_a_call_the_response_format_applies():

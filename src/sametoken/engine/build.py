@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from subprocess import CalledProcessError
 
 import torch
@@ -17,7 +15,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
-from sametoken.engine.load import Loaded, load, validate
+from sametoken.engine.load import Loaded, Requested, load, validate
 from sametoken.engine.resolve import ROWS_PER_WEIGHT_READ, ResolvedConfig
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
@@ -60,8 +58,11 @@ def build_engine(
         DrafterMismatchError: the drafter does not fit the target.
         EngineDeadError: another rank of the model failed for another reason.
     """
-    requested = validate(config, announce)
-    _refuse_forks(_first_builder())
+    return build_requested(validate(config, announce), announce)
+
+
+def build_requested(requested: Requested, announce: Callable[[str], None]) -> EngineCore:
+    """``build_engine`` for options that are validated."""
     extraction = open_extraction(
         requested.config.speculative_config,
         requested.path,
@@ -84,22 +85,6 @@ def build_engine(
     except BaseException:
         extraction.close()
         raise
-
-
-@cache
-def _first_builder() -> int:
-    """The process of the first engine; its forks have this value too."""
-    return os.getpid()
-
-
-def _refuse_forks(builder: int) -> None:
-    """Refuse an engine in a fork: its first parallel operation would wait for threads for ever."""
-    if os.getpid() != builder:
-        raise ConfigError(
-            f"process {builder} has built an engine, and process {os.getpid()} is its fork, "
-            "without its threads and its device",
-            "start the process by spawn, or fork before an engine is built",
-        )
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]:

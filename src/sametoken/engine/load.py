@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
+from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.base import ModelConfig
@@ -55,6 +57,9 @@ from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.runner.routed_experts import recording
 from sametoken.types.speculative_methods import TABLE
 from sametoken.types.units import in_units
+
+#: The process that builds engines; its forks have it too.
+_builders: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Loaded:
 
 def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested:
     """Refuse what configs and options alone show to be impossible; errors as ``build_engine``."""
+    _refuse_forks()
     device = resolve_device(config)
     require_quantization(config, device)
     given, config = config, resolve_sizes(config, device)
@@ -114,7 +120,7 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     spec, completed = complete_drafter(spec)
     config = replace(config, speculative_config=spec)
     if config.tokenizer is not None and not config.skip_tokenizer_init:
-        # Loaded after the weights, so that a wrong name must be found before.
+        # A server loads it after the weights, so that a wrong name must be found before.
         tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
         config = replace(config, tokenizer=str(tokenizer))
     architecture = read_config(path, load_format=config.load_format)
@@ -128,7 +134,18 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
     reasons = shipped | completed | reasons | stored
+    _builders.add(os.getpid())
     return Requested(given, config, device, path, architecture, dtype, layers, reasons)
+
+
+def _refuse_forks() -> None:
+    """Refuse an engine in a fork: its first parallel operation would wait for threads for ever."""
+    for builder in _builders - {os.getpid()}:
+        raise ConfigError(
+            f"process {builder} has built an engine, and process {os.getpid()} is its fork, "
+            "without its threads and its device",
+            "start the process by spawn, or fork before an engine is built",
+        )
 
 
 def load(

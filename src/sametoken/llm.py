@@ -14,10 +14,11 @@ from typing import Any, Self, cast
 from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
-from sametoken.engine.build import build_engine
+from sametoken.engine.build import build_requested
 from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
+from sametoken.engine.load import validate
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
@@ -84,14 +85,18 @@ class LLM:
         if notice is not None:
             _logger.warning(notice)
         config = EngineConfig.from_options(model=at_revision(model, revision), **options)
-        engine = build_engine(config, announce)
+        requested = validate(config, announce)
+        # Before the weights, which may take minutes.
+        tokenizer = load_tokenizer_of(requested.config, requested.path)
+        require_own_end(tokenizer, requested.architecture.vocab_size)
         for what in config.synthetic:
             announce(f"{what}: only times mean anything")
-        self._start(engine, load_tokenizer_of(engine.resolved.config, engine.resolved.model_path))
+        self._start(build_requested(requested, announce), tokenizer)
 
     @classmethod
     def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:
         """Wrap an engine that is already built."""
+        require_own_end(tokenizer, engine.resolved.model.vocab_size)
         llm = cls.__new__(cls)
         llm._start(engine, tokenizer)
         return llm
@@ -103,7 +108,6 @@ class LLM:
         # From loading to writing: one set of new weights is held at most.
         self._updating = threading.Lock()
         self._tokenizer = tokenizer
-        require_own_end(tokenizer, model.vocab_size)
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=model.vocab_size,
@@ -342,11 +346,7 @@ class LLM:
         return [outputs[request_id] for request_id in places]
 
     def _submit(
-        self,
-        requests: Sequence[ProcessedRequest],
-        interrupts: DeferredInterrupts,
-        *,
-        stream: bool,
+        self, requests: Sequence[ProcessedRequest], interrupts: DeferredInterrupts, *, stream: bool
     ) -> None:
         """Queue all requests, or none if the engine refuses one of them."""
         completions = [completion for request in requests for completion in request.completions]

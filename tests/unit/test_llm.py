@@ -7,6 +7,7 @@ import signal
 import weakref
 
 import pytest
+from tests.helpers.checkpoints import write_llama
 
 import sametoken
 from sametoken.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
@@ -300,6 +301,24 @@ def test_a_revision_is_part_of_the_model_s_name():
 def test_options_are_checked_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="did you mean 'dtype'"):
         LLM("nowhere", dtyp="float32")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "cause"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json cannot be read"),
+        ("tokenizer_config.json", '{"eos_token": "stop"}', "ends texts with token [0-9]{2,3}, and"),
+    ],
+)
+def test_a_tokenizer_is_refused_before_weights_are_read(
+    tokenizer, tmp_path, monkeypatch, file, content, cause
+):
+    model, own = write_llama(tmp_path / "model"), tmp_path / "tokenizer"
+    tokenizer.hf.save_pretrained(own)
+    (own / file).write_text(content)
+    monkeypatch.setattr("sametoken.engine.build.load", None)
+    with pytest.raises(CheckpointError, match=cause):
+        LLM(str(model), tokenizer=str(own))
 
 
 def test_a_block_lets_the_engine_go(scripted, ids):

@@ -101,7 +101,7 @@ def test_without_speculation_there_is_nothing_to_compare(model):
     ],
 )
 def test_tasks_files_and_metrics_are_checked_before_the_model_loads(monkeypatch, arguments, why):
-    monkeypatch.setattr(llm_module, "build_engine", None)
+    monkeypatch.setattr(llm_module, "validate", None)
     # Reading all of lm-eval's tasks takes long.
     few = tasks.TaskManager(include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: few)

@@ -91,7 +91,7 @@ def test_text_then_a_head(target, prompts, tmp_path):
 def test_options_and_prompts_are_checked_before_the_model_loads(
     tmp_path, monkeypatch, row, options, cause
 ):
-    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    monkeypatch.setattr("sametoken.llm.validate", None)
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"a thing"\n{json.dumps(row)}\n')
     refused = run("text", "model", tmp_path / "text.jsonl", "--prompts", path, *options)
@@ -178,7 +178,7 @@ def test_a_llama_needs_no_word_about_the_module(tmp_path):
 
 
 def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    monkeypatch.setattr("sametoken.llm.validate", None)
     text = tmp_path / "text.jsonl"
     text.write_text("hours of answers\n")
     refused = run("text", target, text, "--prompts", prompts, "--device", "cpu")
@@ -241,7 +241,7 @@ def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
     trained = run(*command)
     assert trained.exit_code == 0, trained.output
     answers = (head / "text.jsonl").read_bytes()
-    monkeypatch.setattr("sametoken.llm.build_engine", None)
+    monkeypatch.setattr("sametoken.llm.validate", None)
     resumed = run(*command, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert f"the answers in {head / 'text.jsonl'} are there" in resumed.stderr

@@ -17,6 +17,9 @@ from sametoken.serving.messages import Build
 
 _logger = logging.getLogger("sametoken")
 
+#: The remedy for who serves and for who calls ``AsyncLLM``.
+_START_ANOTHER = "start the server again, or in Python another AsyncLLM"
+
 
 class Listener(Protocol):
     """The supervisor's callbacks, called in order on the event loop."""
@@ -93,7 +96,7 @@ class Supervisor:
             return self.process
         why = self.cause.cause if self.cause else "it ended"
         if self._given_up:
-            raise EngineDeadError(f"the engine is gone ({why})", "start the server again")
+            raise EngineDeadError(f"the engine is gone ({why})", _START_ANOTHER)
         raise EngineRestartingError(
             f"the engine is being started again ({why})", "try again in a few seconds"
         )
@@ -108,7 +111,7 @@ class Supervisor:
         finally:
             process, self.process = self.process, None
             if process is not None:
-                self.cause = EngineDeadError("the engine was shut down", "start another one")
+                self.cause = EngineDeadError("the engine was shut down", _START_ANOTHER)
                 self._listener.engine_died(self.cause)
                 await process.stop()
 

@@ -15,7 +15,7 @@ from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server
-from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC, UNSTEADY
+from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC, OTHER_MODEL, UNSTEADY
 from sametoken.cli.main import app
 
 NGRAM = {
@@ -110,6 +110,16 @@ def test_our_engine_is_a_baseline(model, drafting):
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["summary"] == IDENTICAL
+
+
+def test_a_server_of_another_model_is_not_called_corrupted(tmp_path, drafting):
+    other = write_chat_model(tmp_path, seed=1)
+    asked = ["audit", str(other), "--url", drafting, "--device", "cpu", "--dtype", "float32"]
+    asked += ["--limit", "4", "--max-tokens", "8", "--num-kv-blocks", "300"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1, result.output
+    assert OTHER_MODEL in result.stdout.splitlines()[0]
+    assert "first tokens, which no draft can change, have other" in result.stdout
 
 
 def test_a_server_that_is_not_there_is_named():

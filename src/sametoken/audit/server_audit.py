@@ -5,6 +5,7 @@ Each side answers twice, so that a server's own nondeterminism is not attributed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,6 +115,7 @@ def audit_sides(
             against("subject against itself", found, found_again),
         ),
         noise=noise,
+        num_unlike=_num_unlike((expected, again), (found, found_again)),
         defects=_defects(speculation, expected, found, found_again),
         diagnosis=_diagnosis(before, after),
         environment=environment(None),
@@ -140,6 +142,23 @@ def _defects(
             shown = tuple(d for d in shown if repeats and d.kind == REPEATED)
         defects.extend(shown)
     return tuple(defects)
+
+
+def _num_unlike(baseline: tuple[Answers, Answers], subject: tuple[Answers, Answers]) -> int:
+    """Count the answers whose first tokens differ more between the sides than by noise."""
+    return len(_unlike(baseline[0], subject[0]) - _unlike(*baseline) - _unlike(*subject))
+
+
+def _unlike(one: Answers, other: Answers) -> set[str]:
+    """The requests whose first tokens differ by more than noise in their log-probabilities."""
+    return {
+        name
+        for name, answer in other.items()
+        if one[name].top
+        and answer.top
+        # Without a candidate in common nothing is alike.
+        and max(differences(one, {name: answer}, most=1), default=math.inf) > MOST_NOISE
+    }
 
 
 def kernel_noise(

@@ -16,6 +16,7 @@ IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
 NONDETERMINISTIC = "nondeterministic without speculation too"
 UNSTEADY = "differs from itself, which the baseline does not"
 SAMPLES_DIFFER = "other samples, the same greedy tokens but for near ties"
+OTHER_MODEL = "another model than the baseline's, or other prompts"
 CORRUPTED, DIFFERENT = "corrupted", "differs"
 
 
@@ -29,6 +30,7 @@ class Verdict:
         repeats: the baseline against itself, then the subject against itself; empty if neither
             can differ.
         noise: the largest margin that counts as a tie; None if unknown.
+        num_unlike: answers whose first token has other log-probabilities than noise allows.
         defects: signs of corrupted text.
         diagnosis: diagnosis of acceptance; None if not measured.
         texts: texts of the divergences' tokens.
@@ -41,6 +43,7 @@ class Verdict:
     comparisons: tuple[Comparison, ...]
     repeats: tuple[Comparison, ...] = ()
     noise: float | None = None
+    num_unlike: int = 0
     defects: tuple[TextDefect, ...] = ()
     diagnosis: Diagnosis | None = None
     texts: dict[int | str, str] = dataclasses.field(default_factory=dict)
@@ -53,6 +56,11 @@ class Verdict:
         return all(comparison.identical for comparison in self.comparisons)
 
     @property
+    def is_of_another_model(self) -> bool:
+        """Whether most answers differ at their first token, which no draft can change."""
+        return 2 * self.num_unlike > self.comparisons[0].num_requests
+
+    @property
     def summary(self) -> str:
         """The verdict in a few words.
 
@@ -61,6 +69,8 @@ class Verdict:
         """
         if self.identical:
             return IDENTICAL
+        if self.is_of_another_model:
+            return OTHER_MODEL
         logits = sum(comparison.num_logits_differ for comparison in self.comparisons)
         share, own = _share_of(self.comparisons), _share_of(self.repeats[:1])
         if self.defects or logits or share > own:
@@ -96,6 +106,9 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
     yield f"{verdict.subject} against {verdict.baseline}: {verdict.summary}"
     for comparison in (*verdict.repeats, *verdict.comparisons):
         yield f"  {comparison.name}: {_counts(comparison)}"
+    if verdict.is_of_another_model:
+        count = f"{verdict.num_unlike} of {verdict.comparisons[0].num_requests}"
+        yield f"  {count} first tokens, which no draft can change, have other log-probabilities"
     if verdict.noise is not None:
         yield f"  measured noise of log-probabilities: {verdict.noise:.3g}"
     shown = [d for comparison in verdict.comparisons for d in comparison.divergences]

@@ -7,6 +7,7 @@ import pytest
 from sametoken.audit.asks import Answer, AuditRequest
 from sametoken.audit.compare import CORRUPTION, TIE
 from sametoken.audit.server_audit import Side, audit_sides, logit_step
+from sametoken.audit.verdict import OTHER_MODEL
 
 TEXTS = {1: " a", 2: " b"}
 ASK = AuditRequest("one", (5,), "prompt", 0.0, 0, 2)
@@ -72,3 +73,20 @@ def test_logits_that_are_not_rounded_have_no_step():
     assert logit_step({"one": Answer((1,) * 59, top=top)}) == 0.0
     few = tuple(((1, -1.0), (2, -1.5)) for _ in range(10))
     assert logit_step({"one": Answer((1,) * 10, top=few)}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_another"),
+    [
+        (((" a", -1.0), (" a", -1.0)), False),
+        (((" a", -1.3), (" a", -1.3)), True),
+        (((" c", -1.0), (" c", -1.0)), True),
+        (((" a", -1.3), (" a", -1.0)), False),
+    ],
+)
+def test_first_tokens_tell_another_model(runs, is_another):
+    """No draft can change them, so what repeats there is no corruption."""
+    answers = iter({"one": Answer((1, 2), top=((first,), (("x", 0.0),)))} for first in runs)
+    subject = Side("server", lambda asks: next(answers))
+    verdict = audit_sides(subject, engine(2.0), [ASK])
+    assert (verdict.summary == OTHER_MODEL) == verdict.is_of_another_model == is_another

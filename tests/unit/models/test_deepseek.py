@@ -126,6 +126,15 @@ def test_only_a_scaled_rope_with_mscale_all_dim_scales_the_scores(tmp_path):
         assert found == pytest.approx(plain * factor)
 
 
+def test_switches_that_are_null_are_as_good_as_absent(tmp_path):
+    config = json.loads(fixed_latent("deepseek_v3").to_json_string())
+    config |= {"architectures": ["DeepseekV3ForCausalLM"]}
+    written(tmp_path, config, norm_topk_prob=None, rope_interleave=None)
+    layer = load(tmp_path, load_format="dummy").layers[-1]
+    assert layer.mlp.routed.routing.normalise
+    assert layer.attention.rotary.interleaved
+
+
 def test_dense_and_sparse_layers_lie_where_the_config_says(tmp_path):
     write_latent(tmp_path / "first", "deepseek_v3", first_k_dense_replace=2)
     types = ["sparse", "dense", "sparse"]

@@ -137,11 +137,11 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
         target_hidden_size=settings.integer("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_aux_layer_ids(config, nested, location),
         norm_before_residual=bool(
-            config.get("norm_before_residual", "speculators_model_type" in config)
+            settings.get("norm_before_residual", "speculators_model_type" in config)
         ),
-        norm_before_fc=bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
-        fc_norm=bool(config.get("fc_norm", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_before_fc=bool(settings.get("norm_before_fc", nested.get("norm_before_fc"))),
+        fc_norm=bool(settings.get("fc_norm")),
+        norm_output=bool(settings.get("norm_output")),
     )
 
 

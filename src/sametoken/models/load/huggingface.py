@@ -131,7 +131,13 @@ def model_config(
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
     named = {family.aliases.get(key, key): value for key, value in config.items()}
-    settings = Settings({**family.implied, **named}, location)
+    # A number may be null for none, as sliding_window; a switch that is null is as good as absent.
+    unset = {
+        key: on
+        for key, on in family.implied.items()
+        if isinstance(on, bool) and named.get(key) is None
+    }
+    settings = Settings({**family.implied, **named, **unset}, location)
     settings = replace(settings, values={**settings.values, **family.renamed(settings)})
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")

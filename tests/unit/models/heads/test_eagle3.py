@@ -272,6 +272,11 @@ def test_a_head_of_safeailab_has_one_layer_whatever_it_says(tmp_path):
         load(two)
 
 
+def test_a_switch_that_is_null_is_as_good_as_absent(tmp_path):
+    head = write_speculators(tmp_path, head_tensors(), norm_before_residual=None)
+    assert load(head).config.norm_before_residual
+
+
 def test_a_pickled_head_is_the_same(tmp_path):
     files = write_safeailab(tmp_path / "files", head_tensors())
     pickled = write_safeailab(tmp_path / "pickled", head_tensors())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import safetensors
@@ -291,6 +292,23 @@ def test_what_a_family_lacks_is_refused_by_name(tmp_path, name, changes, what):
     read(tmp_path, BASE | {"architectures": [name]} | changes)
     with pytest.raises(UnsupportedError, match=what):
         load(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("Gemma3", "tie_word_embeddings"),
+        ("GptOss", "attention_bias"),
+        ("Qwen2", "tie_word_embeddings"),
+    ]
+    + [(name, "use_sliding_window") for name in ("Qwen2", "Qwen3", "Qwen3Moe")],
+)
+def test_a_switch_that_is_null_is_as_good_as_absent(tmp_path, family, key):
+    sizes = BASE | {"architectures": [f"{family}ForCausalLM"], "num_key_value_heads": 2}
+    sizes |= {"sliding_window": 9, "max_window_layers": 0}
+    absent, null = read(tmp_path, sizes), read(tmp_path, sizes | {key: None})
+    assert replace(null, extra={}) == replace(absent, extra={})
+    assert sliding_windows(null, "") == sliding_windows(absent, "")
 
 
 def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):

@@ -196,7 +196,8 @@ def _read_awq(settings: Settings) -> Quantization:
         used=("bits", "group_size", "version", "format", "dynamic"),
         only={
             **_OF_FOUR_BITS,
-            "zero_point": (True,),
+            # Zeros are stored either way; AutoRound's symmetric ones are all 8.
+            "zero_point": (True, False),
             "desc_act": (False,),
             "checkpoint_format": (_GEMM,),
             "method": (AWQ,),

@@ -211,7 +211,7 @@ REFUSED = [
     (GPTQ, "sym", "yes"),
     (AWQ, "bits", 3),
     (AWQ, "version", "gemv"),
-    (AWQ, "zero_point", False),
+    (AWQ, "zero_point", "no"),
     (AWQ, "checkpoint_format", "gemv_fast"),
     (AWQ, "desc_act", True),
     (AWQ, "dynamic", {".*": {"group_size": 32}}),
@@ -306,6 +306,7 @@ OLDER = (
         ("gptq", "gptq_v2", {"method": "gptq", "format": "gptq_v2"}),
         ("gptq", "gptq_v2", {"format": "gptq_v2", "checkpoint_format": "gptq_v2"}),
         ("awq", "awq", {"zero_point": True, "version": "gemm", "format": "gemm"}),
+        ("awq", "awq", {"zero_point": False, "sym": True, "version": "gemm"}),
         ("awq", "awq", {"zero_point": True, "method": "awq", "checkpoint_format": "gemm"}),
     ],
 )

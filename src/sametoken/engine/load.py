@@ -120,7 +120,7 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     spec, completed = complete_drafter(spec)
     config = replace(config, speculative_config=spec)
     if config.tokenizer is not None and not config.skip_tokenizer_init:
-        # A server loads it after the weights, so that a wrong name must be found before.
+        # A server may load it after the weights, so that a wrong name must be found before.
         tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
         config = replace(config, tokenizer=str(tokenizer))
     architecture = read_config(path, load_format=config.load_format)

@@ -46,7 +46,7 @@ from sametoken.text.tokenizer import (
     Messages,
     Tokenizer,
     all_eos_ids,
-    import_library,
+    load_tokenizer_here,
     load_tokenizer_of,
     require_own_end,
 )
@@ -133,16 +133,19 @@ class AsyncLLM:
                 f"a shadow audit of {' and '.join(config.synthetic)} compares made-up tokens",
                 "set shadow_audit_rate to 0",
             )
-        # The process needs seconds to start, and this one to import the tokenizers' library.
-        importing = asyncio.ensure_future(asyncio.to_thread(import_library, config))
-        process = await EngineProcess.start(config, build)
+        starting = asyncio.ensure_future(EngineProcess.start(config, build))
         try:
-            await importing
-            path = Path(process.ready.summary.model_path)
-            tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
+            # Beside the process, so that a tokenizer is refused before minutes of loading.
+            tokenizer = await asyncio.to_thread(load_tokenizer_here, config)
+            process = await starting
+            if tokenizer is None:
+                path = Path(process.ready.summary.model_path)
+                tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
             return cls(process, config, limits, build, tokenizer)
         except BaseException:
-            await process.stop(grace_s=0.0)
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SametokenError):
+                await (await starting).stop(grace_s=0.0)
             raise
 
     async def __aenter__(self) -> Self:

@@ -16,6 +16,8 @@ from jinja2 import TemplateSyntaxError
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.errors import CheckpointError, ConfigError, RequestError
+from sametoken.io.cache_directory import expanded
+from sametoken.io.files import is_there
 from sametoken.models.hub import Needed
 from sametoken.models.names import resolve_model
 from sametoken.text.tokenizer_files import has_tokenizer, read_tokenizer
@@ -188,10 +190,20 @@ def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tupl
     return tuple(dict.fromkeys((*model_ids, *(() if eos_id is None else (eos_id,)))))
 
 
-def import_library(config: EngineConfig) -> None:
-    """Import what ``load_tokenizer_of`` needs: a second, which a caller may have to spare."""
+def load_tokenizer_here(config: EngineConfig) -> Tokenizer | None:
+    """``load_tokenizer_of`` where the tokenizer's name is a path; else None.
+
+    For a caller that has a second to spare: then at least the library is imported.
+
+    Raises:
+        CheckpointError, UnsupportedError, ConfigError: as ``load_tokenizer_of``.
+    """
+    path = expanded(config.tokenizer or config.model)
+    if has_tokenizer(path) or (path.suffix == ".gguf" and is_there(path)):
+        return load_tokenizer_of(config, path)
     if not config.skip_tokenizer_init:
         from transformers import PreTrainedTokenizerFast  # noqa: F401
+    return None
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:

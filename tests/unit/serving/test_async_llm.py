@@ -14,7 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.checkpoints import write_llama
-from helpers.serving import FATAL_TOKEN, HANGING_TOKEN, SIZES, build_faulty, build_once, write_model
+from helpers.serving import (
+    FATAL_TOKEN,
+    HANGING_TOKEN,
+    SIZES,
+    build_faulty,
+    build_once,
+    build_slowly,
+    write_model,
+)
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.errors import (
@@ -427,7 +435,7 @@ def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
         asyncio.run(start(limits, model=model, speculative_config=synthetic))
 
 
-@pytest.mark.parametrize("failing", ["import_library", "load_tokenizer_of", "require_own_end"])
+@pytest.mark.parametrize("failing", ["load_tokenizer_here", "load_tokenizer_of", "require_own_end"])
 async def test_a_start_that_is_refused_beside_its_engine_leaves_none(monkeypatch, failing):
     stopped = []
 
@@ -450,6 +458,14 @@ async def test_a_start_that_is_refused_beside_its_engine_leaves_none(monkeypatch
     with pytest.raises(CheckpointError, match="ends nothing"):
         await async_llm.AsyncLLM.start(EngineConfig(model="m"))
     assert stopped == [0.0]
+
+
+async def test_a_broken_tokenizer_is_refused_while_the_engine_loads(tmp_path):
+    broken = write_llama(tmp_path)
+    (broken / "tokenizer.json").write_text("{")
+    start = AsyncLLM.start(EngineConfig(model=str(broken)), build=build_slowly)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        await asyncio.wait_for(start, PATIENCE_S)
 
 
 def test_weights_change_while_requests_run(served, offline, model, tmp_path):

@@ -19,7 +19,13 @@ from sametoken.errors import CheckpointError, ConfigError, RequestError, Unsuppo
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.text.tokenizer import Tokenizer, bounded_steps, load_tokenizer, load_tokenizer_of
+from sametoken.text.tokenizer import (
+    Tokenizer,
+    bounded_steps,
+    load_tokenizer,
+    load_tokenizer_here,
+    load_tokenizer_of,
+)
 
 TEXTS = [
     "the cat sat on the mat",
@@ -335,6 +341,18 @@ def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tm
     assert load_tokenizer_of(EngineConfig(skip_tokenizer_init=True), tmp_path) is None
     other = EngineConfig(load_format="dummy", tokenizer=str(tmp_path))
     assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None
+
+
+def test_a_tokenizer_that_is_here_is_loaded_before_the_model_is_looked_up(tokenizer, tmp_path):
+    tokenizer.hf.save_pretrained(tmp_path)
+    for here in (EngineConfig(model=str(tmp_path)), EngineConfig(tokenizer=str(tmp_path))):
+        assert load_tokenizer_here(here).encode("the cat") == tokenizer.encode("the cat")
+    elsewhere = (EngineConfig(), EngineConfig(model="org/name"))
+    skipped = EngineConfig(model=str(tmp_path), skip_tokenizer_init=True)
+    assert [load_tokenizer_here(one) for one in (*elsewhere, skipped)] == [None] * 3
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+        load_tokenizer_here(EngineConfig(model=str(tmp_path / "cut.gguf")))
 
 
 def test_a_chat_template_that_is_no_jinja_is_named_as_such(tokenizer):

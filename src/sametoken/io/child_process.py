@@ -93,6 +93,9 @@ def ignore_signals() -> None:
 
 def status_text(status: int) -> str:
     """A ``Popen`` return code in words: the signal's name, or the exit status."""
+    if status == -signal.SIGKILL:
+        # The process itself cannot log why.
+        return "SIGKILL, as Linux ends a process when memory runs out"
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 

@@ -47,6 +47,9 @@ CHECKOUT_NAMES = (HYBRID_NAME, NEMOTRON_NAME)
 CHECKOUT_DIRECTORY = Path(__file__).parents[3] / "models"
 CHECKOUT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
+#: How files in a checkpoint's directory end.
+_PARTS = (".json", ".safetensors", ".bin")
+
 HEAD_NAME = "smollm2-eagle3"
 HEAD_METHOD = "eagle3"
 HEAD_DIRECTORY = Path(__file__).parents[1] / "heads" / "smollm2_eagle3"
@@ -75,6 +78,8 @@ def resolve_model(
         raise ConfigError("the name of a model is empty", "give a path, a short name or a hub id")
     path = expanded(name)
     if _exists(path):
+        if needed is not Needed.TOKENIZER:
+            _require_whole(path)
         return path
     if name in CHECKOUT_NAMES:
         directory = checkout_directory(name)
@@ -130,6 +135,18 @@ def _exists(path: Path) -> bool:
             f"{shown(str(path))} cannot be looked up ({error.strerror})",
             "check the name, and the permissions of its folders",
         ) from error
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a file of a checkpoint in place of its directory.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if path.suffix in _PARTS and path.is_file():
+        raise CheckpointError(
+            f"{path} is one file of a checkpoint", f"give its directory, {path.absolute().parent}"
+        )
 
 
 def _hint(name: str, path: Path) -> str:

@@ -20,6 +20,7 @@ from sametoken.models import names as checkout
 from sametoken.models import names as embedded
 from sametoken.models import names as heads
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.hub import Needed
 from sametoken.models.loader import read_config
 from sametoken.models.names import (
     CHECKOUT_FILES,
@@ -129,6 +130,16 @@ def test_existing_paths_go_first(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_model("smollm2", lambda text: None) == Path("smollm2")
     assert index.downloads == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_of_a_checkpoint_is_not_the_checkpoint(tmp_path, name):
+    file = write_llama(tmp_path) / name
+    for needed in (Needed.MODEL, Needed.HEAD):
+        with pytest.raises(CheckpointError, match="one file of a checkpoint") as caught:
+            resolve_model(str(file), print, needed)
+        assert caught.value.remedy == f"give its directory, {tmp_path}"
+    assert resolve_model(str(file), print, Needed.TOKENIZER) == file
 
 
 def test_unknown_names(index):

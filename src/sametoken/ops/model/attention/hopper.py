@@ -13,8 +13,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import (
     AttentionRows,
@@ -24,6 +22,7 @@ from sametoken.ops.backend import (
     RunGroup,
 )
 from sametoken.ops.hopper import is_hopper
+from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
 from sametoken.ops.model.attention.hopper_tiles import SHARED_DIM
@@ -218,8 +217,9 @@ def _launch(
     heads_per_kv = shape.num_heads // shape.num_kv_heads
     table = rows.block_table
     scale = shape.scale * LOG2_E
+    described = (boxes(memory, min(memory.shape[2], 64)) for memory in (kv.keys, kv.values))
     inputs = (
-        q, _boxes(kv.keys), _boxes(kv.values), rows.positions, rows.slots, rows.runs.starts, table,
+        q, *described, rows.positions, rows.slots, rows.runs.starts, table,
     )  # fmt: skip
     constants = {
         "KV_HEADS": shape.num_kv_heads,
@@ -259,18 +259,3 @@ def _launch(
         table.stride(0), most, scale,
         BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
     )  # fmt: skip
-
-
-def _boxes(memory: Tensor) -> TensorDescriptor:
-    """What one TMA load reads of KV memory: at most 64 positions x 64 elements of one block."""
-    lines = memory.view(-1, memory.shape[-1])
-    assert len(lines) < 2**31
-    box = [min(memory.shape[2], 64), 64]
-    return TensorDescriptor.from_tensor(lines, box, _box_layout(box[0], memory.dtype))
-
-
-@functools.cache
-def _box_layout(positions: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a box in shared memory; Triton takes a while to find it."""
-    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([positions, 64], element)

@@ -13,18 +13,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
+from sametoken.ops.hopper_layouts import barrier, swizzled
 from sametoken.ops.model.attention.hopper_tiles import (
     QUERIES,
     SHARED_DIM,
     attend,
-    barrier,
     extent,
     join_parts,
     load_queries,
     load_tiles,
     run_of,
     store_rows,
-    swizzled,
 )
 from sametoken.ops.model.attention.schedule import begin_of, own_part
 

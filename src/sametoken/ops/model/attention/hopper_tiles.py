@@ -20,12 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra import cuda
 
+from sametoken.ops.hopper_layouts import load_box, products, swizzled
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 
 #: Queries of a warp group.
@@ -34,28 +34,6 @@ QUERIES = gl.constexpr(64)
 SHARED_DIM = gl.constexpr(128)
 #: The maximum score before any; finite, so that differences of two are numbers.
 LOWEST = gl.constexpr(-1.0e30)
-
-# Names that later Tritons changed: two in 3.9, one in 3.7.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
-    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
-
-
-@gluon.constexpr_function
-def swizzled(dtype):
-    """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2
-    )
-
-
-@gluon.constexpr_function
-def _products(columns):
-    """Registers of a warp group's products of this width."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
 
 
 @gluon.jit
@@ -105,7 +83,7 @@ def _load_kv(
         row = (block * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE
         for part in gl.static_range(PARTS):
             place = slot * (BOXES * PARTS) + part * BOXES + box
-            _load_box(memory, [row, part * 64], barrier, ring.index(place))
+            load_box(memory, [row, part * 64], barrier, ring.index(place))
 
 
 @gluon.jit
@@ -172,7 +150,7 @@ def _multiply_keys(q_memory, tiles, full, use):
     """Begin the products of queries and keys, once the keys are there."""
     SLOTS: gl.constexpr = tiles.shape[0]
     TILE: gl.constexpr = tiles.shape[1]
-    no_scores = gl.zeros([QUERIES, TILE], gl.float32, _products(TILE))
+    no_scores = gl.zeros([QUERIES, TILE], gl.float32, products(TILE))
     mbarrier.wait(full.index(use % SLOTS), (use // SLOTS) & 1)
     keys = tiles.index(use % SLOTS).permute((1, 0))
     return warpgroup_mma(q_memory, keys, no_scores, use_acc=False, is_async=True)
@@ -350,10 +328,10 @@ def attend(
     the total weight of all splits so far; with PARTS, of nothing.
     """
     DTYPE: gl.constexpr = q_memory.dtype
-    SUMS: gl.constexpr = _products(BLOCK_DIM)
+    SUMS: gl.constexpr = products(BLOCK_DIM)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     tiles = ring._reinterpret(DTYPE, [SLOTS, TILE, BLOCK_DIM], swizzled(DTYPE))
-    lowest = gl.full([QUERIES], LOWEST, gl.float32, gl.SliceLayout(1, _products(TILE)))
+    lowest = gl.full([QUERIES], LOWEST, gl.float32, gl.SliceLayout(1, products(TILE)))
     seen = position + gl.arange(0, QUERIES, layout=lowest.type.layout) // GROUP
     # Dead rows count as rows that follow: what they see does not matter.
     uncut, uncut_end = _uncut_tiles(position, num_rows, TILE, WINDOW)

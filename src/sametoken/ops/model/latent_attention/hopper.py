@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
+from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.model.attention.hopper import reads_earlier_passes
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
@@ -177,8 +176,9 @@ def _launch(
 ) -> None:
     assert rows.runs is not None
     where = (rows.positions, rows.slots, rows.runs.starts)
-    queries = _query_boxes(q) if config.queries == PAIR_QUERIES else q
-    inputs = (queries, _boxes(memory.vectors), *where, rows.block_table)
+    queries = boxes(q, PAIR_QUERIES) if config.queries == PAIR_QUERIES else q
+    vectors = boxes(memory.vectors, min(memory.vectors.shape[1], 64))
+    inputs = (queries, vectors, *where, rows.block_table)
     constants = {
         "HEADS": q.shape[1],
         "BLOCK_SIZE": memory.vectors.shape[1],
@@ -243,21 +243,3 @@ def _launch_splits(
         sums, stats, positions, slots, starts, num_joined, out, *tile_sizes[:3], config.queries,
         most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins], **pdl_options(q),
     )  # fmt: skip
-
-
-def _boxes(memory: Tensor) -> TensorDescriptor:
-    """What one TMA load reads of vectors: at most 64 positions x 64 elements of one block."""
-    return _described(memory, min(memory.shape[1], 64))
-
-
-def _query_boxes(q: Tensor) -> TensorDescriptor:
-    """What one TMA load reads of queries: 64 adjacent ones x 64 elements; 0 beyond the last."""
-    return _described(q, PAIR_QUERIES)
-
-
-def _described(vectors: Tensor, height: int) -> TensorDescriptor:
-    lines, box = vectors.view(-1, vectors.shape[-1]), [height, 64]
-    assert len(lines) < 2**31
-    dtype = gl.float16 if vectors.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor.from_tensor(lines, box, layout)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
+from sametoken.ops.hopper_layouts import products
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
 from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, rows_of_run
 from sametoken.ops.model.attention.schedule import begin_of, splits_before
@@ -35,7 +36,6 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     load_tiles,
     memory_of,
     memory_of_ends,
-    products,
     send_end,
     sum_split,
     total_of,

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
+from sametoken.ops.hopper_layouts import swizzled
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
-from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, swizzled
+from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.hopper_pair_results import (
     CHUNK,

@@ -39,13 +39,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra import cuda
 
-from sametoken.ops.model.attention.hopper_tiles import LOWEST, swizzled
+from sametoken.ops.hopper_layouts import load_box, products, swizzled
+from sametoken.ops.model.attention.hopper_tiles import LOWEST
 
 #: Positions of a tile, which affect bits.
 TILE = gl.constexpr(64)
@@ -56,16 +56,6 @@ ROPE = gl.constexpr(64)
 WIDTH = gl.constexpr(576)
 #: Ends of splits in shared memory, one more than tiles.
 ENDS = gl.constexpr(3)
-
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.constexpr_function
-def products(columns):
-    """Registers of a warp group's products of this width."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
 
 
 @gluon.jit

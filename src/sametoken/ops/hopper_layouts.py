@@ -1,0 +1,52 @@
+"""What Hopper kernels in Gluon share: layouts, boxes that TMA loads, names that Tritons changed."""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Names that later Tritons changed: two in 3.9, one in 3.7.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
+
+
+@gluon.constexpr_function
+def swizzled(dtype):
+    """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2
+    )
+
+
+@gluon.constexpr_function
+def products(columns):
+    """Registers of a warp group's products [64, columns] (wgmma)."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+def boxes(memory: Tensor, height: int) -> TensorDescriptor:
+    """What one TMA load reads: ``height`` rows [..., columns] of 128 bytes; 0 beyond the last."""
+    lines = memory.view(-1, memory.shape[-1])
+    assert len(lines) < 2**31
+    box = [height, 128 // memory.itemsize]
+    return TensorDescriptor.from_tensor(lines, box, _layout(height, memory.dtype))
+
+
+@functools.cache
+def _layout(height: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout of a box in shared memory; Triton takes a while to find it."""
+    box = [height, 128 // dtype.itemsize]
+    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])

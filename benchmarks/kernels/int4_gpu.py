@@ -1,13 +1,13 @@
 """Time products with integer weights on this GPU, beside bf16 and fp8: a layer of Qwen3-8B's shape.
 
-    python benchmarks/kernels/int4_gpu.py [--rows 1,8,64,512] [--form gptq]
+    python benchmarks/kernels/int4_gpu.py [--rows 1,8,64,512] [--form gptq_in_pairs]
 
 Each line has microseconds of a product inside a CUDA graph over copies of its weight that exceed L2
 several times: bf16 at its tuned choice, fp8 at its default, then the fastest kernels of the form,
 the default marked ``*`` and a kernel whose rows differ from those of the expanded matrix in one bit
-``!``. ``x`` is the expansion in memory with the product after it. The last line of a row count is
-the chain of all four products of a layer, at the defaults. Labels: rows x features of a tile, u
-blocks per iteration, w warps, s stages, p bytes of a weight's row prefetched.
+``!``. ``turns`` is Hopper's, ``x`` the expansion in memory with the product after it. The last line
+of a row count is the chain of all four products of a layer, at the defaults. Labels: rows x
+features of a tile, u blocks per iteration, w warps, s stages, p bytes of a weight's row prefetched.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.hopper import SHARED_MEMORY
+from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -47,6 +48,7 @@ SHAPES = [
 #: Features of a group, bits of codes, and whether there are minima, fp32 scales, and e2m1 codes.
 FORMS = {
     "gptq": (128, 4, False, False, False),
+    "gptq_in_pairs": (128, 4, False, False, False),
     "q4_0": (32, 4, False, False, False),
     "q4_1": (32, 4, True, False, False),
     "q4_k": (32, 4, True, True, False),
@@ -93,10 +95,13 @@ def panels_of(shape: GemmShape, form: str) -> Int4Panels:
     if form == "nvfp4":
         scales = torch.randint(0x2020_2020, 0x4040_4040, (2 * blocks, n), device="cuda").int()
         factors = torch.rand(n, device="cuda")
+    paired = None
+    if form == "gptq_in_pairs":
+        scales, paired = scales.bfloat16().view(torch.int16).int() * 0x1_0001, torch.bfloat16
     tops = {4: None, 6: bits.to(torch.int16), 8: bits}[code_bits]
     minima = -scales if has_minima else None
     fused = not wide_scales
-    return Int4Panels(bits, scales, minima, shape.in_features, e2m1, fused, tops, factors)
+    return Int4Panels(bits, scales, minima, shape.in_features, e2m1, fused, tops, factors, paired)
 
 
 def copy_of(panels: Int4Panels) -> Int4Panels:
@@ -151,6 +156,10 @@ def measure(shape: GemmShape, rows: int, form: str, table: ProvenTable) -> None:
     if not torch.equal(by_expansion(panels), expected):
         times[0] = (times[0][0], times[0][1] + "!")
     alone = microseconds(lambda one: one.expanded(x.dtype), weights)
+    if rows <= int4_hopper.FEW_ROWS and int4_hopper.serves(panels):
+        wrong = not torch.equal(int4_hopper.product(x, panels, epilogue), expected)
+        us = microseconds(lambda one: int4_hopper.product(x, one, epilogue), weights)
+        times.append((us, f"turns*{'!' if wrong else ''}"))
     for index, own in enumerate(candidates(panels, rows) if rows <= FEW_ROWS else ()):
         try:
             wrong = not torch.equal(product(x, panels, epilogue, None, own), expected)
@@ -185,7 +194,7 @@ def chain(rows: int, form: str, table: ProvenTable) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated counts")
-    parser.add_argument("--form", choices=FORMS, default="gptq", help="of the weights")
+    parser.add_argument("--form", choices=FORMS, default="gptq_in_pairs", help="of the weights")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     rows = [int(count) for count in options.rows.split(",")]

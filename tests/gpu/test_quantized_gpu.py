@@ -17,6 +17,8 @@ from sametoken.models.load.nvfp4_linear import Nvfp4Linear
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.hopper import is_hopper
+from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -40,6 +42,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
+ON_HOPPER = torch.cuda.is_available() and is_hopper(CUDA)
 ROWS = (1, 2, 5, 16, 17, 33, 64, 65, 130, 300)
 ROUNDINGS = {
     "row": Rounding,
@@ -116,7 +119,7 @@ def test_four_bit_elements_are_rounded_once(width, scales, codes):
     """What the reference takes products of, whose elements are exact in fp32 before."""
     matrix = four_bits(1000, 2880 if width < 128 else 2944, width, scales, codes=codes)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = Int4DeviceWeight.of(matrix).panels.expanded(dtype)
+        found = Int4DeviceWeight.of(matrix, dtype=dtype).panels.expanded(dtype)
         assert torch.equal(found, elements(matrix, dtype)), dtype
 
 
@@ -145,11 +148,47 @@ def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
     features, depth, width, codes, dtype
 ):
     scales = torch.float8_e4m3fn if width == 16 else torch.bfloat16
-    weight = Int4DeviceWeight.of(four_bits(features, depth, width, scales, codes=codes))
-    require_bits_of_the_elements(weight, dtype)
+    matrix = four_bits(features, depth, width, scales, codes=codes)
+    require_bits_of_the_elements(Int4DeviceWeight.of(matrix, dtype=dtype), dtype)
 
 
-def require_bits_of_the_elements(weight: Int4DeviceWeight, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("features", "depth", "width", "codes", "dtype"),
+    [
+        (6144, 4096, 128, "symmetric", torch.bfloat16),
+        (24576, 1152, 64, "zeros", torch.bfloat16),
+        (1000, 2880, 32, "zeros", torch.float16),
+        (70, 128, 128, "symmetric", torch.float16),
+        (64, 288, 32, "zeros", torch.bfloat16),
+    ],
+)
+def test_elements_in_pairs_have_the_same_products(features, depth, width, codes, dtype):
+    """Chunks of 256 features: whole ones, a half at the end, one alone, fewer than warp groups."""
+    weight = Int4DeviceWeight.of(four_bits(features, depth, width, dtype, codes=codes), dtype=dtype)
+    assert weight.panels.paired is dtype
+    require_bits_of_the_elements(weight, dtype, configs=INT4_CONFIGS[:1])
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="these kernels are Hopper's")
+@pytest.mark.parametrize(("features", "depth"), [(1000, 2880), (40, 704), (24000, 1000)])
+def test_groups_in_turns_read_no_poison_and_write_their_own(features, depth):
+    """NaN around activations, and rows before and after that stay."""
+    matrix = four_bits(features, depth - depth % 32, 32, codes="zeros")
+    panels = Int4Panels.of(matrix, torch.bfloat16)
+    plain = panels.expanded(torch.bfloat16)
+    memory = torch.full((200, panels.in_features), torch.nan, device=CUDA, dtype=torch.bfloat16)
+    for rows in (1, 7, 8, 9, 33, 64, 100):
+        memory[9 : 9 + rows] = normal(rows, panels.in_features, seed=rows)
+        x = memory[9 : 9 + rows]
+        expected = gemm.product(CANONICAL, x.clone(), plain)
+        for _ in range(3):
+            assert torch.equal(int4_hopper.product(x, panels), expected), rows
+        memory[9 : 9 + rows] = torch.nan
+
+
+def require_bits_of_the_elements(
+    weight: Int4DeviceWeight, dtype: torch.dtype, configs=INT4_CONFIGS
+) -> None:
     features, depth = weight.out_features, weight.in_features
     x, plain = normal(300, depth, dtype=dtype), weight.panels.expanded(dtype)
     bias = normal(features, seed=5, dtype=dtype)
@@ -160,7 +199,10 @@ def require_bits_of_the_elements(weight: Int4DeviceWeight, dtype: torch.dtype) -
         for rows in ROWS:
             part = x[:rows].clone()
             assert torch.equal(product(part, weight.panels, epilogue, own), expected[:rows]), rows
-        for config in INT4_CONFIGS:
+            if int4_hopper.serves(weight.panels) and dtype == weight.panels.paired:
+                found = int4_hopper.product(part, weight.panels, epilogue, own)
+                assert torch.equal(found, expected[:rows]), rows
+        for config in configs:
             found = product(x[:70], weight.panels, epilogue, own, config)
             assert torch.equal(found, expected[:70]), (epilogue, config)
 
@@ -260,7 +302,8 @@ def test_speculation_changes_no_bit_of_a_gguf_file(tmp_path, name):
 @pytest.mark.parametrize("codes", ["e2m1", "zeros"])
 def test_four_bit_products_have_the_row_law(codes, dtype):
     matrix = four_bits(1536, 4096, 64, torch.float16, codes=codes, order=True)
-    require_row_law(Int4DeviceWeight.of(matrix), Int4Weight(matrix), 4096, 1e-5, dtype)
+    weight = Int4DeviceWeight.of(matrix, dtype=dtype)
+    require_row_law(weight, Int4Weight(matrix), 4096, 1e-5, dtype)
 
 
 def test_a_captured_chain_of_four_bit_products_replays_the_same_bits():
@@ -330,7 +373,10 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
 
     first, second = matrices(2 * inner, hidden), matrices(hidden, inner)
     stacked = StackedExperts(
-        *(Int4Panels.stacked([Int4Panels.of(one) for one in each]) for each in (first, second))
+        *(
+            Int4Panels.stacked([Int4Panels.of(one, torch.bfloat16) for one in each])
+            for each in (first, second)
+        )
     )
     x, logits = normal(300, hidden, seed=4), normal(300, count, seed=5)
     chosen, weights = moe_gate(logits, Routing(4, True))

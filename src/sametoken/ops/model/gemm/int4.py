@@ -56,6 +56,37 @@ def packed_words(codes: Tensor, bits: int = 4) -> Tensor:
     return words
 
 
+def pair_words(codes: Tensor) -> Tensor:
+    """``packed_words`` of 4 bits, pairs 16 bits apart, as a GPU makes floats of two at once.
+
+    Value (c, h, l) of a word is in bits 16 l + 4 (2 c + h) and up.
+
+    Args:
+        codes: [N, K] uint8.
+
+    Returns:
+        [N, 16 * blocks] int32.
+    """
+    by_pair = _by_pair(codes)
+    halves = torch.zeros_like(by_pair[0])
+    for i, code in enumerate(by_pair):
+        halves |= code << 4 * i
+    return _words_of(halves)
+
+
+def _by_pair(codes: Tensor) -> tuple[Tensor, ...]:
+    """Codes of each i = 2 c + h of ``packed_words``: [N, blocks, e, t, l] int16."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128)).to(torch.int16)
+    by_pair: tuple[Tensor, ...] = codes.unflatten(1, (-1, 4, 4, 4, 2)).unbind(3)
+    return by_pair
+
+
+def _words_of(halves: Tensor) -> Tensor:
+    """Words [N, 16 * blocks] of halves [N, blocks, e, t, l], the low ones of l = 0."""
+    words: Tensor = halves.transpose(2, 3).contiguous().flatten(1).view(torch.int32)
+    return words
+
+
 def e2m1_words(codes: Tensor) -> Tensor:
     """``packed_words`` of codes of e2m1, whose bits lie as a GPU makes bf16 of two at once.
 
@@ -68,13 +99,11 @@ def e2m1_words(codes: Tensor) -> Tensor:
     Returns:
         [N, 16 * blocks] int32.
     """
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 128)).to(torch.int16)
-    by_pair = codes.unflatten(1, (-1, 4, 4, 4, 2)).unbind(3)
+    by_pair = _by_pair(codes)
     halves = torch.zeros_like(by_pair[0])
     for i, (code, sign) in enumerate(zip(by_pair, (14, 12, 15, 13), strict=True)):
         halves |= (code & 7) << 3 * i | code >> 3 << sign
-    words: Tensor = halves.transpose(2, 3).contiguous().flatten(1).view(torch.int32)
-    return words
+    return _words_of(halves)
 
 
 def numbers(matrix: Int4Matrix) -> Tensor:

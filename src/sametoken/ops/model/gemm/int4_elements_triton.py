@@ -60,7 +60,11 @@ def elements_of_block(
         top = top.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
     group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
-    BYTES: tl.constexpr = scales.dtype.element_ty == tl.int32
+    BYTES: tl.constexpr = E2M1 and scales.dtype.element_ty == tl.int32
+    PAIRED: tl.constexpr = not E2M1 and scales.dtype.element_ty == tl.int32
+    # Half of all codes are negative; of pairs, less their base (-136 or -1032).
+    MINUS: tl.constexpr = 0xC308_C308 if dtype == tl.bfloat16 else 0xE408_E408
+    HALF: tl.constexpr = MINUS if PAIRED else 8 << TOP_BITS
     # Both numbers of a pair are multiplied at once by a power of two.
     TWOS: tl.constexpr = BYTES and GROUPS == 4 and factor is None and dtype == tl.bfloat16
     if TWOS:
@@ -70,9 +74,7 @@ def elements_of_block(
         scale = _of_bytes(scales + line * num_rows, factor, w_row, present, GROUPS == 8)
     else:
         scale = _of_groups(scales, of_group, present)
-    offset = tl.full([FEATURES, 1, BY_WORD, 1], 8 << TOP_BITS, tl.int32)
-    if offsets is not None:
-        offset = _of_groups(offsets, of_group, present)
+    offset = _offsets_of(offsets, of_group, present, HALF)
     first = _pair(low, top, scale, offset, one, 0, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     second = _pair(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     if GROUPS == 8:
@@ -80,8 +82,7 @@ def elements_of_block(
             scale = _of_bytes(scales + (line + 1) * num_rows, factor, w_row, present, True)
         else:
             scale = _of_groups(scales, of_group + num_rows, present)
-        if offsets is not None:
-            offset = _of_groups(offsets, of_group + num_rows, present)
+        offset = _offsets_of(offsets, of_group + num_rows, present, HALF)
     third = _pair(low, top, scale, offset, one, 2, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     fourth = _pair(low, top, scale, offset, one, 3, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     return _in_order(tl.join(tl.join(first, second), tl.join(third, fourth)), FEATURES)
@@ -124,6 +125,15 @@ def _of_groups(values, of_group, present):
 
 
 @triton.jit
+def _offsets_of(offsets, of_group, present, HALF: tl.constexpr):
+    """Offsets of groups as ``_of_groups``; without any, HALF is that of all."""
+    if offsets is None:
+        return tl.full([of_group.shape[0], 1, of_group.shape[1], 1], HALF, tl.uint32)
+    else:
+        return _of_groups(offsets, of_group, present)
+
+
+@triton.jit
 def _in_order(parts, FEATURES: tl.constexpr):
     """[features, 16 words, 2, 2, 2] to [features, 128]: ``int4.packed_words`` undone.
 
@@ -154,10 +164,12 @@ def _pair(
         numbers = _numbers(low.to(tl.uint32, bitcast=True), PAIR)
         if scale.dtype == tl.uint32:
             # Halves of numbers times doubled scales: all are exact.
-            both = _times(_times(numbers, 0x7E00_7E00), scale)
-            return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(dtype, bitcast=True)
-        both = _times(numbers, 0x7E80_7E80)
-        return tl.join((_half(both, 0) * scale).to(dtype), (_half(both, 1) * scale).to(dtype))
+            return _halves(_times(_times(numbers, 0x7E00_7E00, dtype), scale, dtype), dtype)
+        both = _times(numbers, 0x7E80_7E80, tl.bfloat16)
+        first, second = _half(both, 0, tl.bfloat16), _half(both, 1, tl.bfloat16)
+        return tl.join((first * scale).to(dtype), (second * scale).to(dtype))
+    if scale.dtype == tl.int32:
+        return _from_codes(low, scale, offset, PAIR, dtype)
     # Their lowest bits are to be 12 and up.
     low = _shifted(low, 12 - 8 * PAIR)
     if TOP_BITS:
@@ -181,29 +193,64 @@ def _numbers(words, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _times(pairs, by):
-    """Products of both halves of words, in bf16, which hold them exactly."""
-    if not _INTERPRETED:
-        return tl.inline_asm_elementwise(
-            # Products less 0: products alone need Hopper.
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000U; fma.rn.bf16x2 $0, $1, $2, zero; }",
-            "=r,r,r",
-            [pairs, by],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    by += pairs & 0
-    first = (_half(pairs, 0) * _half(by, 0)).to(tl.uint32, bitcast=True)
-    second = (_half(pairs, 1) * _half(by, 1)).to(tl.uint32, bitcast=True)
-    return (first >> 16) | second
+def _from_codes(words, scale, offset, PAIR: tl.constexpr, dtype: tl.constexpr):
+    """``(code - zero) * scale`` of a pair of ``int4.pair_words``, each rounded once."""
+    # Base plus code, and that less base and zero, are exact: see ``int4_panels.BASES``.
+    BASE: tl.constexpr = 0x4300_4300 if dtype == tl.bfloat16 else 0x6400_6400
+    ONES: tl.constexpr = 0x3F80_3F80 if dtype == tl.bfloat16 else 0x3C00_3C00
+    codes = _shifted(words.to(tl.uint32, bitcast=True), -4 * PAIR) & 0x000F_000F
+    numbers = _fma(codes | BASE, ONES, offset.to(tl.uint32, bitcast=True), dtype)
+    return _halves(_times(numbers, scale.to(tl.uint32, bitcast=True), dtype), dtype)
 
 
 @triton.jit
-def _half(pairs, SECOND: tl.constexpr):
-    """The numbers of bf16 in one half of words, in fp32."""
-    bits = pairs & 0xFFFF_0000 if SECOND else pairs << 16
-    return bits.to(tl.float32, bitcast=True)
+def _times(pairs, by, dtype: tl.constexpr):
+    """Products of both halves of words."""
+    # Products less 0: products alone need Hopper.
+    return _fma(pairs, by, 0x8000_8000, dtype)
+
+
+@triton.jit
+def _fma(pairs, by, plus, dtype: tl.constexpr):
+    """``pairs * by + plus`` of both halves of words, each rounded once."""
+    if _INTERPRETED:
+        by, plus = by + (pairs & 0), plus + (pairs & 0)
+        first = _half(pairs, 0, dtype) * _half(by, 0, dtype) + _half(plus, 0, dtype)
+        second = _half(pairs, 1, dtype) * _half(by, 1, dtype) + _half(plus, 1, dtype)
+        return _rounded(first, dtype) | _rounded(second, dtype) << 16
+    KIND: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+    return tl.inline_asm_elementwise(
+        "fma.rn." + KIND + " $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, by, plus],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _rounded(value, dtype: tl.constexpr):
+    """The bits of finite fp32 values in a dtype; the interpreter has no bf16."""
+    if dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return value.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def _half(pairs, SECOND: tl.constexpr, dtype: tl.constexpr):
+    """The numbers in one half of words, in fp32."""
+    if dtype == tl.bfloat16:
+        return (pairs & 0xFFFF_0000 if SECOND else pairs << 16).to(tl.float32, bitcast=True)
+    half = (pairs >> 16 if SECOND else pairs).to(tl.uint16)
+    return half.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    """Both halves of words, next to each other."""
+    return tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(dtype, bitcast=True)
 
 
 @triton.jit

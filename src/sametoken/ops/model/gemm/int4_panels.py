@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, unpacked_int4
+from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, pair_words, unpacked_int4
 from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
@@ -25,26 +25,32 @@ BLOCK = 128
 #: The bits of 1.0. An argument, since an instruction has only one constant among its operands.
 ONE = 0x3F80_0000
 
+#: The number whose unit is its lowest bit, so that a code in its lowest bits is added to it.
+BASES = {torch.bfloat16: 128, torch.float16: 1024}
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Panels:
     """A matrix of codes as the kernels read it, or E of 4 bits with a first dimension more.
 
-    Codes are planes of bits: 4, and on top of them 2, 4 or none.
+    Codes are planes of bits: 4, and on top of them 2, 4 or none. Where scales have the rows' dtype
+    of 16 bits, both elements of a pair are made at once, in that dtype.
 
     Attributes:
-        words: [N, 16 * blocks] int32, ``int4.packed_words``, or ``int4.e2m1_words`` of e2m1; zeros
-            past ``in_features``.
-        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. In 8 bits they
-            are bytes in int32: of E8M0 [blocks, N], a block's four groups, the first lowest; of
-            e4m3 [2 * blocks, N], the even ones of a block's eight groups, then the odd ones.
-        offsets: [groups, N]: int32 zeros, or fp32 minima; None: half of all codes are negative, or
-            they are of e2m1.
+        words: [N, 16 * blocks] int32, ``int4.packed_words``, ``int4.pair_words`` of pairs, or
+            ``int4.e2m1_words`` of e2m1; zeros past ``in_features``.
+        scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. Of pairs they
+            stand in both halves of an int32. In 8 bits they are bytes in int32: of E8M0
+            [blocks, N], a block's four groups, the first lowest; of e4m3 [2 * blocks, N], the even
+            ones of a block's eight groups, then the odd ones.
+        offsets: [groups, N]: int32 zeros, or fp32 minima; of pairs -(base + zero) as in ``BASES``,
+            in both halves of an int32. None: half of all codes are negative, or they are of e2m1.
         in_features: K.
         e2m1: whether codes are of e2m1.
         fused: whether an element is exact in one multiply-add, as scales have 16 bits.
         tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
         factors: [N] fp32, of a row's scales; None: 1.
+        paired: the dtype of elements that are made in pairs; None: they are made one by one.
     """
 
     words: Tensor
@@ -55,11 +61,14 @@ class Int4Panels:
     fused: bool
     tops: Tensor | None = None
     factors: Tensor | None = None
+    paired: torch.dtype | None = None
 
     @classmethod
-    def of(cls, matrix: Int4Matrix | IntegerMatrix) -> Int4Panels:
-        """Take over a matrix, not its order."""
-        factors = None
+    def of(cls, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4Panels:
+        """Take over a matrix, not its order, for products with rows of this dtype."""
+        factors, in_pairs = None, matrix.scale.dtype == dtype and dtype in BASES
+        if isinstance(matrix, Int4Matrix) and matrix.zero is not None and in_pairs:
+            return cls._in_pairs(matrix, matrix.zero)
         if isinstance(matrix, Int4Matrix):
             codes, bits, offset = unpacked_int4(matrix.values, matrix.width), 4, matrix.zero
             factors = matrix.factor
@@ -89,14 +98,24 @@ class Int4Panels:
             factors=factors,
         )
 
+    @classmethod
+    def _in_pairs(cls, matrix: Int4Matrix, zero: Tensor) -> Int4Panels:
+        codes, dtype, offsets = unpacked_int4(matrix.values, matrix.width), matrix.scale.dtype, None
+        words = pair_words(codes)
+        num_groups = words.shape[1] * 8 // matrix.width
+        if not bool((zero == 8).all()):
+            offsets = _by_group(_offset(zero.to(dtype)), num_groups)
+        scales = _by_group(_doubled(matrix.scale), num_groups)
+        return cls(words, scales, offsets, codes.shape[1], e2m1=False, fused=True, paired=dtype)
+
     @property
-    def form(self) -> tuple[int | torch.dtype, ...]:
-        """What kernels depend on: groups, scales, bits on top, e2m1, fused, minima, factors."""
+    def form(self) -> tuple[int | torch.dtype | None, ...]:
+        """What kernels depend on, except shapes and whether there are offsets."""
         # An int16 has eight times 2 bits, an int32 eight times 4.
         top_bits = 0 if self.tops is None else self.tops.itemsize
         has_minima = self.offsets is not None and self.offsets.is_floating_point()
         has_factors = self.factors is not None
-        codes = top_bits, self.e2m1, self.fused
+        codes = top_bits, self.e2m1, self.fused, self.paired
         return self.width, self.scales.dtype, *codes, has_minima, has_factors
 
     def is_like(self, other: Int4Panels) -> bool:
@@ -111,6 +130,8 @@ class Int4Panels:
         offsets = None
         if any(one.offsets is not None for one in alike):
             plain = torch.full_like(alike[0].scales, 8, dtype=torch.int32)
+            if alike[0].paired is not None:
+                plain = _offset(plain.to(alike[0].paired))
             offsets = torch.stack([plain if one.offsets is None else one.offsets for one in alike])
         factors = [one.factors for one in alike if one.factors is not None]
         return replace(
@@ -132,6 +153,7 @@ class Int4Panels:
 
     def expanded(self, dtype: torch.dtype, row_ids: Tensor | None = None) -> Tensor:
         """The matrix of elements, or its rows of given numbers [T] int64: [N or T, K]."""
+        assert self.paired in (None, dtype)
         n, k = self.out_features if row_ids is None else row_ids.shape[0], self.in_features
         out = torch.empty(n, k, dtype=dtype, device=self.words.device)
         if not n:
@@ -166,7 +188,7 @@ class Int4Panels:
     @property
     def width(self) -> int:
         """Features of a group."""
-        in_one = 4 if self.scales.dtype == torch.int32 else 1
+        in_one = 4 if self.e2m1 and self.scales.dtype == torch.int32 else 1
         return 8 * self.words.shape[-1] // (self.scales.shape[-2] * in_one)
 
     @property
@@ -179,6 +201,17 @@ class Int4Panels:
         """Bytes of codes, scales, and zeros, minima or factors."""
         parts = (self.words, self.tops, self.scales, self.offsets, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+def _doubled(values: Tensor) -> Tensor:
+    """Values of 16 bits in both halves of an int32."""
+    halves: Tensor = torch.stack((values, values), dim=-1).view(torch.int32)
+    return halves.squeeze(-1)
+
+
+def _offset(zeros: Tensor) -> Tensor:
+    """What turns a base plus a code into a code less its zero, twice in an int32."""
+    return _doubled(-(zeros + BASES[zeros.dtype]))
 
 
 def _by_group(of_rows: Tensor, num_groups: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Products with integer weights on a GPU: those of the matrix of elements, rounded to x's dtype.
 
-Up to ``FEW_ROWS`` rows of 16 bits the elements are made in registers, else in memory; either way
-the products of a row are added in order, so the bits are those of ``gemm.triton``.
+Elements for few rows of 16 bits (``FEW_ROWS``; more in ``int4_hopper``) are made in registers,
+else in memory; either way the products of a row are added in order, so the bits are those of
+``gemm.triton``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8_triton import shared_memory
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
@@ -32,7 +34,7 @@ from sametoken.ops.pdl import gdc_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
-FEW_ROWS = 128
+FEW_ROWS = 192
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -42,7 +44,7 @@ class Int4DeviceWeight:
     Attributes:
         panels: the matrix.
         order: as in ``Int4Matrix``.
-        table: the kernel of each row count above ``FEW_ROWS``.
+        table: the kernel of each row count whose elements are made in memory.
         dtype: of rows.
     """
 
@@ -60,7 +62,7 @@ class Int4DeviceWeight:
     ) -> Int4DeviceWeight:
         """Take over a matrix."""
         order = matrix.order if isinstance(matrix, Int4Matrix) else None
-        return cls(Int4Panels.of(matrix), order, table or TuningTable(), dtype)
+        return cls(Int4Panels.of(matrix, dtype), order, table or TuningTable(), dtype)
 
     @property
     def out_features(self) -> int:
@@ -104,8 +106,11 @@ class Int4DeviceWeight:
     def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
         if self.order is not None:
             x = x[:, self.order]
-        if x.shape[0] <= FEW_ROWS and x.dtype != torch.float32:
-            return product(x, self.panels, epilogue, bias)
+        if x.dtype != torch.float32:
+            if x.shape[0] <= int4_hopper.FEW_ROWS and int4_hopper.serves(self.panels):
+                return int4_hopper.product(x, self.panels, epilogue, bias)
+            if x.shape[0] <= FEW_ROWS:
+                return product(x, self.panels, epilogue, bias)
         shape = GemmShape(self.out_features, self.in_features, epilogue)
         config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
         if isinstance(config, TritonConfig):
@@ -147,10 +152,12 @@ def default_config(panels: Int4Panels, rows: int, memory: int, itemsize: int = 2
     """
     block_rows = next((size for size in (16, 32) if rows <= size), 64)
     # Each tile has a multiprocessor to itself, and all of its shared memory.
-    alone = panels.out_features // 64 <= MULTIPROCESSORS
+    num_tiles = panels.out_features // 64 * triton.cdiv(rows, block_rows)
+    alone = num_tiles <= MULTIPROCESSORS
     unroll = 2 if block_rows < 64 else 1
     stage_bytes = unroll * (64 * panels.block_bytes + BLOCK * itemsize * block_rows)
-    most = 8 if alone else 4
+    # Three programs of 64 rows on one hide more than a fourth stage.
+    most = 8 if alone else 4 if block_rows < 64 else 3
     stages = max(2, min(most, (memory if alone else memory // 2) // stage_bytes))
     return Int4Config(
         block_rows, unroll=unroll, num_stages=stages, prefetch_bytes=1024 if alone else 0

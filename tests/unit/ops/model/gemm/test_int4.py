@@ -182,14 +182,17 @@ def test_the_start_up_check_proves_each_form_of_one_shape():
         (torch.float32, torch.float16, False),
         (torch.float16, torch.float32, False),
         (torch.float16, torch.float16, True),
+        (torch.float16, torch.float16, False),
     ],
 )
-def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scales, zeros):
-    """numpy has no bf16: fp16 stands in."""
-    matrix, _ = made(74, 384, 64, exact=False)
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scales, zeros, width):
+    """numpy has no bf16: fp16 stands in, whose elements are made in pairs if scales have it too."""
+    matrix, _ = made(74, 384, width, exact=False)
     zero = matrix.zero if zeros else torch.full_like(matrix.zero, 8)
     matrix = replace(matrix, scale=matrix.scale.to(scales), zero=zero)
-    weight, plain = Int4DeviceWeight.of(matrix), elements(matrix, dtype)
+    weight, plain = Int4DeviceWeight.of(matrix, dtype=dtype), elements(matrix, dtype)
+    assert (weight.panels.paired is not None) == (dtype == scales == torch.float16)
     assert (weight.panels.offsets is None) == (not zeros)
     assert torch.equal(weight.panels.expanded(dtype), plain)
     # One-hot rows: the sum of one element.
@@ -197,6 +200,24 @@ def test_many_rows_have_the_product_of_the_elements_and_few_rows_too(dtype, scal
     for rows in (FEW_ROWS, 384):
         found = weight.matmul(x[-rows:].contiguous(), out_dtype=torch.float32)
         assert torch.equal(found, plain.T[-rows:].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [16, 32, 128])
+def test_elements_made_in_pairs_are_rounded_once(dtype, width):
+    """Cut, and of two matrices in one stack, only one of which has zeros of its own."""
+    matrix, _ = made(70, 384, width, exact=False)
+    matrix = replace(matrix, scale=matrix.scale.to(dtype))
+    plain = replace(matrix, zero=torch.full_like(matrix.zero, 8))
+    both = [Int4Panels.of(one, dtype) for one in (matrix, plain)]
+    assert [one.paired for one in both] == [dtype, dtype]
+    stacked, some = Int4Panels.stacked(both), torch.tensor([3, 69, 7])
+    for index, one in enumerate((matrix, plain)):
+        parts = {name: getattr(stacked, name)[index] for name in ("words", "scales", "offsets")}
+        meant = elements(one, dtype)
+        assert torch.equal(both[index].expanded(dtype), meant)
+        assert torch.equal(replace(stacked, **parts).expanded(dtype), meant)
+        assert torch.equal(both[index].cut(some).expanded(dtype), meant[some])
 
 
 @pytest.mark.parametrize("power", [-127, -126, 0, 125])
@@ -214,7 +235,7 @@ def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
     values = ((torch.arange(64)[:, None] + torch.arange(288)) % 16).to(torch.uint8)
     scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
     matrix = Int4Matrix(packed_int4(values, 32), scale, None)
-    panels = Int4Panels.of(matrix)
+    panels = Int4Panels.of(matrix, torch.float32)
     assert panels.width == 32
     assert panels.nbytes * 8 == 64 * 384 * 4.25
     some = torch.tensor([3, 60, 7])
@@ -259,7 +280,7 @@ def test_every_scale_of_e4m3_and_factor_gives_the_element_in_every_form():
     for weight in forms(matrix):
         found = torch.cat([weight.matmul(part) for part in torch.eye(400).split(50)])
         assert torch.equal(found, meant.T)
-    panels = Int4Panels.of(matrix)
+    panels = Int4Panels.of(matrix, torch.float32)
     assert torch.equal(panels.expanded(torch.float32), meant)
     ids = torch.tensor([3, 39, 7])
     assert torch.equal(panels.cut(ids).expanded(torch.float32), meant[ids])
@@ -268,7 +289,7 @@ def test_every_scale_of_e4m3_and_factor_gives_the_element_in_every_form():
 
 def test_scales_of_e4m3_are_half_a_bit_a_weight_beside_a_factor_a_row():
     matrix = with_factors(64, 384, torch.ones(64))
-    panels = Int4Panels.of(matrix)
+    panels = Int4Panels.of(matrix, torch.float32)
     assert panels.width == 16
     native = NativeKernels().pack_int4(matrix, torch.float32)
     for nbytes in (panels.nbytes, native.nbytes, Int4Weight(matrix).nbytes):
@@ -293,6 +314,9 @@ def panels(n, k, width, zeros=False, e2m1=False, minima=False, tops=None):
     offsets = scales if minima else scales.int() if zeros else None
     tops = None if tops is None else words.to(tops)
     return Int4Panels(words, scales, offsets, k, e2m1, tops is None, tops)
+def in_pairs(n, k, width, zeros, dtype):
+    unpaired = panels(n, k, width, zeros)
+    return replace(unpaired, scales=unpaired.scales.int(), paired=dtype)
 x = torch.empty(64, 4096, dtype=torch.bfloat16)
 product(x[:1], panels(6144, 4096, 128))
 product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
@@ -304,19 +328,22 @@ product(few, nvfp4, "silu_mul")
 nvfp4.expanded(torch.bfloat16)
 product(x, panels(6144, 4096, 32, minima=True))
 product(x, panels(6144, 4096, 16, tops=torch.int16))
+product(x, in_pairs(6144, 4096, 128, False, torch.bfloat16))
+product(x.half(), in_pairs(6144, 4096, 32, True, torch.float16), "silu_mul")
+in_pairs(6144, 4096, 64, True, torch.bfloat16).expanded(torch.bfloat16)
 panels(6144, 4096, 64, zeros=True).expanded(torch.bfloat16)
 panels(6144, 4096, 16, e2m1=True).expanded(torch.bfloat16)
 panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1).long())
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 7
-    assert all("wgmma" in kernel and "bf16" in kernel for kernel in kernels)
+    assert len(kernels) == 9
+    assert all("wgmma" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
     assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
-    # Three are of e2m1, made in pairs; scales of E8M0 leave nothing to round.
-    in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop]
-    assert sorted("cvt.rn.bf16" in loop for loop in in_pairs) == [False, True, True]
+    # Five make pairs, of which three are of e2m1: two of these round each after its scale.
+    in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop or "fma.rn.f16x2" in loop]
+    assert sorted("cvt.rn." in loop for loop in in_pairs) == [False] * 3 + [True] * 2
     # Numbers of e2m1 pass through subnormal ones.
     assert not any("mul.ftz" in kernel for kernel in kernels)

@@ -1,0 +1,84 @@
+"""Products of few rows with 4-bit weights on Hopper GPUs: which they serve, and the launch.
+
+On other chips, and of other forms, ``int4_triton.product`` serves, with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
+from sametoken.ops.hopper_layouts import boxes
+from sametoken.ops.launch_sizes import cdiv
+from sametoken.ops.model.gemm.int4_hopper_kernels import WORDS, turns_kernel
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.tuning import Epilogue
+from sametoken.ops.pdl import pdl_options
+
+#: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
+FEW_ROWS = 384
+
+#: Rows of a tile; more rows have several.
+_ROWS = (8, 16, 32, 64)
+
+#: Bytes of shared memory beside slots and sums.
+_OTHER_BYTES = 4096
+
+
+def serves(panels: Int4Panels) -> bool:
+    """Whether these kernels take products with the matrix; TMA needs rows of 16 bytes."""
+    return (
+        panels.paired is not None
+        and panels.width >= 32
+        and panels.in_features % 8 == 0
+        and is_hopper(panels.words.device)
+    )
+
+
+def product(
+    x: Tensor, panels: Int4Panels, epilogue: Epilogue = "none", bias: Tensor | None = None
+) -> Tensor:
+    """One product; ``epilogue`` and ``bias`` as in ``gemm.triton``.
+
+    Args:
+        x: [T, K], contiguous, in the dtype of ``panels.paired``.
+        panels: of [N, K], as ``serves`` says.
+        epilogue, bias: see above.
+    """
+    assert x.is_contiguous()
+    assert x.dtype == panels.paired
+    rows, in_features = x.shape
+    assert in_features == panels.in_features
+    gated = epilogue == "silu_mul"
+    out_features = panels.out_features // 2 if gated else panels.out_features
+    dtype = torch.float32 if epilogue == "logits" else x.dtype
+    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    tile = next((size for size in _ROWS if rows <= size), _ROWS[-1])
+    row_tiles, num_words = cdiv(rows, tile), panels.words.shape[1]
+    num_tiles = row_tiles * cdiv(out_features, 32 if gated else 64)
+    slot_bytes = 32 * WORDS.value * 8 + tile * WORDS.value * 16
+    turns_kernel[(min(num_tiles, MULTIPROCESSORS),)](
+        boxes(x, tile),
+        boxes(panels.words, 32),
+        panels.scales,
+        panels.offsets,
+        bias,
+        out,
+        rows,
+        row_tiles,
+        num_tiles,
+        cdiv(num_words, WORDS.value),
+        num_words // 16,
+        out_features,
+        GATED=gated,
+        IN_BLOCK=128 // panels.width,
+        ROWS=tile,
+        SLOTS=min(8, (SHARED_MEMORY - _OTHER_BYTES - 256 * tile) // slot_bytes),
+        num_warps=4,
+        maxnreg=128,
+        **pdl_options(x),
+    )
+    return out

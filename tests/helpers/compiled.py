@@ -14,6 +14,12 @@ import subprocess
 import sys
 from functools import lru_cache
 
+from helpers.machine_code import overwritten_operands
+
+#: A product whose left operand is in registers, and one that Triton does not wait for.
+_LEFT_IN_REGISTERS = re.compile(r"warp_group_dot %.*: tensor<")
+_LEFT_AND_PENDING = re.compile(r"warp_group_dot %.*: tensor<.*\n.*dot_wait .*pendings = [1-9]")
+
 #: Imports what every piece of code imports, and compiles something, once: what a compilation
 #: finds out about the compiler serves the forks, in each of which one piece of code runs.
 _SERVER = """
@@ -85,7 +91,8 @@ def _server() -> subprocess.Popen:
 def compile_launches(code: str, cache) -> None:
     """Run code, in a process of its own, that calls host wrappers of kernels on CPU tensors.
 
-    Fails if a kernel does not compile, or if no GPU has room for its programs.
+    Fails if a kernel does not compile, if no GPU has room for its programs, or if it writes
+    registers that products still read.
 
     Args:
         code: may use torch.
@@ -95,6 +102,14 @@ def compile_launches(code: str, cache) -> None:
     server.stdin.write(json.dumps([code, str(cache), str(errors)]) + "\n")
     server.stdin.flush()
     assert server.stdout.readline() == "0\n", errors.read_text()[-2000:]
+    for path in cache.rglob("*.ttgir"):
+        compiled = path.read_text()
+        if _LEFT_IN_REGISTERS.search(compiled):
+            # Gluon names the registers that a wait keeps.
+            assert "warp_specialize" in compiled or not _LEFT_AND_PENDING.search(compiled), (
+                path.stem
+            )
+            assert not overwritten_operands(path.with_suffix(".cubin")), path.stem
 
 
 def unused_barriers(cache) -> list[str]:

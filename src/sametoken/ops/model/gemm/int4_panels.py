@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, pair_words, unpacked_int4
 from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
+from sametoken.ops.model.gemm.triton import finished
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
@@ -326,5 +327,5 @@ def int4_sums(
                 words, tops, scales, factor, offsets, block, w_row, present, num_rows, num_words,
                 one, GROUPS, E2M1, FUSED, x_tile.dtype,
             )  # fmt: skip
-            acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+            acc = finished(tl.dot(w_tile, x_tile.T, acc, input_precision="ieee"))
     return acc

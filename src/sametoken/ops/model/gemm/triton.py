@@ -21,6 +21,8 @@ from sametoken.ops.model.activation_triton import activated, silu_mul
 from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def sums(
@@ -113,9 +115,12 @@ def with_products(
     Without groups the tensor cores' sum runs on from tile to tile, of float8 too.
     """
     # Exact: every float8 number is one of the wider formats.
+    WIDENED: tl.constexpr = w_tile.dtype != x_tile.dtype
     w_tile = w_tile.to(x_tile.dtype)
     if w_scales is None:
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+        if WIDENED:
+            acc = finished(acc)
     else:
         products = tl.dot(w_tile, x_tile.T, input_precision="ieee")
         w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)[:, None]
@@ -126,6 +131,19 @@ def with_products(
             products *= w_scale
         acc += products
     return acc
+
+
+@triton.jit
+def finished(sums):
+    """The same sums, once all products in them are done: for products whose left operand was made.
+
+    The matrix unit reads that operand's registers while it works. Triton would go on, and make the
+    next operand in them (triton-lang/triton#9433), if nothing used the sums before.
+    """
+    if _INTERPRETED:
+        return sums
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

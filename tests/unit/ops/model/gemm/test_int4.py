@@ -302,6 +302,22 @@ def test_memory_is_half_a_byte_a_weight_and_its_scales():
     assert weight.nbytes == 16 * 128 + 16 * 2 * 5
 
 
+def test_a_next_operand_made_too_early_is_noticed(tmp_path):
+    """Without ``finished``, registers are written that the products before still read."""
+    code = """
+import triton.language as tl
+from sametoken.ops.model.gemm import int4_panels
+from sametoken.ops.model.gemm import triton as gemm
+from sametoken.ops.model.gemm.int4_triton import product
+gemm._INTERPRETED = tl.constexpr(True)
+words, scales = torch.empty(6144, 512, dtype=torch.int32), torch.empty(128, 6144)
+panels = int4_panels.Int4Panels(words, scales, scales.int(), 4096, e2m1=False, fused=True)
+product(torch.empty(64, 4096, dtype=torch.bfloat16), panels, "silu_mul")
+"""
+    with pytest.raises(AssertionError, match="_int4_kernel"):
+        compile_launches(code, tmp_path)
+
+
 def test_the_kernel_compiles_to_tensor_core_products(tmp_path):
     code = """
 from dataclasses import replace

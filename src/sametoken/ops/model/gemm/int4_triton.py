@@ -154,10 +154,12 @@ def default_config(panels: Int4Panels, rows: int, memory: int, itemsize: int = 2
     # Each tile has a multiprocessor to itself, and all of its shared memory.
     num_tiles = panels.out_features // 64 * triton.cdiv(rows, block_rows)
     alone = num_tiles <= MULTIPROCESSORS
-    unroll = 2 if block_rows < 64 else 1
+    blocks = panels.words.shape[-1] // 16
+    most_unrolled = 1 if block_rows == 64 else 4 if alone else 2
+    unroll = next(count for count in (4, 2, 1) if count <= most_unrolled and blocks % count == 0)
     stage_bytes = unroll * (64 * panels.block_bytes + BLOCK * itemsize * block_rows)
-    # Three programs of 64 rows on one hide more than a fourth stage.
-    most = 8 if alone else 4 if block_rows < 64 else 3
+    # Alone, 16 blocks are on their way; else three programs of 64 rows hide more than a stage.
+    most = min(8, 16 // unroll) if alone else 3 if block_rows == 64 else 4
     stages = max(2, min(most, (memory if alone else memory // 2) // stage_bytes))
     return Int4Config(
         block_rows, unroll=unroll, num_stages=stages, prefetch_bytes=1024 if alone else 0

@@ -25,7 +25,7 @@ from sametoken.exact.packed import PackedSequences, require_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.decoder import HEAD, Decoder
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.sources import TensorsByName, TensorSource
+from sametoken.models.load.sources import TensorsByName, TensorSource, require_finite
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.names import resolve_model
@@ -214,7 +214,8 @@ class _ParameterReader(WeightReader):
         """Refuse tensors whose values are not finite; errors as ``packed``."""
         if not self._parameters.was_finite():
             for name in self.source.names():
-                self.require_finite(next(self.source.chunks(name)).to(self.dtype), name)
+                values = next(self.source.chunks(name)).to(self.dtype)
+                require_finite(values, name, self.source)
 
     @property
     def _parameters(self) -> _Parameters:

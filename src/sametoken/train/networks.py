@@ -20,7 +20,7 @@ from sametoken.layers.rotary import LONGROPE, rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.loader import open_checkpoint
 from sametoken.train import nemotron_h, qwen3_5
 from sametoken.train.compute import generator_of
@@ -162,7 +162,8 @@ def load_decoder(path: Path, *, mtp: bool = False) -> DecoderNetwork:
         mtp: with an MTP module.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the config wants.
+        CheckpointError: a tensor is missing, has another shape than the config wants, or is not
+            finite.
         UnsupportedError: the architecture cannot be trained.
     """
     opened = open_checkpoint(path)
@@ -188,7 +189,9 @@ def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:
             f"{source.location} holds no tensor {name} of shape {list(shape)}",
             "check that config and weights belong together",
         )
-    return torch.cat(list(source.chunks(stored)))
+    tensor = torch.cat(list(source.chunks(stored)))
+    require_finite(tensor, stored, source)
+    return tensor
 
 
 def in_drawing_order(network: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -20,7 +20,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD
 from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
-from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.loader import open_checkpoint
 from sametoken.types.option_values import listed
 
@@ -57,7 +57,8 @@ class FrozenTarget:
         final_norm: [hidden].
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the config wants.
+        CheckpointError: a tensor is missing, has another shape than the config wants, or is not
+            finite.
         UnsupportedError: the architecture or a setting is not implemented here.
     """
 
@@ -176,6 +177,7 @@ def _read(
             )
         chunks = [chunk.to(device, dtype) for chunk in source.chunks(name)]
         weights[name] = torch.cat(chunks)
+        require_finite(weights[name], name, source)
     return weights
 
 

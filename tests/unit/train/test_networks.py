@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint, write_llama
 from helpers.forward import Bench, kept_at
@@ -181,6 +181,16 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="self_attn"):
         load_decoder(broken)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    path = write_hybrid(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensors[name][0] = float("nan")
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
+        load_decoder(path)
 
 
 def drawn(length, key_heads=2, value_heads=4, key_dim=5, value_dim=3, seed=0):

@@ -116,3 +116,13 @@ def test_a_tensor_without_a_use_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="does not use"):
         FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    write_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
+        FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)

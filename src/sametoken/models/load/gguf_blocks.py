@@ -17,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from sametoken.errors import ConfigError
-from sametoken.models.load.sources import TensorSource
+from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.weight import IntegerMatrix, UnquantizedWeight
 
@@ -46,7 +46,7 @@ class BlockFormat:
         matrix = _UNPACKED[self.type](torch.cat(rows).unflatten(1, (-1, size)))
         for values in (matrix.scale, matrix.minimum):
             if values is not None:
-                reader.require_finite(values, _weight_of(parts[0]).name)
+                require_finite(values, _weight_of(parts[0]).name, reader.source)
         return reader.kernels.pack_integers(matrix, reader.dtype)
 
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:

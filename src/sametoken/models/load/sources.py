@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sametoken.errors import CheckpointError
+
 CHUNK_ELEMENTS = 1 << 20
 #: Dtypes of unquantized weights.
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -83,3 +85,30 @@ class TensorsByName:
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
     """Number of rows of ``row_elements``, perhaps 0, to read at once: a multiple of another."""
     return max(CHUNK_ELEMENTS // (max(row_elements, 1) * multiple_of), 1) * multiple_of
+
+
+def require_finite(tensor: Tensor, name: str, source: TensorSource) -> None:
+    """Refuse a tensor that was read if not all of its values are finite.
+
+    Raises:
+        CheckpointError: one is NaN or infinite.
+    """
+    if not _is_finite(tensor):
+        raise CheckpointError(
+            f"tensor {name} of {source.location} holds NaN or infinite values"
+            f" in {dtype_name(tensor.dtype)}",
+            "download or convert the checkpoint again",
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """For messages: without the library's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:
+        # NaN is the only such number, with either sign.
+        return not (tensor.view(torch.uint8).bitwise_or(0x80) == 0xFF).any()
+    low, high = torch.aminmax(tensor.detach())
+    return math.isfinite(low) and math.isfinite(high)

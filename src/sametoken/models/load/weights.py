@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,7 +15,7 @@ from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.share import Share, adjacent, of_rank
-from sametoken.models.load.sources import FLOATING, TensorSource
+from sametoken.models.load.sources import FLOATING, TensorSource, dtype_name, require_finite
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
@@ -110,7 +109,7 @@ class WeightReader:
             for matrix in chunk.mT if transposed else chunk:
                 own = self._empty((share,), (in_features,))
                 share.copy(own, matrix, 0)
-                self.require_finite(own, part.name)
+                require_finite(own, part.name, self.source)
                 yield own
         self._read.add(part.name)
 
@@ -195,7 +194,7 @@ class WeightReader:
         in_bytes = source.stored_dtype(name) is torch.float8_e8m0fnu
         chunks = source.stored_chunks(name) if in_bytes else source.chunks(name)
         tensor = torch.cat([chunk.float().cpu() for chunk in chunks])
-        self.require_finite(tensor, name)
+        require_finite(tensor, name, source)
         self._read.add(name)
         return tensor
 
@@ -340,7 +339,7 @@ class WeightReader:
         for chunk in self._chunks(part.name, destination.dtype):
             share.copy(_bits(destination), _bits(chunk), first)
             first += chunk.shape[0]
-        self.require_finite(destination, part.name)
+        require_finite(destination, part.name, self.source)
         self._read.add(part.name)
 
     def _chunks(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -351,34 +350,13 @@ class WeightReader:
         found = self.source.stored_dtype(name)
         if found != dtype:
             raise CheckpointError(
-                f"tensor {name} of {self.source.location} has dtype {_named(found)}, "
-                f"its quantization wants {_named(dtype)}",
+                f"tensor {name} of {self.source.location} has dtype {dtype_name(found)}, "
+                f"its quantization wants {dtype_name(dtype)}",
                 "check that config and weights belong together",
             )
         yield from self.source.stored_chunks(name)
-
-    def require_finite(self, tensor: Tensor, name: str) -> None:
-        """Refuse values of a tensor that are not finite; errors as ``packed``."""
-        if not _is_finite(tensor):
-            raise CheckpointError(
-                f"tensor {name} of {self.source.location} holds NaN or infinite values"
-                f" in {_named(tensor.dtype)}",
-                "download or convert the checkpoint again",
-            )
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """A view that can be copied and indexed: float8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.dtype == torch.float8_e4m3fn:
-        # NaN is the only such number, with either sign.
-        return not (tensor.view(torch.uint8).bitwise_or(0x80) == 0xFF).any()
-    low, high = torch.aminmax(tensor.detach())
-    return math.isfinite(low) and math.isfinite(high)
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

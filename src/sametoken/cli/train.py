@@ -155,11 +155,12 @@ def token_map(
     path = resolve_model(model, announce)
     chosen = TokenMapOptions(**take(options, TokenMapOptions))
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
+    measured = _measured_on(result.held_back, result.held_back)
     _show(
         result,
         json_output,
         f"{output}: {result.tokens} of {result.vocab_size} tokens, of {result.counted} counted; "
-        f"they cover {100 * result.coverage:.2f} %, {_measured_on(result.held_back)}",
+        f"they cover {100 * result.coverage:.2f} %, {measured}",
     )
 
 
@@ -239,7 +240,7 @@ def _train_drafter(
         given["json_output"],
         f"{output}: loss {result.loss:.3f} after {result.steps} steps; "
         f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}, "
-        f"{_measured_on(result.held_back)}",
+        f"{_measured_on(result.held_back, result.measured)}",
     )
 
 
@@ -256,13 +257,14 @@ def _rates(acceptance: Sequence[float]) -> str:
     return f"drafts accepted one after the other {rates} %" if rates else "no drafts"
 
 
-def _measured_on(held_back: int) -> str:
+def _measured_on(held_back: int, measured: int) -> str:
     """What figures were measured on, and a word of caution where that is little."""
     if not held_back:
         return "measured on the training text itself: none was held back"
     if held_back == 1:
         return "measured on one held-back answer alone: use more text for a figure to rely on"
-    return f"measured on {held_back} held-back answers"
+    of = f"{measured} of " if measured < held_back else ""
+    return f"measured on {of}{held_back} held-back answers"
 
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, loop: LoopOptions) -> Path:

@@ -122,8 +122,13 @@ class Material:
         )
 
     @torch.no_grad()
-    def measure(self, objective: Distillation, k: int) -> tuple[Acceptance, SpeculationMetrics]:
-        """Acceptance over the held-back sequences, or if there are none over the training ones."""
+    def measure(
+        self, objective: Distillation, k: int
+    ) -> tuple[Acceptance, SpeculationMetrics, int]:
+        """Acceptance over the held-back sequences, or if there are none over the training ones.
+
+        The last value is how many sequences were measured: of many, those of the first batches.
+        """
         batches = self.answers(self.held or self.trained, 0)
         acceptance = Acceptance.none(k, self.device)
         num_accepted: list[int] = []
@@ -134,7 +139,7 @@ class Material:
             acceptance = acceptance + found.acceptance
             num_accepted += verified.num_accepted.tolist()
             counts += verified.counts
-        return acceptance, walk(num_accepted, counts, k)
+        return acceptance, walk(num_accepted, counts, k), len(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,7 @@ class DrafterResult:
     Attributes:
         tokens: answer tokens in the training sequences.
         coverage: share of them that the drafter can propose.
+        measured: sequences that the figures below are of: held-back ones, if there are any.
         acceptance: over the held-back prompts, how often each draft is accepted if all before
             it were.
         average_length: tokens per step there, from an average row.
@@ -157,6 +163,7 @@ class DrafterResult:
     loss: float
     sequences: int
     held_back: int
+    measured: int
     tokens: int
     coverage: float
     acceptance: tuple[float, ...]
@@ -269,13 +276,14 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
     identity = ready.settings | {"text": material.sequences.digest}
     last = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
     ready.write()
-    acceptance, engine = material.measure(ready.objective, ready.k)
+    acceptance, engine, measured = material.measure(ready.objective, ready.k)
     result = DrafterResult(
         steps=last.step,
         seconds=round(time.monotonic() - began, 1),
         loss=last.loss,
         sequences=len(material.trained),
         held_back=len(material.held),
+        measured=measured,
         tokens=int(material.counts.sum()),
         coverage=ready.coverage,
         acceptance=acceptance.conditional,

@@ -286,8 +286,9 @@ def test_a_head_straight_from_prompts(target, prompts, tmp_path):
 
 
 def test_figures_say_what_they_were_measured_on():
-    assert command._measured_on(12) == "measured on 12 held-back answers"
-    assert command._measured_on(1).startswith("measured on one held-back answer alone: use more")
+    assert command._measured_on(12, 12) == "measured on 12 held-back answers"
+    assert command._measured_on(12, 5) == "measured on 5 of 12 held-back answers"
+    assert command._measured_on(1, 1).startswith("measured on one held-back answer alone: use more")
 
 
 def test_a_log_gets_lines_in_place_of_a_bar(target, prompts, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.train import distillation
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3
 from sametoken.train.loop import CHECKPOINT
@@ -267,6 +268,15 @@ def test_what_is_held_back_is_measured(target, text, tmp_path):
     result = train(target, tmp_path, text, loop=replace(LOOP, validation=0.3))
     assert result.held_back >= 1
     assert result.sequences + result.held_back == NUM_PROMPTS
+    assert result.measured == result.held_back
+
+
+def test_the_answers_that_were_measured_are_counted(target, text, tmp_path, monkeypatch):
+    """Of many held-back answers only some are measured."""
+    monkeypatch.setattr(distillation, "_MEASURED_BATCHES", 2)
+    one_each = replace(LOOP, validation=0.5, batch_tokens=1)
+    result = train(target, tmp_path, text, loop=one_each)
+    assert result.held_back > result.measured == 2
 
 
 @pytest.mark.parametrize(

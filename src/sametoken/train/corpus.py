@@ -14,7 +14,7 @@ from torch import Tensor
 from sametoken.errors import ConfigError
 from sametoken.io.json_text import json_lines
 from sametoken.train.compute import generator_of
-from sametoken.train.text import conversation_in, text_in
+from sametoken.train.text import conversation_in, digest_of, text_in
 
 # Documents that are encoded together.
 _ENCODED_AT_ONCE = 1024
@@ -107,6 +107,11 @@ class Corpus:
     def num_tokens(self) -> int:
         """Tokens of all streams."""
         return sum(stream.shape[0] for stream in self.streams)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens, the same on every machine."""
+        return digest_of(*self.streams)
 
 
 def encode_corpus(

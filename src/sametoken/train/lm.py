@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sametoken.errors import ConfigError
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.models.nemotron_h import LAYER_TYPES
@@ -166,6 +167,7 @@ def train_lm(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
+    _require_long_windows(loop.max_length, options.module_steps)
     with output_directory(output, resume=loop.resume):
         compute = choose_compute(loop)
         tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
@@ -188,12 +190,22 @@ def train_lm(
         settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
         settings |= asdict(options) | {"mtp_steps": options.module_steps}
         announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
-        identity = settings | {"tokens": corpus.num_tokens}
+        identity = settings | {"text": corpus.digest}
         last = run_loop(objective, loop, output, report, identity=identity, began=began)
         write_decoder(output, config, network, torch.bfloat16)
         result = _result(objective, last, corpus, began)
         write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
         return result
+
+
+def _require_long_windows(max_length: int, module_steps: int) -> None:
+    """Refuse windows in which the module's last draft meets no token to compare with."""
+    least = module_steps + 2
+    if max_length < least:
+        raise ConfigError(
+            f"windows of max_length={max_length} tokens are too short for {module_steps} drafts",
+            f"use a max_length of at least {least}, or fewer mtp_steps",
+        )
 
 
 def _tokenizer(

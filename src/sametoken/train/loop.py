@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 import zipfile
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def run_loop(
         The last report.
 
     Raises:
-        ConfigError: the checkpoint is of another training, or cannot be written.
+        ConfigError: the checkpoint is of another training, or has no room, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
         NumericalError: the loss is not finite.
         KeyboardInterrupt: Ctrl-C.
@@ -121,6 +122,7 @@ class _Loop:
         self._is_whole = True
         self._last = Report(0, self._steps, 0.0, 0.0, (), 1.0, 0.0)
         self._pace = _Pace(options)
+        self._require_room()
         if options.resume:
             self._restore()
 
@@ -170,6 +172,17 @@ class _Loop:
         nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
         self._optimizer.step()
         return found
+
+    def _require_room(self) -> None:
+        """Refuse a disk that the checkpoint, which the end of a training writes, will not fit."""
+        weights = sum(tensor.nbytes for tensor in self._objective.network.state_dict().values())
+        needed = weights + 2 * sum(parameter.nbytes for parameter in self._parameters)
+        free = shutil.disk_usage(self._path.parent).free
+        if free < needed:
+            raise ConfigError(
+                f"{self._path.parent} has room for {free} bytes, and a checkpoint takes {needed}",
+                "make room or choose another output",
+            )
 
     def _save(self) -> None:
         state = {

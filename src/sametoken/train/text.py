@@ -72,9 +72,7 @@ class Sequences:
     @property
     def digest(self) -> str:
         """A hash of the tokens, the same on every machine."""
-        found = hashlib.blake2b(self.token_ids.numpy().tobytes(), digest_size=8)
-        found.update(self.starts.numpy().tobytes())
-        return found.hexdigest()
+        return digest_of(self.token_ids, self.starts)
 
     def split(self, share: float) -> tuple[list[int], list[int]]:
         """Indices to train on and to measure with; answers to one prompt stay together.
@@ -95,6 +93,14 @@ class Sequences:
         prompt = self.sequence(index)[: int(self.prompt_lens[index])]
         digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2**64
+
+
+def digest_of(*parts: Tensor) -> str:
+    """A hash of integers, one tensor after the other."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part.numpy().tobytes())
+    return found.hexdigest()
 
 
 def require_text(path: Path) -> None:

@@ -106,6 +106,25 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_training_goes_on_with_the_same_text_alone(tmp_path, cut_off):
+    """Digits are single tokens: another text with as many of them."""
+    text = tmp_path / "text.txt"
+    text.write_text("the year 1918 and the year 1945. " * 40)
+    loop = replace(LOOP, steps=12, checkpoint_every=4)
+    cut_off(train, tmp_path / "out", [Source(text, 1.0)], SMALL, loop)
+    text.write_text("the year 1918 and the year 1946. " * 40)
+    with pytest.raises(ConfigError, match=r"other settings: \['text'\]"):
+        train(tmp_path / "out", [Source(text, 1.0)], SMALL, replace(loop, resume=True))
+
+
+@pytest.mark.parametrize("max_length", [3, 4])
+def test_windows_that_are_too_short_for_the_module_are_refused(sources, tmp_path, max_length):
+    options = replace(SMALL, mtp_steps=3)
+    with pytest.raises(ConfigError, match="max_length of at least 5"):
+        train(tmp_path / "out", sources, options, replace(LOOP, max_length=max_length))
+    train(tmp_path / "out", sources, options, replace(LOOP, max_length=5, steps=1))
+
+
 def test_there_is_something_to_resume(sources, tmp_path):
     resumed = replace(LOOP, resume=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.pt does not exist"):

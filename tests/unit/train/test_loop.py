@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import replace
 
@@ -201,6 +202,24 @@ def test_no_step_is_begun_after_the_time(tmp_path, clock):
 def test_a_loss_that_is_no_number_ends_training(tmp_path):
     with pytest.raises(NumericalError, match="the loss is nan"):
         train(Broken(), tmp_path, options())
+
+
+def test_a_disk_without_room_for_the_checkpoint_is_refused_before_the_first_step(
+    tmp_path, monkeypatch
+):
+    fit = Fit()
+    # Six weights and three biases in fp32, and two moments of each.
+    needed = 3 * 4 * (6 + 3)
+    usage = shutil.disk_usage(tmp_path)
+    for free, steps in ((needed - 1, 0), (needed, 40)):
+        found = usage._replace(free=free)
+        monkeypatch.setattr(loop.shutil, "disk_usage", lambda path, found=found: found)
+        if steps:
+            train(fit, tmp_path, options())
+        else:
+            with pytest.raises(ConfigError, match=f"{free} bytes, and a checkpoint takes {needed}"):
+                train(fit, tmp_path, options())
+        assert len(fit.seen) == steps
 
 
 def test_gradients_are_clipped(tmp_path):

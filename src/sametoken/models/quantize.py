@@ -26,6 +26,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.load.files import INDEX, read_json_object, weight_files
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
+from sametoken.models.load.sources import FLOATING, require_finite
 from sametoken.models.rounding import float8, int4
 from sametoken.models.safetensors_file import write_safetensors
 
@@ -59,7 +60,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
 
     Raises:
         ConfigError: the scheme is unknown, or ``output`` holds files or cannot be written.
-        CheckpointError: ``source`` is no checkpoint, or damaged.
+        CheckpointError: ``source`` is no checkpoint, damaged, or holds NaN or infinities.
         UnsupportedError: it is quantized already, or has no linears that the scheme can hold.
     """
     if scheme not in SCHEMES:
@@ -161,7 +162,10 @@ def _group_size(tensors: SafetensorsSource, linears: Mapping[str, str], source: 
 
 def _whole(tensors: SafetensorsSource, name: str) -> Tensor:
     shape = tensors.shape(name)
-    return torch.cat(list(tensors.stored_chunks(name))).reshape(shape)
+    whole = torch.cat(list(tensors.stored_chunks(name))).reshape(shape)
+    if whole.dtype in FLOATING:
+        require_finite(whole, name, tensors)
+    return whole
 
 
 def _write_rest(source: Path, output: Path, weights: set[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from helpers.checkpoints import write_llama
 from helpers.compressed import tiny_llama
 from helpers.forward import Bench, load
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.quantize import SCHEMES, module_of, quantize_checkpoint
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -50,6 +50,19 @@ def test_a_copy_is_near_its_source_and_smaller(source, tmp_path, scheme):
         got = values * scale.repeat_interleave(128, 1)
         bound = scale.repeat_interleave(128, 1) * 0.5001
     assert ((got - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", [f"{DOWN}.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused_and_leave_nothing(tmp_path, scheme, name):
+    source = tmp_path / "source"
+    tiny_llama().save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name].view(-1)[3] = float("inf")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} .* holds NaN or infinite"):
+        quantize_checkpoint(source, tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

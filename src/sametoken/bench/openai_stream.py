@@ -194,13 +194,16 @@ def _read_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
     theirs = (event.get("metrics") or {}).get("speculative_decoding")
     if not theirs:
         return
+    rates = _per_position(theirs["acceptance_histogram"])
     record.speculation = {
         "num_steps": theirs["num_spec_steps"],
         "num_draft_tokens": theirs["num_draft_tokens"],
         "num_accepted_tokens": theirs["num_accepted_draft_tokens"],
         "acceptance_length": theirs["mean_acceptance_length"],
         "acceptance_rate": theirs["draft_acceptance_rate"],
-        "acceptance_per_position": _per_position(theirs["acceptance_histogram"]),
+        "acceptance_per_position": rates,
+        # They are shares of all steps.
+        "offered_per_position": [theirs["num_spec_steps"]] * len(rates),
     }
     record.windows = _windows(_steps(theirs))
 

@@ -114,7 +114,7 @@ def _latencies(done: Sequence[ServedRequest]) -> dict[str, float | None]:
 
 
 def _acceptance(runs: Sequence[LoadRun], done: Sequence[ServedRequest]) -> dict[str, Any]:
-    """Acceptance from the server's counters, else from the requests, weighted by steps."""
+    """Acceptance from the server's counters, else from the requests."""
     counted = [run.counters for run in runs if run.counters is not None]
     of_server = sum(counted, Counters()).speculation() if len(counted) == len(runs) else None
     of_requests = _reported([r.speculation for r in done if r.speculation])
@@ -127,7 +127,7 @@ def _acceptance(runs: Sequence[LoadRun], done: Sequence[ServedRequest]) -> dict[
 
 
 def _reported(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Combine the statistics of several requests; None without drafts."""
+    """Pool the statistics of several requests; None without drafts."""
     steps = sum(one["num_steps"] for one in stats)
     offered = sum(one["num_draft_tokens"] for one in stats)
     if not steps or not offered:
@@ -140,17 +140,19 @@ def _reported(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "num_accepted_tokens": accepted,
         "acceptance_length": 1 + accepted / steps,
         "acceptance_rate": accepted / offered,
-        "acceptance_per_position": [_weighted(stats, position) for position in range(width)],
+        "acceptance_per_position": [_pooled(stats, position) for position in range(width)],
     }
 
 
-def _weighted(stats: Sequence[Mapping[str, Any]], position: int) -> float:
+def _pooled(stats: Sequence[Mapping[str, Any]], position: int) -> float:
+    """Accepted over offered drafts of all requests at a position."""
     pairs = [
-        (one["num_steps"], one["acceptance_per_position"][position])
+        (one["offered_per_position"][position], one["acceptance_per_position"][position])
         for one in stats
         if position < len(one["acceptance_per_position"])
     ]
-    return float(sum(steps * rate for steps, rate in pairs) / sum(steps for steps, _ in pairs))
+    offered = sum(count for count, _ in pairs)
+    return float(sum(count * rate for count, rate in pairs) / offered) if offered else 0.0
 
 
 def _without_errors(numbers: dict[str, Any]) -> dict[str, Any]:

@@ -150,6 +150,7 @@ def test_our_stats_and_vllms_have_the_same_names():
     last = event(choices=[], usage=USAGE, metrics={"speculative_decoding": theirs})
     record = ask(text("a", "stop") + last + DONE)
     assert record.speculation["acceptance_per_position"] == [0.5, 0.25, 0.0]
+    assert record.speculation["offered_per_position"] == [4, 4, 4]
     assert record.speculation["num_accepted_tokens"] == 3
     assert record.windows == (
         Window(0, 0, 0),

@@ -87,18 +87,20 @@ def test_nothing_answered_is_zero_and_none():
 def stats(steps, offered, accepted, rates):
     return {
         "num_steps": steps,
-        "num_draft_tokens": offered,
+        "num_draft_tokens": sum(offered),
+        "offered_per_position": offered,
         "num_accepted_tokens": accepted,
         "acceptance_per_position": rates,
     }
 
 
-def test_requests_reports_are_weighted_by_their_steps():
-    told = [stats(1, 2, 2, [1.0, 1.0]), stats(3, 3, 0, [0.0])]
+def test_requests_reports_are_pooled_draft_by_draft():
+    """The first had one draft in nine steps, and one after it; the second had three in three."""
+    told = [stats(9, [1, 1], 2, [1.0, 1.0]), stats(3, [3], 0, [0.0])]
     requests = [served(i, (101.0,), 1, speculation=one) for i, one in enumerate(told)]
     numbers = serving_numbers([LoadRun(100.0, requests)], ())
-    assert numbers["acceptance_length"] == pytest.approx(1 + 2 / 4)
-    assert numbers["acceptance_per_position"] == pytest.approx([0.25, 1.0])
+    assert numbers["acceptance_length"] == pytest.approx(1 + 2 / 12)
+    assert numbers["acceptance_per_position"] == pytest.approx([1 / 4, 1.0])
     assert numbers["speculation"]["metrics"] is None
 
 

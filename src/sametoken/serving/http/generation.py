@@ -210,6 +210,7 @@ def speculation_stats(
         acceptance_length=counters.acceptance_length,
         acceptance_rate=counters.acceptance_rate,
         acceptance_per_position=list(counters.acceptance_per_position),
+        offered_per_position=list(counters.offered_per_position),
     )
     if requested == DETAILED:
         windows = outputs[0].outputs[0].windows

@@ -42,6 +42,7 @@ class SpeculationStats(BaseModel):
     acceptance_length: float
     acceptance_rate: float
     acceptance_per_position: list[float]
+    offered_per_position: list[int]
     per_step_drafted: list[int] | None = None
     per_step_accepted: list[int] | None = None
 

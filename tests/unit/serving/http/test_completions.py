@@ -121,6 +121,7 @@ def test_usage_and_statistics_when_asked_for(serve):
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 2 + 6
     assert last["speculation"]["acceptance_per_position"] == [1.0, 1.0]
+    assert last["speculation"]["offered_per_position"] == [2, 2]
     plain = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
     assert all("usage" not in chunk and "speculation" not in chunk for chunk in plain)
 

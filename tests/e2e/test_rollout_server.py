@@ -316,6 +316,12 @@ def test_a_trainers_process_group(by_group, models, said):
     spoilt = tensors_of(models[1]) | {"model.norm.weight": torch.full((128,), torch.nan)}
     with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight"):
         sender.send(spoilt.items())
+    for bad, says in (
+        (torch.ones(128).to_sparse(), "to_dense"),
+        (torch.ones(2, device="meta"), ""),
+    ):
+        with pytest.raises(WeightUpdateError, match=rf"model\.norm\.weight.*{says}"):
+            sender.send((tensors_of(models[1]) | {"model.norm.weight": bad}).items())
     by_group.says(said[0], 8)
     # The group is whole: every tensor came.
     sender.send(tensors_of(models[1]).items())

@@ -18,6 +18,7 @@ from sametoken.distributed.nccl import new_unique_id
 from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError
+from sametoken.models.load.sent import named_tensor
 from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
 #: Tensors of one request, so that its body stays small.
@@ -104,13 +105,14 @@ class WeightSender:
             target: "model" or "drafter".
 
         Raises:
-            WeightUpdateError: a server refuses them, or is gone. After a failure on the way,
-                make a new sender.
+            WeightUpdateError: one is no dense tensor with its values; a server refuses them, or
+                is gone. After a failure on the way, make a new sender.
         """
         start = "start_weight_update" if target == "model" else "start_draft_weight_update"
         every = len(self._urls)
         self._post_all(start, [{}] * every)
-        tensors = iter(weights)
+        # A tensor that fails between the servers' requests and the group would leave them waiting.
+        tensors = map(named_tensor, weights)
         try:
             while part := list(itertools.islice(tensors, _AT_ONCE)):
                 self._send_part(part)

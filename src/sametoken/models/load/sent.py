@@ -32,7 +32,7 @@ class SentTensors(TensorsByName):
                 "send pairs, as model.state_dict().items(), or give a directory",
             )
         for item in tensors:
-            name, tensor = _pair_of(item)
+            name, tensor = named_tensor(item)
             if name in found:
                 raise WeightUpdateError(
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
@@ -42,21 +42,13 @@ class SentTensors(TensorsByName):
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Views of the tensor's rows; see ``TensorSource.chunks``."""
-        self._require(name, self._tensors[name].dtype in FLOATING)
-        yield from self.stored_chunks(name)
-
-    def stored_chunks(self, name: str) -> Iterator[Tensor]:
-        """As ``chunks``, of any dtype."""
-        self._require(name, self._tensors[name].layout == torch.strided)
-        yield from super().stored_chunks(name)
-
-    def _require(self, name: str, fits: bool) -> None:
-        if not fits:
-            tensor = self._tensors[name]
+        dtype = self._tensors[name].dtype
+        if dtype not in FLOATING:
             raise UnsupportedError(
-                f"tensor {name} of {self.location} is {tensor.layout} of {tensor.dtype}",
-                f"send dense tensors of {', '.join(map(str, FLOATING))}",
+                f"tensor {name} of {self.location} is of {dtype}",
+                f"send tensors of {', '.join(map(str, FLOATING))}",
             )
+        yield from self.stored_chunks(name)
 
 
 def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSource:
@@ -72,10 +64,33 @@ def source_of(weights: Iterable[tuple[str, Tensor]] | str | Path) -> TensorSourc
     return open_weights(Path(weights))
 
 
-def _pair_of(item: object) -> tuple[str, Tensor]:
+def named_tensor(item: object) -> tuple[str, Tensor]:
+    """A name with a dense tensor that has all of its values here.
+
+    Raises:
+        WeightUpdateError: it is something else.
+    """
     match item:
         case (str() as name, Tensor() as tensor):
+            _require_dense(name, tensor)
             return name, tensor
     raise WeightUpdateError(
         f"{shown(item)} is no name with a tensor", "send pairs, as model.state_dict().items()"
     )
+
+
+def _require_dense(name: str, tensor: Tensor) -> None:
+    # Of torch's own kinds only DTensor has this method.
+    if hasattr(tensor, "full_tensor"):
+        raise WeightUpdateError(
+            f"the tensor {shown(name)} is a DTensor, of which a rank has a part",
+            "send what its full_tensor() returns, which all ranks of the trainer call",
+        )
+    if tensor.layout != torch.strided:
+        raise WeightUpdateError(
+            f"the tensor {shown(name)} is {tensor.layout}", "send what its to_dense() returns"
+        )
+    if tensor.is_meta:
+        raise WeightUpdateError(
+            f"the tensor {shown(name)} is on the meta device, without values", "load it first"
+        )

@@ -23,11 +23,30 @@ def test_chunks_are_views_of_whole_rows(monkeypatch):
     assert (set(source.names()), source.shape("w")) == ({"w", "s"}, (7, 2))
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.int8), torch.zeros(2).to_sparse()])
-def test_only_dense_floating_tensors_are_read(bad):
-    source = SentTensors([("model.w", bad)])
+def test_only_floating_tensors_are_read():
+    source = SentTensors([("model.w", torch.zeros(2, dtype=torch.int8))])
     with pytest.raises(UnsupportedError, match=r"model\.w"):
         list(source.chunks("model.w"))
+
+
+class Part(torch.Tensor):
+    """What a ``DTensor`` is beside a tensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (torch.zeros(2).to_sparse(), "to_dense"),
+        (torch.zeros(2, device="meta"), "without values"),
+        (torch.zeros(2).as_subclass(Part), "full_tensor"),
+    ],
+)
+def test_only_dense_tensors_with_their_values_are_taken(bad, says):
+    with pytest.raises(WeightUpdateError, match=rf"model\.w.*{says}"):
+        SentTensors([("model.w", bad)])
 
 
 def test_what_is_no_pair_and_what_comes_twice_is_refused():

@@ -23,7 +23,7 @@ from sametoken.audit.trainer_fit import BOTH, EQUAL, STALE, TEMPERATURE, TIES, T
 from sametoken.audit.trainer_rollouts import scored_by
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig
-from sametoken.errors import NumericalError, RequestError
+from sametoken.errors import CheckpointError, NumericalError, RequestError
 from sametoken.text.tokenizer import load_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 300, "max_model_len": 128}
@@ -282,6 +282,15 @@ def test_what_cannot_be_compared_is_refused(models, outputs):
     tiny = EngineConfig.from_options(model=str(models["now"]), **OPTIONS | {"max_model_len": 16})
     with pytest.raises(RequestError, match="a prompt of"):
         audit_trainer(tiny, [one])
+
+
+def test_a_wrong_checkpoint_is_refused_before_the_model_is_loaded(
+    tmp_path, models, outputs, monkeypatch
+):
+    monkeypatch.setattr(trainer_audit, "build_engine", None)
+    rollouts = scored_by(Trainer(models["now"]), outputs)
+    with pytest.raises(CheckpointError, match="nowhere is no directory"):
+        audit_trainer(config(models), rollouts, checkpoints=[tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.002])

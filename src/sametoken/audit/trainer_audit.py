@@ -69,10 +69,13 @@ def audit_trainer(
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
             chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
             KV memory.
+        CheckpointError: a checkpoint has no weights, or damaged ones.
         WeightUpdateError, UnsupportedError: the weights of a checkpoint cannot replace the model's.
         NumericalError: the model gives NaN.
     """
     wrong = tuple(_wrong_tokens(rollouts, tokenizer))
+    # Opened before the model is: a wrong path costs no loading.
+    sources = [(checkpoint, source_of(checkpoint)) for checkpoint in checkpoints]
     core = build_engine(replace(config, speculative_config=None))
     scorer = Scorer(core, concurrency)
     _require_possible(rollouts, scorer)
@@ -84,9 +87,9 @@ def audit_trainer(
         announce("other temperatures and other first tokens")
         one.try_temperature(scorer)
         one.try_first_token(scorer, core.resolved.model.bos_token_id)
-    for checkpoint in checkpoints if differing else ():
+    for checkpoint, source in sources if differing else ():
         announce(f"weights of {checkpoint}")
-        core.use_weights(core.weights.load(source_of(checkpoint), MODEL))
+        core.use_weights(core.weights.load(source, MODEL))
         for one in differing:
             one.try_weights(scorer, str(checkpoint))
     return TrainerVerdict(

@@ -103,7 +103,10 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Compute log-probabilities of whole texts, in windows of the model's length."""
+        """Compute log-probabilities of whole texts, in windows of the model's length.
+
+        A request has a window, a token of context before it, and one that it emits.
+        """
         windows = [
             list(
                 map(
@@ -111,7 +114,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                     get_rolling_token_windows(
                         self.tok_encode(request.args[0]),
                         self.prefix_token_id,
-                        self.max_length - 1,
+                        self.max_length - 2,
                         1,
                     ),
                 )

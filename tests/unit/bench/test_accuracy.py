@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed
 
 from lm_eval import tasks
 from lm_eval.api.instance import Instance
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sametoken.bench.harness import EngineLM
 
@@ -131,10 +131,17 @@ def test_whole_texts_are_scored_in_windows(llm, monkeypatch):
         [(("", ""), [model.prefix_token_id], ids)], disable_tqdm=True
     )
     assert whole == pytest.approx(direct[0], abs=1e-4)
+    # Of nine tokens one is emitted, and one is context.
+    assert len(ids) > 7
+    windows = map(make_disjoint_window, get_rolling_token_windows(ids, model.prefix_token_id, 7, 1))
+    parts = [(("", ""), context, part) for context, part in windows]
+    expected = sum(score for score, _ in model._loglikelihood_tokens(parts, disable_tqdm=True))
     monkeypatch.setattr(EngineLM, "max_length", 9)
-    (windowed,) = EngineLM(llm).loglikelihood_rolling([text], True)
-    assert math.isfinite(windowed)
+    narrow = EngineLM(llm)
+    (windowed,) = narrow.loglikelihood_rolling([text], True)
+    assert windowed == pytest.approx(expected, abs=1e-4)
     assert windowed != pytest.approx(whole, abs=1e-4)
+    assert narrow.num_truncated == 0
 
 
 def test_a_prompt_that_is_too_long_loses_its_beginning(llm):

@@ -6,8 +6,10 @@ tensor parallelism. A *cell* is one series under one workload.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,7 +113,7 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         try:
             failures += [_failure(name, document) for document in failed]
             runs.append(_run(name, done))
-            cells += [_cell(name, each, result) for each in done for result in each["results"]]
+            cells += _cells(name, done)
         except (LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"run {name!r}, {source}, is no measurement ({type(error).__name__}: {error})",
@@ -148,7 +150,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _failure(run: str, document: Mapping[str, Any]) -> dict[str, str]:
     """Describe a sweep's cell that has no result."""
     cell = document.get("cell", {})
-    drafter, k = _drafts(cell.get("speculative_config"))
+    drafter, k = _drafts(cell.get("speculative_config"), {})
     about = {"model": cell.get("model"), "drafter": drafter, "num_speculative_tokens": k}
     about |= {name: cell.get(name) for name in ("output_len", "concurrency", "temperature")}
     names = ENGINE | WORKLOAD
@@ -178,18 +180,66 @@ def _joined(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
     return ", ".join(values) or None
 
 
-def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+def _cells(run: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Collect a run's cells, no two of them with the same engine and workload."""
+    names = _Names.of(documents)
+    cells = [
+        _cell(run, document, result, names)
+        for document in documents
+        for result in document["results"]
+    ]
+    seen: Counter[str] = Counter()
+    for cell in cells:
+        key = json.dumps([cell["engine"], cell["workload"]])
+        seen[key] += 1
+        # They differ in options that a page does not show, where one would hide the other.
+        if seen[key] > 1:
+            cell["workload"]["benchmark"] += f" ({seen[key]})"
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What the models and the drafters' models of a run are called, by path."""
+
+    models: Mapping[str, str]
+    drafters: Mapping[str, str]
+
+    @classmethod
+    def of(cls, documents: Sequence[Mapping[str, Any]]) -> _Names:
+        asked = [document["settings"]["asked"] for document in documents]
+        specs = [one.get("speculative_config") or {} for one in asked]
+        drafters = {str(spec["model"]) for spec in specs if spec.get("model")}
+        return cls(_short_names({one["model"] for one in asked}), _short_names(drafters))
+
+
+def _short_names(paths: Set[str]) -> dict[str, str]:
+    """The last part of each path, after as many as tell it from the others."""
+    parts = {path: Path(path).parts for path in paths}
+
+    def short(path: str) -> str:
+        own = parts[path]
+        others = [other for name, other in parts.items() if name != path]
+        sizes = (n for n in range(1, len(own) + 1) if all(o[-n:] != own[-n:] for o in others))
+        return str(Path(*own[-next(sizes, len(own)) :]))
+
+    return {path: short(path) for path in paths}
+
+
+def _cell(
+    run: str, document: Mapping[str, Any], result: Mapping[str, Any], names: _Names
+) -> dict[str, Any]:
     requested, workload = document["settings"]["asked"], document["workload"]
     resolved = document["settings"].get("resolved", document["settings"].get("server", {}))
-    drafter, k = _drafts(requested.get("speculative_config"))
+    drafter, k = _drafts(requested.get("speculative_config"), names.drafters)
     if drafter == _PLAIN and result.get("acceptance_per_position"):
         # Another engine's server: it counts drafts but does not report its drafter.
         drafter, k = _UNKNOWN, len(result["acceptance_per_position"])
-    names = [metric.name for metric in METRICS if result.get(metric.name) is not None]
+    metrics = [metric.name for metric in METRICS if result.get(metric.name) is not None]
     return {
         "run": run,
         "engine": {
-            "model": Path(requested["model"]).name,
+            "model": names.models[requested["model"]],
             "drafter": drafter,
             "num_speculative_tokens": k,
             "tensor_parallel_size": requested.get("tensor_parallel_size", 1),
@@ -204,8 +254,8 @@ def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> d
             "request_rate": result.get("request_rate"),
             "temperature": workload.get("temperature"),
         },
-        "numbers": {name: _number(result[name]) for name in names},
-        "repeats": {name: values for name in names if len(values := _repeats(result, name)) > 1},
+        "numbers": {name: _number(result[name]) for name in metrics},
+        "repeats": {name: values for name in metrics if len(values := _repeats(result, name)) > 1},
         "acceptance_per_position": [
             _number(rate) for rate in result.get("acceptance_per_position") or ()
         ],
@@ -235,15 +285,20 @@ def _number(value: Any) -> float:
     return value
 
 
-def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
+def _drafts(spec: Mapping[str, Any] | None, names: Mapping[str, str]) -> tuple[str, int]:
     """Return the drafter's label and k.
+
+    Args:
+        spec: the speculative config.
+        names: of drafters' models by path; others have their last part.
 
     Raises:
         KeyError: it names neither a method nor a model.
     """
     if not spec:
         return _PLAIN, 0
-    model = Path(str(spec["model"])).name if spec.get("model") else ""
+    path = str(spec.get("model") or "")
+    model = names.get(path, Path(path).name)
     method = spec.get("method") or "" if model else spec["method"]
     drafter = cascade_label(spec.get("cascade"), f"{method} {model}".strip())
     return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

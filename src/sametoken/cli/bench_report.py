@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,15 @@ _SHOWN = {
     "ttft_median": "TTFT ms",
     "tpot_mean": "TPOT ms",
     "acceptance_length": "length",
+}
+# Of engines and workloads, shown where cells differ in them.
+_SOMETIMES = {
+    "model": "model",
+    "tensor_parallel_size": "TP",
+    "dtype": "dtype",
+    "request_rate": "requests/s",
+    "temperature": "T",
+    "benchmark": "benchmark",
 }
 
 
@@ -62,17 +71,28 @@ def report(
 def _table(data: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
+    more = _telling(data["cells"])
     table = Table()
-    for heading in ("run", "drafts", "prompts", "in", "out", "at once"):
+    for heading in ("run", "drafts", "prompts", "in", "out", "at once", *more.values()):
         table.add_column(heading, no_wrap=True)
     for heading in _SHOWN.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for cell in data["cells"]:
         engine, workload = cell["engine"], cell["workload"]
         drafts = f"{engine['drafter']} {engine['num_speculative_tokens'] or ''}".strip()
-        names = ("dataset", "input_len", "output_len", "concurrency")
-        described = ("-" if workload[name] is None else str(workload[name]) for name in names)
+        names = ("dataset", "input_len", "output_len", "concurrency", *more)
+        values = engine | workload
+        described = ("-" if values[name] is None else str(values[name]) for name in names)
         numbers = (cell["numbers"].get(name) for name in _SHOWN)
         shown = ("-" if number is None else f"{number:.2f}" for number in numbers)
         table.add_row(cell["run"], drafts, *described, *shown)
     return table
+
+
+def _telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Further keys of cells in which some differ, with their headings."""
+
+    def differs(name: str) -> bool:
+        return len({(cell["engine"] | cell["workload"])[name] for cell in cells}) > 1
+
+    return {name: heading for name, heading in _SOMETIMES.items() if differs(name)}

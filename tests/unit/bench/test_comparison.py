@@ -70,6 +70,33 @@ def test_a_directory_of_a_sweep_is_one_run_with_its_failures(tmp_path):
     assert "output 9" in failure["cell"]
 
 
+def asked(model: str, drafter: str) -> dict:
+    spec = {"method": "eagle3", "num_speculative_tokens": 2, "model": drafter}
+    given = {"asked": {"model": model, "speculative_config": spec}, "resolved": {}}
+    return document(settings=given)
+
+
+def test_models_of_one_name_are_told_apart_by_their_directories(tmp_path):
+    paths = [("runs/a/model", "one/head"), ("runs/b/model", "two/head"), ("c/other", "head")]
+    for number, each in enumerate(paths):
+        write_json(tmp_path / "s" / f"{number}.json", asked(*each))
+    engines = [cell["engine"] for cell in compare_runs([tmp_path / "s"])["cells"][::2]]
+    assert [one["model"] for one in engines] == ["a/model", "b/model", "other"]
+    assert [one["drafter"] for one in engines] == [
+        "eagle3 one/head",
+        "eagle3 two/head",
+        "eagle3 head",
+    ]
+
+
+def test_cells_that_differ_in_nothing_shown_are_numbered(tmp_path):
+    for name in ("1", "2", "3"):
+        write_json(tmp_path / "s" / f"{name}.json", document())
+    cells = compare_runs([tmp_path / "s"])["cells"][::2]
+    names = [cell["workload"]["benchmark"] for cell in cells]
+    assert names == [f"latency, 3 batches{more}" for more in ("", " (2)", " (3)")]
+
+
 def test_equal_names_are_numbered(tmp_path):
     for folder in ("x", "y"):
         write_json(tmp_path / folder / "run.json", document())

@@ -32,6 +32,15 @@ def test_lines_and_page(runs, tmp_path):
     assert "<title>new against old: benchmark</title>" in page.read_text()
 
 
+def test_lines_show_what_differs(runs, tmp_path):
+    other = document()
+    other["settings"] = {**other["settings"], "asked": {"model": "another"}}
+    write_json(tmp_path / "other.json", other)
+    alike, different = report(*runs).stdout, report(*runs, str(tmp_path / "other.json")).stdout
+    assert "model" not in alike
+    assert all(text in different for text in ("model", "target", "another"))
+
+
 def test_json(runs):
     value = json.loads(report(*runs, "--json").stdout)
     assert [cell["numbers"]["tokens_per_second"] for cell in value["cells"]] == [100, 200, 200, 400]

@@ -129,7 +129,8 @@ def require_sequences(
     Raises:
         RequestError: names the sequence.
     """
-    if not sequences or len(starts) != len(sequences):
+    # A tensor of sequences, as trainers have them, has no truth of its own.
+    if len(sequences) == 0 or len(starts) != len(sequences):
         raise RequestError(
             f"{len(starts)} starts for {len(sequences)} sequences",
             "give at least one sequence, and one start for each",

@@ -16,7 +16,7 @@ from typing import Any
 from sametoken.bench.documents import read_json, write_json
 from sametoken.bench.sweep_spec import Cell, Sweep, drafter_name
 from sametoken.errors import ConfigError
-from sametoken.io.files import make_directory
+from sametoken.io.files import DirectoryLock, make_directory
 
 DONE, FAILED = "done", "failed"
 BEGUN = "begun"
@@ -98,21 +98,23 @@ def run_sweep(
         The number of ``DONE`` and of ``FAILED`` cells, earlier runs included.
 
     Raises:
-        ConfigError: the directory cannot be made, or a result cannot be read or written.
+        ConfigError: the directory cannot be made, another sweep measures there, or a result cannot
+            be read or written.
     """
     make_directory(directory)
     store = CellStore(directory)
     launch = launch or launch_engine
     engines = list(sweep.engines())
-    for cells in engines:
-        if retry_failed:
+    with DirectoryLock(directory, "wait for that sweep's end"):
+        for cells in engines:
+            if retry_failed:
+                for cell in _with_status(store, cells, FAILED):
+                    store.forget(cell)
+            pending = _with_status(store, cells, None)
+            announce(f"{_engine_name(cells[0])}: {len(pending)} of {len(cells)} cells to measure")
+            _run_engine(store, pending, launch)
             for cell in _with_status(store, cells, FAILED):
-                store.forget(cell)
-        pending = _with_status(store, cells, None)
-        announce(f"{_engine_name(cells[0])}: {len(pending)} of {len(cells)} cells to measure")
-        _run_engine(store, pending, launch)
-        for cell in _with_status(store, cells, FAILED):
-            announce(f"failed: {cell.name}: {store.error(cell)}")
+                announce(f"failed: {cell.name}: {store.error(cell)}")
     every = [store.status(cell) for cells in engines for cell in cells]
     return {status: every.count(status) for status in (DONE, FAILED)}
 

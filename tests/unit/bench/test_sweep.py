@@ -66,6 +66,16 @@ def test_a_sweep_that_was_cut_goes_on(tmp_path):
     assert len(rest.measured) == 4
 
 
+def test_a_second_sweep_does_not_measure_beside_the_first(tmp_path):
+    class Disturbed(FakeEngine):
+        def __call__(self, directory, cells):
+            with pytest.raises(ConfigError, match="is held by process"):
+                run(tmp_path, FakeEngine())
+            return super().__call__(directory, cells)
+
+    assert run(tmp_path, Disturbed())[0] == {DONE: 6, FAILED: 0}
+
+
 def test_a_process_that_dies_takes_its_cell_and_no_other(tmp_path):
     engine = FakeEngine(dies=(2,))
     counts, told = run(tmp_path, engine)

@@ -25,7 +25,7 @@ from sametoken.train.distillation import (
     read_material,
     run,
 )
-from sametoken.train.loop import Report, StepLoss
+from sametoken.train.loop import Report, StepLoss, require_same_training
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
@@ -114,7 +114,9 @@ def train_draft(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
+    settings = {"kind": "draft", "model": model.name} | asdict(draft)
     with output_directory(output, resume=loop.resume):
+        require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         longest = padded_length(loop.max_length)
         target = FrozenTarget(
@@ -137,7 +139,7 @@ def train_draft(
         ready = Run(
             objective=DraftObjective(network, target, draft.verified_drafts, compute),
             material=material,
-            settings={"kind": "draft", "model": model.name} | asdict(draft),
+            settings=settings,
             k=draft.verified_drafts,
             coverage=1.0,
             write=write,

@@ -28,7 +28,7 @@ from sametoken.train.distillation import (
     run,
 )
 from sametoken.train.llama import llama_config
-from sametoken.train.loop import Report
+from sametoken.train.loop import Report, require_same_training
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
 from sametoken.train.results import HeadLayout, output_directory, write_head
@@ -174,7 +174,9 @@ def train_eagle3(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
+    settings = {"kind": "eagle3", "model": model.name} | asdict(head)
     with output_directory(output, resume=loop.resume):
+        require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         config = read_config(model)
         layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
@@ -197,7 +199,7 @@ def train_eagle3(
         ready = Run(
             objective=_objective(network, target, token_ids, head, compute),
             material=material,
-            settings={"kind": "eagle3", "model": model.name} | asdict(head),
+            settings=settings,
             k=head.ttt_steps,
             coverage=covered,
             write=lambda: _write(network, token_ids, layout, output),

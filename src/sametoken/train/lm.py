@@ -20,7 +20,7 @@ from sametoken.models.qwen3_5 import FULL, LINEAR
 from sametoken.train.acceptance import Acceptance, count_accepted
 from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus
-from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.loop import Report, StepLoss, require_same_training, run_loop
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
 from sametoken.train.results import output_directory, write_decoder, write_result
@@ -168,7 +168,10 @@ def train_lm(
     """
     began = time.monotonic()
     _require_long_windows(loop.max_length, options.module_steps)
+    settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
+    settings |= asdict(options) | {"mtp_steps": options.module_steps}
     with output_directory(output, resume=loop.resume):
+        require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
         ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
@@ -187,8 +190,6 @@ def train_lm(
         network.initialise(loop.seed)
         network = network.to(compute.device)
         objective = LMObjective(network, corpus, options, loop, compute)
-        settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
-        settings |= asdict(options) | {"mtp_steps": options.module_steps}
         announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
         identity = settings | {"text": corpus.digest}
         last = run_loop(objective, loop, output, report, identity=identity, began=began)

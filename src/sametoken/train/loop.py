@@ -6,7 +6,8 @@ import math
 import shutil
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,30 +206,10 @@ class _Loop:
             ) from error
 
     def _restore(self) -> None:
-        try:
+        with _readable(self._path):
             state = _read_checkpoint(self._path)
-            self._require_same_training(state["format"], state["identity"], state["steps"])
+            _require_same(self._path, state, self._identity, self._options)
             self._take(state)
-        except ConfigError:
-            raise
-        except Exception as error:
-            # A foreign file can fail in zip, in pickle or in the optimizer, with any error.
-            raise CheckpointError(
-                f"{self._path} cannot be read ({error!r})",
-                "remove it, and train again without resume",
-            ) from error
-
-    def _require_same_training(self, found: Any, identity: dict[str, Any], steps: int) -> None:
-        differing = sorted(
-            key for key, value in self._identity.items() if identity.get(key) != value
-        )
-        if self._options.max_seconds is None and steps != self._options.steps:
-            differing.append("steps")
-        if found != _FORMAT or differing:
-            raise ConfigError(
-                f"{self._path} is of a training with other settings: {differing or found}",
-                "give the same settings, or choose another output",
-            )
 
     def _take(self, state: dict[str, Any]) -> None:
         step, steps = state["step"], state["steps"]
@@ -247,12 +228,57 @@ class _Loop:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
+def require_same_training(output: Path, options: LoopOptions, settings: dict[str, Any]) -> None:
+    """Refuse to resume a training of other settings, before text and states are prepared for it.
+
+    Args:
+        output: directory of the checkpoint.
+        options: nothing is refused unless they resume.
+        settings: the part of ``run_loop``'s identity that is known so far.
+
+    Raises:
+        ConfigError, CheckpointError: as ``run_loop``.
+    """
+    path = output / CHECKPOINT
+    if options.resume:
+        with _readable(path):
+            state = _read_checkpoint(path, mmap=True)
+            _require_same(path, state, settings | _fixed(options), options)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A foreign file can fail in zip, in pickle or in the optimizer, with any error.
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r})", "remove it, and train again without resume"
+        ) from error
+
+
+def _require_same(
+    path: Path, state: dict[str, Any], identity: dict[str, Any], options: LoopOptions
+) -> None:
+    found, theirs = state["format"], state["identity"]
+    differing = sorted(key for key, value in identity.items() if theirs.get(key) != value)
+    if options.max_seconds is None and state["steps"] != options.steps:
+        differing.append("steps")
+    if found != _FORMAT or differing:
+        raise ConfigError(
+            f"{path} is of a training with other settings: {differing or found}",
+            "give the same settings, or choose another output",
+        )
+
+
+def _read_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     with zipfile.ZipFile(path) as archive:
         # torch stores members uncompressed. A compressed one could unpack to any size.
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise ValueError("it is packed")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(state, dict):
         raise TypeError(f"it holds a {type(state).__name__}")
     return state

@@ -16,7 +16,7 @@ from sametoken.models.load.files import PICKLED, weight_files
 from sametoken.models.loader import read_config
 from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
-from sametoken.train.loop import Report
+from sametoken.train.loop import Report, require_same_training
 from sametoken.train.networks import WITH_MODULE, DecoderNetwork, in_drawing_order, load_decoder
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
@@ -109,7 +109,9 @@ def train_mtp(
             f"{model} holds pickled weights, beside which no module is written",
             "convert them to safetensors",
         )
+    settings = {"kind": "mtp", "model": model.name} | asdict(module)
     with output_directory(output, resume=loop.resume):
+        require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         network = load_decoder(model, mtp=True)
         initialise_module(network, loop.seed)
@@ -129,7 +131,7 @@ def train_mtp(
                 compute,
             ),
             material=material,
-            settings={"kind": "mtp", "model": model.name} | asdict(module),
+            settings=settings,
             k=module.ttt_steps,
             coverage=1.0,
             write=lambda: write_with_module(model, output, network),

@@ -14,7 +14,6 @@ from sametoken import LLM, SamplingParams
 from sametoken.errors import ConfigError
 from sametoken.train.corpus import Source
 from sametoken.train.lm import train_lm
-from sametoken.train.loop import CHECKPOINT
 from sametoken.train.options import LMOptions, LoopOptions
 
 SMALL = LMOptions(
@@ -100,7 +99,12 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path
     loop = replace(LOOP, steps=12, checkpoint_every=4)
     train(tmp_path / "a", sources, options, loop)
     cut_off(train, tmp_path / "b", sources, options, loop)
-    train(tmp_path / "b", sources, options, replace(loop, resume=True))
+    nowhere = [Source(tmp_path / one.path.name, one.share) for one in sources]
+    wider, resumed = replace(options, hidden_size=64), replace(loop, resume=True)
+    with pytest.raises(ConfigError, match=r"other settings: \['hidden_size'\]"):
+        # The sources are not there: nothing is prepared before.
+        train(tmp_path / "b", nowhere, wider, resumed)
+    train(tmp_path / "b", sources, options, resumed)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -129,7 +133,8 @@ def test_there_is_something_to_resume(sources, tmp_path):
     resumed = replace(LOOP, resume=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.pt does not exist"):
         train(tmp_path, sources, SMALL, resumed)
-    (tmp_path / CHECKPOINT).write_bytes(b"")
+    train(tmp_path, sources, SMALL)
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         train(tmp_path, sources, SMALL, resumed)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sametoken.audit.compare import CORRUPTION, SAMPLED, TIE, Comparison, Divergence, TextDefect
 from sametoken.audit.diagnosis import Diagnosis
+from sametoken.bench.acceptance import MIN_DRAFTS
 from sametoken.bench.documents import render_page
 
 IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
@@ -83,11 +84,18 @@ class Verdict:
             return TIES_ONLY
         return SAMPLES_DIFFER if kinds <= {TIE, SAMPLED} else DIFFERENT
 
+    @property
+    def has_few_drafts(self) -> bool:
+        """Whether acceptance was measured on too few drafts to find causes in it."""
+        diagnosis = self.diagnosis
+        return diagnosis is not None and diagnosis.profiles["running"].num_first < MIN_DRAFTS
+
     def as_json(self) -> dict[str, Any]:
-        """Convert to JSON values: every field, ``summary`` and ``identical``."""
+        """Convert to JSON values: every field, and ``summary`` and its like."""
         return {
             "summary": self.summary,
             "identical": self.identical,
+            "has_few_drafts": self.has_few_drafts,
             **dataclasses.asdict(self),
         }
 
@@ -120,6 +128,9 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
         yield f"  {defect.request}: {defect.kind}, {defect.detail}"
     if verdict.diagnosis is not None:
         yield from _diagnosis(verdict.diagnosis)
+        if not verdict.diagnosis.findings:
+            few = "too few drafts for a finding: audit more requests, or longer ones"
+            yield f"  acceptance: {few if verdict.has_few_drafts else 'no cause for concern found'}"
 
 
 def html_of(verdict: Verdict) -> str:
@@ -161,5 +172,3 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
             yield f"  acceptance per position, {name}: {rates}"
     for finding in diagnosis.findings:
         yield f"  {finding.cause}: {finding.evidence}; {finding.remedy}"
-    if not diagnosis.findings:
-        yield "  acceptance: no cause for concern found"

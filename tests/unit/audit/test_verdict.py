@@ -9,7 +9,9 @@ import pytest
 from sametoken.audit import verdict as words
 from sametoken.audit.asks import Answer
 from sametoken.audit.compare import Comparison, TextDefect, compare
+from sametoken.audit.diagnosis import Diagnosis
 from sametoken.audit.verdict import Verdict, html_of, lines_of
+from sametoken.bench.acceptance import Profile
 
 PLAIN = {
     str(i): Answer(tuple(range(10)), top=(((0, -0.1), (1, -0.1 - margin)),) * 10)
@@ -70,6 +72,17 @@ def test_the_report_holds_the_json():
     data = json.loads(page[start : page.index("</script>", start)])
     assert data == json.loads(json.dumps(found.as_json()))
     assert len(data["comparisons"][0]["divergences"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_first", "says"),
+    [(49, "too few drafts for a finding"), (50, "no cause for concern found")],
+)
+def test_nothing_found_in_few_drafts_is_no_all_clear(num_first, says):
+    diagnosis = Diagnosis({"running": Profile((num_first,), (0,))}, (), ())
+    found = Verdict("a", "b", (run("0"),), diagnosis=diagnosis)
+    assert says in "\n".join(lines_of(found))
+    assert found.as_json()["has_few_drafts"] == (num_first < 50)
 
 
 def test_the_lines_name_token_margin_and_kind():

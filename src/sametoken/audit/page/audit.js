@@ -71,7 +71,8 @@ function makeAcceptance() {
   const positions = Array.from({ length: width }, (_, i) => String(i + 1));
   byId("acceptance").replaceChildren(table(["position", ...positions], rows, "numbers"));
   const findings = data.diagnosis.findings.map((one) => `${one.cause}: ${one.evidence}; ${one.remedy}`);
-  byId("findings").replaceChildren(...(findings.length ? findings : ["No cause for concern found."]).map((text) => element("li", {}, text)));
+  const none = data.has_few_drafts ? "Too few drafts for a finding." : "No cause for concern found.";
+  byId("findings").replaceChildren(...(findings.length ? findings : [none]).map((text) => element("li", {}, text)));
 }
 
 makeHead();

@@ -415,6 +415,24 @@ def test_no_group_waits_for_a_server_that_would_not_join(by_files, monkeypatch):
         WeightSender([f"{client.url}/v1"])
 
 
+def test_no_server_waits_for_a_trainer_that_cannot_come(by_group, monkeypatch):
+    monkeypatch.setattr("sametoken.serving.weight_sender.TrainerGroup", None)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(WeightUpdateError, match=f"port {port} of this host cannot be taken"):
+            WeightSender([by_group.url], port=port)
+    for port in (0, 99999):
+        with pytest.raises(WeightUpdateError, match=f"port {port} of this host"):
+            WeightSender([by_group.url], port=port)
+    for urls in ([], by_group.url, [by_group.url, f"{by_group.url}/"]):
+        with pytest.raises(WeightUpdateError, match="no list of servers"):
+            WeightSender(urls)
+    with pytest.raises(WeightUpdateError, match="does not answer"):
+        WeightSender(["somewhere"])
+
+
 def forms(count: int, **changes) -> dict:
     good = {
         "names": [f"t{i}" for i in range(count)],

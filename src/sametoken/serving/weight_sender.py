@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import pickle
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,8 @@ class WeightSender:
         timeout_s: seconds to wait for a server.
 
     Raises:
-        WeightUpdateError: a server refuses, or does not come in time.
+        WeightUpdateError: there is no server, a server refuses, or does not come in time; or the
+            port is taken.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class WeightSender:
         api_key: str | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self._urls = _each_once(urls)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         for url in self._urls:
             self._require_backend(url, backend)
+        if backend == GLOO:
+            _require_free(port)
         self._group = None if backend == IPC else self._join(backend, address, port)
         # Shared memory, until the servers have read it.
         self._kept: list[object] = []
@@ -161,16 +165,39 @@ class WeightSender:
 
     def _ask(self, url: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, self._headers)
         try:
+            request = urllib.request.Request(url, data, self._headers)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             told = error.read().decode("utf-8", "replace")
             raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise WeightUpdateError(
                 f"{url} does not answer ({error})", "check the URL, then its log"
+            ) from error
+
+
+def _each_once(urls: Sequence[str]) -> list[str]:
+    found = [url.rstrip("/") for url in urls]
+    if isinstance(urls, str) or not found or len(set(found)) < len(found):
+        raise WeightUpdateError(
+            f"urls={urls!r} is no list of servers", "give each server's URL once"
+        )
+    return found
+
+
+def _require_free(port: int) -> None:
+    """Refuse a port that this process cannot take, before servers wait for it there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            if port == 0:
+                raise OSError("servers would not find it")
+            probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            raise WeightUpdateError(
+                f"port {port} of this host cannot be taken ({error})", "give another port"
             ) from error
 
 

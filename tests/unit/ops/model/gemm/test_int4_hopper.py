@@ -70,7 +70,7 @@ def test_elements_stay_in_the_threads_that_multiply_them(compiled):
 def test_words_are_loaded_early_and_activations_after_the_wait(compiled):
     """What is stored needs activations, so it too comes after the kernels before."""
     for file in compiled.rglob("turns_kernel.ptx"):
-        before, after = file.read_text().split("griddepcontrol.wait;")
+        before, after = file.read_text().split("griddepcontrol.wait")
         loads = "cp.async.bulk.tensor"
         assert after.partition("barrier.sync")[0].count(loads) == 4
         assert (before + after.partition("barrier.sync")[2]).count(loads) == 2

@@ -1,6 +1,7 @@
 """What Hopper kernels in Gluon share: layouts, boxes that TMA loads, names that Tritons changed."""
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
 import functools
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Names that later Tritons changed: two in 3.9, one in 3.7.
@@ -27,6 +28,15 @@ def swizzled(dtype):
     return gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2
     )
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers in shared memory, each for COUNT arrivals."""
+    memory = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for one in gl.static_range(NUMBER):
+        mbarrier.init(memory.index(one), count=COUNT)
+    return memory
 
 
 @gluon.constexpr_function

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import barrier, swizzled
+from sametoken.ops.hopper_layouts import barrier, new_barriers, swizzled
 from sametoken.ops.model.attention.hopper_tiles import (
     QUERIES,
     SHARED_DIM,
@@ -208,11 +207,7 @@ def splits_kernel(
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
     )
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+    full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)
     gl.warp_specialize(
         [
             (_attend_by_splits, (
@@ -351,11 +346,7 @@ def rows_kernel(
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
     )
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(SLOTS):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(free.index(place), count=WARP_GROUPS)
+    full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, WARP_GROUPS)
     if WARP_GROUPS == 1:
         gl.warp_specialize(
             [

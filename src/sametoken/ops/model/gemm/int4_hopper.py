@@ -5,7 +5,6 @@ On other chips, and of other forms, ``int4_triton.product`` serves, with the sam
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
@@ -50,10 +49,8 @@ def product(
     assert x.dtype == panels.paired
     rows, in_features = x.shape
     assert in_features == panels.in_features
-    gated = epilogue == "silu_mul"
-    out_features = panels.out_features // 2 if gated else panels.out_features
-    dtype = torch.float32 if epilogue == "logits" else x.dtype
-    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    gated, out = epilogue == "silu_mul", panels.output(x, epilogue)
+    out_features = out.shape[1]
     if not rows:
         return out
     tile = next((size for size in _ROWS if rows <= size), _ROWS[-1])

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import load_box, products, swizzled
+from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 
 #: Warp groups that take turns.
 GROUPS = gl.constexpr(3)
@@ -305,14 +305,6 @@ def _take_turns(
         tile, own_rows = next_tile, next_rows
 
 
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for one in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(one), count=COUNT)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["rows", "num_tiles"])
 def turns_kernel(
     x,  # descriptor of [rows, in_features]
@@ -344,7 +336,7 @@ def turns_kernel(
     x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * 4, ROWS, 64], X)
     shared = gl.allocate_shared_memory(gl.float32, [ROWS // 8, 128, 4], FLAT)
     # A slot is full when both warps' loads are there.
-    full, free, turns = _barriers(SLOTS, 2), _barriers(SLOTS, 1), _barriers(GROUPS, 1)
+    full, free, turns = new_barriers(SLOTS, 2), new_barriers(SLOTS, 1), new_barriers(GROUPS, 1)
     memory = (
         word_boxes._reinterpret(gl.int32, [SLOTS, 64, WORDS], W),
         x_boxes._reinterpret(x.dtype, [SLOTS * 2, ROWS, 128], X),

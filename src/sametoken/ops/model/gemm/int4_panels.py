@@ -17,6 +17,7 @@ from torch import Tensor
 from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, pair_words, unpacked_int4
 from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
 from sametoken.ops.model.gemm.triton import finished
+from sametoken.ops.model.gemm.tuning import Epilogue
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
@@ -180,6 +181,12 @@ class Int4Panels:
             **pdl_options(out),
         )
         return out
+
+    def output(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """Memory of a product's result: [T, N], half of N after a gate."""
+        out_features = self.out_features // 2 if epilogue == "silu_mul" else self.out_features
+        dtype = torch.float32 if epilogue == "logits" else x.dtype
+        return torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
 
     @property
     def out_features(self) -> int:

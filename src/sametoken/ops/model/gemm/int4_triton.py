@@ -184,10 +184,8 @@ def product(
     assert x.is_contiguous()
     rows, in_features = x.shape
     assert in_features == panels.in_features
-    gated = epilogue == "silu_mul"
-    out_features = panels.out_features // 2 if gated else panels.out_features
-    dtype = torch.float32 if epilogue == "logits" else x.dtype
-    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    gated, out = epilogue == "silu_mul", panels.output(x, epilogue)
+    out_features = out.shape[1]
     if not rows:
         return out
     config = config or default_config(panels, rows, shared_memory(x), x.dtype.itemsize)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import swizzled
+from sametoken.ops.hopper_layouts import new_barriers, swizzled
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
 from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
@@ -41,14 +41,6 @@ from sametoken.ops.model.latent_attention.hopper_shares import (
     tile_of,
 )
 from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, ROPE, TILE
-
-
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for one in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(one), count=COUNT)
-    return barriers
 
 
 @gluon.jit
@@ -82,9 +74,16 @@ def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     weights = gl.allocate_shared_memory(DTYPE, [QUERIES, TILE], LAYOUT)
     tops = gl.allocate_shared_memory(gl.float32, [2, QUERIES], FLAT)
     totals = gl.allocate_shared_memory(gl.float32, [4, QUERIES], FLAT)
-    full = (_barriers(SLOTS, 1), _barriers(SLOTS, 1))
-    free = (_barriers(SLOTS, 1), _barriers(SLOTS, 1))
-    barriers = (full, free, _barriers(1, 1), _barriers(1, 2), _barriers(2, 1), _barriers(4, 1))
+    full = (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1))
+    free = (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1))
+    barriers = (
+        full,
+        free,
+        new_barriers(1, 1),
+        new_barriers(1, 2),
+        new_barriers(2, 1),
+        new_barriers(4, 1),
+    )
     memory = (queries, weights, tops, totals, tiles, barriers)
     return memory, (low, high, keys), (q_low, q_high, q_rope)
 

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import load_box, products, swizzled
+from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 from sametoken.ops.model.attention.hopper_tiles import LOWEST
 
 #: Positions of a tile, which affect bits.
@@ -240,14 +240,6 @@ def total_of(ends, count):
 
 
 @gluon.jit
-def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(slot), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr):
     """A program's shared memory: queries, vectors as boxes and as tiles, what the groups exchange
     by slot (weights, and factors of the sums before), and barriers by slot (full, ready, free).
@@ -275,7 +267,7 @@ def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.cons
         gl.allocate_shared_memory(DTYPE, [SLOTS, QUERIES, TILE], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, QUERIES], FLAT),
     )
-    barriers = (_barriers(SLOTS, 1), _barriers(SLOTS, 1), _barriers(SLOTS, 2))
+    barriers = (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
     return queries, (low, high, keys), tiles, exchanged, barriers
 
 
@@ -287,4 +279,4 @@ def memory_of_ends(QUERIES: gl.constexpr):
     stored there changes when another process's turn on the GPU interrupts the program.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [3 * ENDS, QUERIES], FLAT), _barriers(ENDS, 1)
+    return gl.allocate_shared_memory(gl.float32, [3 * ENDS, QUERIES], FLAT), new_barriers(ENDS, 1)

@@ -18,7 +18,7 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.hopper import is_hopper
-from sametoken.ops.model.gemm import int4_hopper
+from sametoken.ops.model.gemm import fp8_hopper, int4_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -85,6 +85,30 @@ def test_float8_products_have_the_row_law(features, depth, by_group, rounding):
     values, scale = float8_parts(by_group, features, depth)
     given = (values, scale, ROUNDINGS[rounding]())
     require_row_law(Fp8DeviceWeight(*given), Fp8Weight(*given), depth, 2**-7)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="these kernels are Hopper's")
+@pytest.mark.parametrize(("features", "depth"), [(6144, 4096), (1000, 2896), (40, 272)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eight_rows_of_float8_have_the_bits_of_more(features, depth, dtype):
+    """Bias, gate and logits; NaN around activations."""
+    weight = Fp8DeviceWeight(*float8_parts(False, features, depth), Rounding())
+    memory = torch.full((40, depth), torch.nan, device=CUDA, dtype=dtype)
+    memory[9:18] = normal(9, depth, dtype=dtype)
+    bias = normal(features, seed=5, dtype=dtype)
+    whole = [
+        weight.matmul(memory[9:18], bias),
+        weight.gated_matmul(memory[9:18]),
+        weight.matmul(memory[9:18], out_dtype=torch.float32),
+    ]
+    for rows in (1, 3, 8):
+        x = memory[9 : 9 + rows]
+        assert fp8_hopper.serves(x, weight)
+        found = [weight.matmul(x, bias), weight.gated_matmul(x)]
+        found.append(weight.matmul(x, out_dtype=torch.float32))
+        for one, expected in zip(found, whole, strict=True):
+            assert expected.isfinite().all()
+            assert torch.equal(one, expected[:rows]), rows
 
 
 def four_bits(features: int, depth: int, width: int, scales=torch.bfloat16, **what) -> Int4Matrix:

@@ -19,6 +19,8 @@ Instruction = tuple[str, str, str]
 
 _LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.x]+)\s*(.*?)\s*;\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
+#: Of 16 bits and of float8.
+_PRODUCTS = ("HGMMA", "QGMMA")
 #: Their first register is an address or a value that they read.
 _WRITE_NO_REGISTER = ("ST", "RED", "LDGSTS", "SYNCS", "UTMA", "BRA", "BAR", "WARPGROUP", "R2UR")
 
@@ -51,7 +53,7 @@ def _registers(operand: str, count: int) -> set[int]:
 def _written(operation: str, operands: str) -> set[int]:
     if operation.startswith(_WRITE_NO_REGISTER):
         return set()
-    if operation.startswith("HGMMA"):
+    if operation.startswith(_PRODUCTS):
         return _registers(operands, int(re.search(r"64x(\d+)x", operation)[1]) // 2)
     count = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
     return _registers(operands.split(",")[0], count)
@@ -67,8 +69,8 @@ def _overwritten(path: list[Instruction]) -> Iterator[str]:
         written = _written(operation, operands)
         for product, read in (one for group in (*groups, last) for one in group):
             if written & read:
-                yield f"{operation} at {place} writes what HGMMA at {product} reads"
-        if operation.startswith("HGMMA"):
+                yield f"{operation} at {place} writes what the product at {product} reads"
+        if operation.startswith(_PRODUCTS):
             last.append((place, _registers(operands.split(",")[1], 4)))
             if "gsb0" in operands:
                 groups, last = [*groups, last], []

@@ -19,7 +19,12 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int32: gl.int32,
+}
 
 
 @gluon.constexpr_function
@@ -40,10 +45,10 @@ def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def products(columns):
-    """Registers of a warp group's products [64, columns] (wgmma)."""
+def products(columns, depth=16):
+    """Registers of a warp group's products [64, columns] (wgmma), of 32 bytes of depth."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth]
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from sametoken.ops.model.gemm import fp8_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import (
     EXPONENT,
@@ -218,6 +219,8 @@ def product(
     values, x_scale = x, None
     if weight.rounding is not None:
         values, x_scale = rounded(x, weight.rounding)
+        if config is None and fp8_hopper.serves(values, weight):
+            return fp8_hopper.product(values, x_scale, weight, epilogue, bias, x.dtype)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
     config = config or default_config(
         shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped

@@ -23,7 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
+from sametoken.ops.hopper_layouts import new_barriers, products, swizzled
+from sametoken.ops.model.gemm.hopper_tiles import (
+    load_rows,
+    load_weights,
+    silu_mul_of,
+    store_features,
+)
 
 #: Warp groups that take turns.
 GROUPS = gl.constexpr(3)
@@ -76,48 +82,6 @@ def _pair_code(pair, dtype):
 def _no_offset(dtype):
     """That of a zero of 8, in both halves of an int32."""
     return (0xC308_C308 if dtype == gl.bfloat16 else 0xE408_E408) - (1 << 32)
-
-
-@gluon.jit
-def _load_words(
-    words, boxes, full, free, num_tiles, chunks, row_tiles, out_features,
-    GATED: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads words, which no kernel before writes."""
-    OWN: gl.constexpr = 32 if GATED else 64
-    n = 0 * chunks
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first = tile // row_tiles * OWN
-        for chunk in range(chunks):
-            slot = n % SLOTS
-            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), 64 * WORDS * 4)
-            for half in gl.static_range(2):
-                row = first + half * (out_features if GATED else 32)
-                place = boxes.index(slot * 2 + half)
-                load_box(words, [row, chunk * WORDS], full.index(slot), place)
-            n += 1
-
-
-@gluon.jit
-def _load_rows(
-    x, boxes, full, free, num_tiles, chunks, row_tiles,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads activations."""
-    if PDL:
-        cuda.gdc_wait()
-    n = 0 * chunks
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row = tile % row_tiles * ROWS
-        for chunk in range(chunks):
-            slot = n % SLOTS
-            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), ROWS * WORDS * 16)
-            for part in gl.static_range(4):
-                at = chunk * (WORDS * 8) + part * 64
-                load_box(x, [row, at], full.index(slot), boxes.index(slot * 4 + part))
-            n += 1
 
 
 @gluon.jit
@@ -222,19 +186,6 @@ def _hand_on(memory, sums, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _store_half(out, bias, sums, first_feature, first_row, rows, out_features):
-    """Store sums [32 features, ROWS], rounded once after the bias."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    feature = first_feature + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT))
-    row = first_row + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    inside = feature < out_features
-    if bias is not None:
-        sums += gl.load(bias + feature, mask=inside, other=0.0)[:, None]
-    at = out + row.to(gl.int64)[None, :] * out_features + feature[:, None]
-    gl.store(at, sums.to(out.dtype.element_ty), mask=(row < rows)[None, :] & inside[:, None])
-
-
-@gluon.jit
 def _store(
     out, bias, sums, tile, row_tiles, rows, out_features, GATED: gl.constexpr, dtype: gl.constexpr
 ):  # fmt: skip
@@ -244,13 +195,12 @@ def _store(
     halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
     low, high = gl.split(halves)
     if GATED:
-        gate = low.to(dtype).to(gl.float32)
-        gated = gate / (1.0 + gl.exp(-gate)) * high.to(dtype).to(gl.float32)
-        _store_half(out, bias, gated, tile // row_tiles * 32, row, rows, out_features)
+        gated = silu_mul_of(low, high, dtype)
+        store_features(out, bias, gated, tile // row_tiles * 32, row, rows, out_features)
     else:
         first = tile // row_tiles * 64
-        _store_half(out, bias, low, first, row, rows, out_features)
-        _store_half(out, bias, high, first + 32, row, rows, out_features)
+        store_features(out, bias, low, first, row, rows, out_features)
+        store_features(out, bias, high, first + 32, row, rows, out_features)
 
 
 @gluon.jit
@@ -356,12 +306,12 @@ def turns_kernel(
                 scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles,
                 out_features, GATED, IN_BLOCK, SLOTS, 2,
             )),
-            (_load_words, (
+            (load_weights, (
                 words, word_boxes, full, free, num_tiles, chunks, row_tiles, out_features, GATED,
-                SLOTS,
+                1, SLOTS,
             )),
-            (_load_rows, (
-                x, x_boxes, full, free, num_tiles, chunks, row_tiles, ROWS, SLOTS, PDL,
+            (load_rows, (
+                x, x_boxes, full, free, num_tiles, chunks, row_tiles, 4, SLOTS, PDL,
             )),
         ],
         [4, 4, 1, 1], [160, 160, 24, 24],

@@ -19,7 +19,7 @@ from sametoken.ops.pdl import pdl_options
 #: Rows of a tile, and the most that are served: more gain nothing.
 ROWS = 8
 
-#: Bytes of shared memory beside slots.
+#: Bytes of shared memory beside slots, in which sums of gate and up meet.
 _OTHER_BYTES = 19 << 10
 
 

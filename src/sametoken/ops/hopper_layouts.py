@@ -4,9 +4,6 @@
 # mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,20 +16,17 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 
-_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.int32: gl.int32,
-}
+
+@gluon.constexpr_function
+def _in_lines(bits):
+    """Lines of 128 bytes, swizzled, whose elements have this number of bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @gluon.constexpr_function
 def swizzled(dtype):
     """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2
-    )
+    return _in_lines(dtype.primitive_bitwidth)
 
 
 @gluon.jit
@@ -57,11 +51,4 @@ def boxes(memory: Tensor, height: int) -> TensorDescriptor:
     lines = memory.view(-1, memory.shape[-1])
     assert len(lines) < 2**31
     box = [height, 128 // memory.itemsize]
-    return TensorDescriptor.from_tensor(lines, box, _layout(height, memory.dtype))
-
-
-@functools.cache
-def _layout(height: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a box in shared memory; Triton takes a while to find it."""
-    box = [height, 128 // dtype.itemsize]
-    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+    return TensorDescriptor.from_tensor(lines, box, _in_lines(8 * memory.itemsize))

@@ -13,10 +13,11 @@ from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_hopper_kernels import PARTS, few_rows_kernel
+from sametoken.ops.model.gemm.triton import output_of
 from sametoken.ops.model.gemm.tuning import Epilogue
 from sametoken.ops.pdl import pdl_options
 
-#: Rows of a tile, and the most that are served: more gain nothing.
+#: Rows of a product, at most: more gain nothing.
 ROWS = 8
 
 #: Bytes of shared memory beside slots, in which sums of gate and up meet.
@@ -46,21 +47,18 @@ def product(
     """One product; ``epilogue`` and ``bias`` as in ``gemm.triton``.
 
     Args:
-        x: [T, K] float8 e4m3, contiguous.
+        x: [T, K] float8 e4m3, contiguous; T is at most ``ROWS``.
         row_scales: [T] fp32.
         weight: [N, K], as ``serves`` says.
         epilogue, bias: see above.
         dtype: of the result, except of logits.
     """
-    rows, in_features = x.shape
-    gated = epilogue == "silu_mul"
-    out_features = weight.out_features // 2 if gated else weight.out_features
-    out_dtype = torch.float32 if epilogue == "logits" else dtype
-    out = torch.empty(rows, out_features, dtype=out_dtype, device=x.device)
+    out = output_of(x, weight.out_features, epilogue, dtype)
+    rows, out_features = out.shape
     if not rows:
         return out
-    row_tiles, depth = cdiv(rows, ROWS), PARTS.value * 128
-    num_tiles = row_tiles * cdiv(out_features, 32 if gated else 64)
+    gated, depth = epilogue == "silu_mul", PARTS.value * 128
+    num_tiles = cdiv(out_features, 32 if gated else 64)
     few_rows_kernel[(min(num_tiles, MULTIPROCESSORS),)](
         boxes(x, ROWS),
         boxes(weight.matrix, 32),
@@ -69,9 +67,8 @@ def product(
         bias,
         out,
         rows,
-        row_tiles,
         num_tiles,
-        cdiv(in_features, depth),
+        cdiv(weight.in_features, depth),
         out_features,
         GATED=gated,
         ROWS=ROWS,

@@ -53,8 +53,8 @@ def _with_products(sums, weights, x, slot):
 
 @gluon.jit
 def _multiply(
-    scales, row_scales, bias, out, weights, x, full, free, num_tiles, chunks, rows, row_tiles,
-    out_features, GATED: gl.constexpr, SLOTS: gl.constexpr,
+    scales, row_scales, bias, out, weights, x, full, free, num_tiles, chunks, rows, out_features,
+    GATED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The warp group that multiplies and stores."""
     ROWS: gl.constexpr = x.shape[1]
@@ -62,10 +62,10 @@ def _multiply(
     OWN: gl.constexpr = 32 if GATED else 64
     n = 0 * chunks
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first, first_row = tile // row_tiles * OWN, tile % row_tiles * ROWS
+        first = tile * OWN
         w_row = _rows_of_tile(first, out_features, GATED, gl.SliceLayout(1, SUMS))
         scale = gl.load(scales + w_row)
-        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
         sums = gl.zeros([64, ROWS], gl.float32, SUMS)
         for _ in range(chunks):
             slot = n % SLOTS
@@ -80,7 +80,7 @@ def _multiply(
             both = sums.reshape([2, 32, ROWS]).permute((1, 2, 0))
             gate, up = gl.split(gl.convert_layout(both, _GATE_AND_UP))
             sums = silu_mul_of(gate, up, out.dtype.element_ty)
-        store_features(out, bias, sums, first, first_row, rows, out_features)
+        store_features(out, bias, sums, first, 0, rows, out_features)
 
 
 @gluon.jit(do_not_specialize=["rows", "num_tiles"])
@@ -91,13 +91,12 @@ def few_rows_kernel(
     row_scales,  # [rows] fp32
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
-    rows,
-    row_tiles,
-    num_tiles,  # of features and rows
+    rows,  # at most ROWS
+    num_tiles,
     chunks,
     out_features,
     GATED: gl.constexpr,
-    ROWS: gl.constexpr,  # of a tile
+    ROWS: gl.constexpr,
     SLOTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -114,14 +113,13 @@ def few_rows_kernel(
         [
             (_multiply, (
                 scales, row_scales, bias, out, weights, x_boxes, full, free, num_tiles, chunks,
-                rows, row_tiles, out_features, GATED, SLOTS,
+                rows, out_features, GATED, SLOTS,
             )),
             (load_weights, (
-                weight, boxes, full, free, num_tiles, chunks, row_tiles, out_features, GATED,
-                PARTS, SLOTS,
+                weight, boxes, full, free, num_tiles, chunks, 1, out_features, GATED, PARTS, SLOTS,
             )),
             (load_rows, (
-                x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                x, x_boxes, full, free, num_tiles, chunks, 1, PARTS, SLOTS, PDL,
             )),
         ],
         [1, 1], [24, 24],

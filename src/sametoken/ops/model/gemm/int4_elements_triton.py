@@ -9,6 +9,22 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@triton.constexpr_function
+def on_base(code, dtype):
+    """The bits of a code above a base of bf16 or fp16, in both halves of a word.
+
+    The base's unit is its lowest bit, so a code in its lowest bits is added to it.
+    """
+    width = dtype.fp_mantissa_width
+    return (dtype.exponent_bias + width << width | code) * 0x1_0001
+
+
+@triton.constexpr_function
+def ones(dtype):
+    """The bits of 1 in bf16 or fp16, in both halves of a word."""
+    return (dtype.exponent_bias << dtype.fp_mantissa_width) * 0x1_0001
+
+
 @triton.jit
 def rows_of_tile(first, out_features, GATED: tl.constexpr, FEATURES: tl.constexpr):
     """The weight's row of each row of words in a tile, and whether there is one.
@@ -62,9 +78,8 @@ def elements_of_block(
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
     BYTES: tl.constexpr = E2M1 and scales.dtype.element_ty == tl.int32
     PAIRED: tl.constexpr = not E2M1 and scales.dtype.element_ty == tl.int32
-    # Half of all codes are negative; of pairs, less their base (-136 or -1032).
-    MINUS: tl.constexpr = 0xC308_C308 if dtype == tl.bfloat16 else 0xE408_E408
-    HALF: tl.constexpr = MINUS if PAIRED else 8 << TOP_BITS
+    # Half of all codes are negative.
+    HALF: tl.constexpr = on_base(8, dtype) | 0x8000_8000 if PAIRED else 8 << TOP_BITS
     # Both numbers of a pair are multiplied at once by a power of two.
     TWOS: tl.constexpr = BYTES and GROUPS == 4 and factor is None and dtype == tl.bfloat16
     if TWOS:
@@ -195,9 +210,9 @@ def _numbers(words, PAIR: tl.constexpr):
 @triton.jit
 def _from_codes(words, scale, offset, PAIR: tl.constexpr, dtype: tl.constexpr):
     """``(code - zero) * scale`` of a pair of ``int4.pair_words``, each rounded once."""
-    # Base plus code, and that less base and zero, are exact: see ``int4_panels.BASES``.
-    BASE: tl.constexpr = 0x4300_4300 if dtype == tl.bfloat16 else 0x6400_6400
-    ONES: tl.constexpr = 0x3F80_3F80 if dtype == tl.bfloat16 else 0x3C00_3C00
+    # Base plus code, and that less base and zero, are exact.
+    BASE: tl.constexpr = on_base(0, dtype)
+    ONES: tl.constexpr = ones(dtype)
     codes = _shifted(words.to(tl.uint32, bitcast=True), -4 * PAIR) & 0x000F_000F
     numbers = _fma(codes | BASE, ONES, offset.to(tl.uint32, bitcast=True), dtype)
     return _halves(_times(numbers, scale.to(tl.uint32, bitcast=True), dtype), dtype)

@@ -12,6 +12,7 @@ from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm.int4_hopper_kernels import WORDS, turns_kernel
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.gemm.triton import output_of
 from sametoken.ops.model.gemm.tuning import Epilogue
 from sametoken.ops.pdl import pdl_options
 
@@ -49,8 +50,8 @@ def product(
     assert x.dtype == panels.paired
     rows, in_features = x.shape
     assert in_features == panels.in_features
-    gated, out = epilogue == "silu_mul", panels.output(x, epilogue)
-    out_features = out.shape[1]
+    out = output_of(x, panels.out_features, epilogue, x.dtype)
+    gated, out_features = epilogue == "silu_mul", out.shape[1]
     if not rows:
         return out
     tile = next((size for size in _ROWS if rows <= size), _ROWS[-1])

@@ -30,6 +30,7 @@ from sametoken.ops.model.gemm.hopper_tiles import (
     silu_mul_of,
     store_features,
 )
+from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
 
 #: Warp groups that take turns.
 GROUPS = gl.constexpr(3)
@@ -64,24 +65,16 @@ def _kept(rows):
 @gluon.constexpr_function
 def _pair_code(pair, dtype):
     """PTX of a pair's elements: as ``int4_elements_triton`` makes them of ``int4.pair_words``."""
-    is_bf16 = dtype == gl.bfloat16
-    base, ones = ("0x43004300", "0x3F803F80") if is_bf16 else ("0x64006400", "0x3C003C00")
-    fma = f"fma.rn.{'bf16x2' if is_bf16 else 'f16x2'}"
+    fma = f"fma.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}"
     return f"""{{
         .reg .b32 pair, ones, zeros;
-        mov.b32 ones, {ones};
+        mov.b32 ones, 0x{ones(dtype):08X};
         mov.b32 zeros, 0x80008000;
         shr.b32 pair, $1, {4 * pair};
-        lop3.b32 pair, pair, 0x000F000F, {base}, 0xEA;
+        lop3.b32 pair, pair, 0x000F000F, 0x{on_base(0, dtype):08X}, 0xEA;
         {fma} pair, pair, ones, $3;
         {fma} $0, pair, $2, zeros;
     }}"""
-
-
-@gluon.constexpr_function
-def _no_offset(dtype):
-    """That of a zero of 8, in both halves of an int32."""
-    return (0xC308_C308 if dtype == gl.bfloat16 else 0xE408_E408) - (1 << 32)
 
 
 @gluon.jit
@@ -152,7 +145,8 @@ def _elements(
     if HAS_OFFSETS:
         offset = _by_word(scales, begin, 1, words, IN_BLOCK)
     else:
-        offset = gl.full_like(scale, _no_offset(dtype))
+        HALF: gl.constexpr = (on_base(8, dtype) | 0x8000_8000) - (1 << 32)
+        offset = gl.full_like(scale, HALF)
     low = gl.join(_pair(words, scale, offset, 0, dtype), _pair(words, scale, offset, 1, dtype))
     high = gl.join(_pair(words, scale, offset, 2, dtype), _pair(words, scale, offset, 3, dtype))
     pairs = gl.join(low, high)

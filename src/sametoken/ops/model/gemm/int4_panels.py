@@ -17,7 +17,6 @@ from torch import Tensor
 from sametoken.ops.model.gemm.int4 import e2m1_words, packed_words, pair_words, unpacked_int4
 from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, rows_of_tile
 from sametoken.ops.model.gemm.triton import finished
-from sametoken.ops.model.gemm.tuning import Epilogue
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
@@ -26,9 +25,6 @@ BLOCK = 128
 
 #: The bits of 1.0. An argument, since an instruction has only one constant among its operands.
 ONE = 0x3F80_0000
-
-#: The number whose unit is its lowest bit, so that a code in its lowest bits is added to it.
-BASES = {torch.bfloat16: 128, torch.float16: 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +41,9 @@ class Int4Panels:
             stand in both halves of an int32. In 8 bits they are bytes in int32: of E8M0
             [blocks, N], a block's four groups, the first lowest; of e4m3 [2 * blocks, N], the even
             ones of a block's eight groups, then the odd ones.
-        offsets: [groups, N]: int32 zeros, or fp32 minima; of pairs -(base + zero) as in ``BASES``,
-            in both halves of an int32. None: half of all codes are negative, or they are of e2m1.
+        offsets: [groups, N]: int32 zeros, or fp32 minima; of pairs -(base + zero) as in
+            ``on_base``, in both halves of an int32. None: half of all codes are negative, or they
+            are of e2m1.
         in_features: K.
         e2m1: whether codes are of e2m1.
         fused: whether an element is exact in one multiply-add, as scales have 16 bits.
@@ -68,7 +65,7 @@ class Int4Panels:
     @classmethod
     def of(cls, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4Panels:
         """Take over a matrix, not its order, for products with rows of this dtype."""
-        factors, in_pairs = None, matrix.scale.dtype == dtype and dtype in BASES
+        factors, in_pairs = None, matrix.scale.dtype == dtype and dtype.itemsize == 2
         if isinstance(matrix, Int4Matrix) and matrix.zero is not None and in_pairs:
             return cls._in_pairs(matrix, matrix.zero)
         if isinstance(matrix, Int4Matrix):
@@ -182,12 +179,6 @@ class Int4Panels:
         )
         return out
 
-    def output(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        """Memory of a product's result: [T, N], half of N after a gate."""
-        out_features = self.out_features // 2 if epilogue == "silu_mul" else self.out_features
-        dtype = torch.float32 if epilogue == "logits" else x.dtype
-        return torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
-
     @property
     def out_features(self) -> int:
         """N."""
@@ -219,7 +210,7 @@ def _doubled(values: Tensor) -> Tensor:
 
 def _offset(zeros: Tensor) -> Tensor:
     """What turns a base plus a code into a code less its zero, twice in an int32."""
-    return _doubled(-(zeros + BASES[zeros.dtype]))
+    return _doubled(-(zeros + 1 / torch.finfo(zeros.dtype).eps))
 
 
 def _by_group(of_rows: Tensor, num_groups: int) -> Tensor:

@@ -184,8 +184,8 @@ def product(
     assert x.is_contiguous()
     rows, in_features = x.shape
     assert in_features == panels.in_features
-    gated, out = epilogue == "silu_mul", panels.output(x, epilogue)
-    out_features = out.shape[1]
+    out = gemm.output_of(x, panels.out_features, epilogue, x.dtype)
+    gated, out_features = epilogue == "silu_mul", out.shape[1]
     if not rows:
         return out
     config = config or default_config(panels, rows, shared_memory(x), x.dtype.itemsize)

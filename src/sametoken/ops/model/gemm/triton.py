@@ -253,14 +253,11 @@ def tiled_product(
     Those have a ``scaling``, applied before the epilogue; their bits depend on
     ``config.block_depth`` and no other field.
     """
-    rows, in_features = x.shape
-    out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
-    row_bytes = in_features * matrix.element_size()
-    dtype = x.dtype if scaling is None else scaling.dtype
-    if epilogue == "logits":
-        dtype = torch.float32
     assert scaling is None or not config.weights_first
-    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    dtype = x.dtype if scaling is None else scaling.dtype
+    out = output_of(x, matrix.shape[0], epilogue, dtype)
+    (rows, out_features), in_features = out.shape, x.shape[1]
+    row_bytes = in_features * matrix.element_size()
     if not rows:
         return out
     x_tiles = w_tiles = None
@@ -300,6 +297,20 @@ def tiled_product(
         **launch,
     )
     return out
+
+
+def output_of(x: Tensor, num_features: int, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
+    """Memory of a product's result.
+
+    Args:
+        x: [T, K].
+        num_features: rows of the weight, of a gated product twice as many as the result's.
+        epilogue: of the product.
+        dtype: of the result, except of logits.
+    """
+    out_features = num_features // 2 if epilogue == "silu_mul" else num_features
+    dtype = torch.float32 if epilogue == "logits" else dtype
+    return torch.empty(x.shape[0], out_features, dtype=dtype, device=x.device)
 
 
 def groups_of(scale: Tensor | None) -> int:

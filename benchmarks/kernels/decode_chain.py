@@ -11,7 +11,7 @@ from gemm_gpu import normal
 from sametoken.ops.backend import AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.attention.triton import AttentionConfig, attention
 from sametoken.ops.model.embedding_triton import embedding
-from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import GemmConfig, GemmShape
 from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.ops.sampling.sample_triton import token_keys

@@ -61,12 +61,13 @@ from gemm_gpu import (
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.attention.triton import AttentionConfig, choose
-from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import (
     CublasConfig,
     GemmConfig,
     GemmShape,
     Release,
+    StreamedConfig,
     TritonConfig,
     TuningTable,
     load_table,
@@ -85,8 +86,12 @@ ROUNDS = 2
 GAIN = 0.998
 
 
-def overlapping(config: TritonConfig, rows: int) -> list[TritonConfig]:
+def overlapping(config: GemmConfig, rows: int) -> list[GemmConfig]:
     """The same kernel started early with little or much asked for, and every start of the next."""
+    if isinstance(config, StreamedConfig):
+        return [dataclasses.replace(config, release=release) for release in ("early", "never")]
+    if isinstance(config, CublasConfig):
+        return []
     sizes = PREFETCHES if rows <= 64 else PREFETCHES[:2]
     return [
         dataclasses.replace(config, pdl=False, release="late"),
@@ -162,7 +167,7 @@ class Tuner:
         for choice in choices:
             self.attempt(key, choice)
         chosen = self.best[key]
-        if isinstance(chosen, TritonConfig):
+        if not isinstance(chosen, AttentionConfig):
             for choice in overlapping(chosen, self.chain.rows):
                 self.attempt(key, choice)
         print(
@@ -209,13 +214,14 @@ def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
 
 def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
-    jobs: dict[tuple, tuple[TritonConfig, GemmShape]] = {}
+    jobs: dict[tuple, tuple[GemmConfig, GemmShape]] = {}
     for shape in ROLES.values() if variants != "attention" else ():
         for batch, window in cases:
             for base in gemms(shape, batch * window):
-                if isinstance(base, TritonConfig) and fits(base, shape):
-                    for config in (base, *overlapping(base, batch * window)[:2]):
-                        jobs[config, shape.epilogue] = config, shape
+                if isinstance(base, TritonConfig) and not fits(base, shape):
+                    continue
+                for config in (base, *overlapping(base, batch * window)[:2]):
+                    jobs[config, shape.epilogue] = config, shape
     for config, shape in list(jobs.values())[index::COMPILERS]:
         features = 1024 if shape.epilogue == "silu_mul" else 512
         x, matrix = normal(1, shape.in_features), normal(features, shape.in_features)

@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
-from sametoken.ops.model.gemm.triton import product as bf16_product
+from sametoken.ops.model.gemm.product import product as bf16_product
 from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig, load_table
 
 #: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head.
@@ -52,7 +52,7 @@ def tiles(
 
 
 def label(config: TritonConfig) -> str:
-    loads = "" if not config.tma else "tt" if config.tma_rows else "t"
+    loads = "t" if config.tma else ""
     early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
     shape = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
@@ -82,8 +82,6 @@ def narrow(size: int) -> list[TritonConfig]:
         tiles(size, 64, 4, stages[2], prefetch_bytes=1024),
         tiles(size, 64, 4, stages[2], prefetch_bytes=4096),
         *(tiles(size, 64, 4, depth, tma=True) for depth in stages[1:3]),
-        tiles(size, 64, 4, stages[2], tma=True, tma_rows=False),
-        tiles(size, 64, 4, stages[3], tma=True, tma_rows=False),
         tiles(size, 64, 8, stages[1]),
         *(tiles(size, 64, 4, depth // 2, 2 * DEPTH, prefetch_bytes=1024) for depth in stages[1:]),
         tiles(size, 64, 4, stages[3] // 4, 4 * DEPTH, tma=True),
@@ -96,7 +94,6 @@ def gated(size: int) -> list[TritonConfig]:
         *(tiles(size, 64, 4, depth) for depth in (3, 4, 5, 8)),
         *(tiles(size, 64, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
         *(tiles(size, 64, 4, depth, tma=True) for depth in (3, 4, 6)),
-        tiles(size, 64, 4, 4, tma=True, tma_rows=False),
         *(tiles(size, 64, 4, depth) for depth in (6, 7)),
         tiles(size, 128, 8, 3),
         tiles(size, 128, 8, 3, tma=True),
@@ -111,7 +108,6 @@ def wide(size: int) -> list[TritonConfig]:
         tiles(size, 128, 8, 4),
         tiles(size, 128, 4, 4, tma=True),
         tiles(size, 64, 4, 6, tma=True),
-        tiles(size, 128, 4, 4, tma=True, tma_rows=False),
     ]
 
 

@@ -10,7 +10,6 @@ in one bit is shown with ``!`` and never chosen.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import subprocess
 import sys
@@ -21,13 +20,14 @@ import torch
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,
     GemmConfig,
     GemmShape,
+    StreamedConfig,
     TritonConfig,
     TuningTable,
     in_order_config,
@@ -93,34 +93,21 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 
 T = TritonConfig
-#: Weights first.
-F = functools.partial(TritonConfig, pdl=True, tma_rows=False, weights_first=True)
 #: Narrow weights have too few bytes in flight: 1 us of latency at 4.6 TB/s is 4.6 MB, so their few
 #: programs need deep pipelines. Programs of wide weights share a multiprocessor.
 UP_TO_16 = [
-    F(16, 64, 128, 4, 3),
-    F(16, 64, 128, 4, 5),
-    F(16, 64, 128, 4, 6, tma=True),
-    F(16, 64, 128, 4, 10),
-    F(16, 64, 128, 4, 12, tma=True),
-    F(16, 64, 256, 4, 3),
-    F(16, 64, 256, 4, 5),
-    F(16, 64, 256, 4, 6, tma=True),
-    F(16, 32, 256, 4, 5),
-    F(16, 32, 256, 4, 8, tma=True),
-    F(16, 32, 256, 4, 12),
     T(16, 64, 128, 4, 3),
     T(16, 64, 128, 4, 5),
     T(16, 64, 128, 4, 7),
     T(16, 64, 128, 4, 10),
-    T(16, 64, 128, 4, 8, tma=True, tma_rows=False),
+    T(16, 64, 128, 4, 8, tma=True),
     T(16, 64, 256, 4, 3, tma=True),
-    T(16, 64, 256, 4, 5, tma=True, tma_rows=False),
+    T(16, 64, 256, 4, 5, tma=True),
     T(16, 32, 256, 4, 3),
     T(16, 32, 256, 4, 5),
     T(16, 32, 256, 4, 8),
     T(16, 32, 256, 4, 6, tma=True),
-    T(16, 32, 256, 4, 8, tma=True, tma_rows=False),
+    T(16, 32, 256, 4, 8, tma=True),
     T(16, 32, 128, 4, 10),
     T(16, 16, 256, 2, 4),
     T(16, 128, 64, 4, 6),
@@ -130,14 +117,10 @@ UP_TO_16 = [
     T(16, 64, 128, 4, 4),
 ]
 UP_TO_32 = [
-    F(32, 64, 128, 4, 8, tma=True),
-    F(32, 64, 256, 4, 5, tma=True),
-    F(32, 32, 256, 4, 8),
     T(32, 64, 128, 4, 3),
     T(32, 64, 128, 4, 5, tma=True),
     T(32, 64, 128, 4, 7, tma=True),
     T(32, 64, 128, 4, 9, tma=True),
-    T(32, 64, 128, 4, 7, tma=True, tma_rows=False),
     T(32, 64, 256, 4, 4, tma=True),
     T(32, 32, 256, 4, 6),
     T(32, 32, 256, 4, 6, tma=True),
@@ -197,7 +180,25 @@ def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
     found = next((configs for limit, configs in limits if rows <= limit), BEYOND)
     out: list[GemmConfig] = [CublasConfig(), in_order_config(shape, rows, hopper=True)]
     out += [config for config in found if config not in out and fits(config, shape)]
-    return out
+    return out + streamed(shape, rows)
+
+
+def streamed(shape: GemmShape, rows: int) -> list[GemmConfig]:
+    """Tiles of the Hopper kernel of few rows, one tile of rows or two."""
+    if rows > 128 or torch.cuda.get_device_capability()[0] != 9:
+        return []
+    sizes = [size for size in (8, 16, 32, 64, 128) if size >= rows][:1]
+    sizes += [64] if rows > 64 else []
+    gated = shape.epilogue == "silu_mul"
+    widths = [(32, 1), (32, 2), (32, 3)] if gated else [(32, 1), (48, 1), (64, 1)]
+    boxes = [2, 4] if rows <= 32 else [1, 2]
+    return [
+        StreamedConfig(size, width, box, groups)
+        for size in sizes
+        for width, groups in widths
+        for box in boxes
+        if size < 128 or box == 1
+    ]
 
 
 def fits(config: TritonConfig, shape: GemmShape) -> bool:
@@ -207,8 +208,9 @@ def fits(config: TritonConfig, shape: GemmShape) -> bool:
     rows, weights = config.block_rows, config.block_features * (1 + gated)
     # Narrow tiles leave shared memory before their product, so one stage needs no room.
     stages = config.num_stages - (config.block_features < 64)
-    tiles = rows + weights * stages if config.weights_first else (rows + weights) * stages
-    return 2 * config.block_depth * tiles < 227 << 10 and not (gated and sums > 1 << 14)
+    return 2 * config.block_depth * (rows + weights) * stages < 227 << 10 and not (
+        gated and sums > 1 << 14
+    )
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -221,8 +223,9 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
     for shape in shapes:
         for count in rows:
             for config in [CANONICAL, *candidates(shape, count)]:
-                if isinstance(config, TritonConfig):
-                    even = shape.in_features % config.block_depth == 0
+                if not isinstance(config, CublasConfig):
+                    depth = getattr(config, "block_depth", 1)
+                    even = shape.in_features % depth == 0
                     jobs[config, shape.epilogue, even, shape.in_features >= 4096] = config, shape
     for config, shape in list(jobs.values())[index::COMPILERS]:
         features = 1024 if shape.epilogue == "silu_mul" else 512
@@ -255,12 +258,12 @@ def library_agrees(
 def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
         return "cublas"
-    tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
-    tma = ("t" if config.tma_rows else "w") if config.tma else ""
-    tma += "f" if config.weights_first else ""
-    flags = tma + (f"o{config.prefetch_bytes}" if config.pdl else "")
-    flags += {"early": "", "late": "+", "never": "-"}[config.release]
-    return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
+    tile = f"{config.block_rows}x{config.block_features}"
+    release = {"early": "", "late": "+", "never": "-"}[config.release]
+    if isinstance(config, StreamedConfig):
+        return f"{tile}b{config.boxes}g{config.warp_groups}{release}"
+    flags = ("t" if config.tma else "") + (f"o{config.prefetch_bytes}" if config.pdl else "")
+    return f"{tile}x{config.block_depth}w{config.num_warps}s{config.num_stages}{flags}{release}"
 
 
 def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]:

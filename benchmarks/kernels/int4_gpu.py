@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.hopper import SHARED_MEMORY
 from sametoken.ops.model.gemm import int4_hopper
-from sametoken.ops.model.gemm import triton as gemm
+from sametoken.ops.model.gemm import product as gemm
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels

@@ -141,7 +141,7 @@ def require_equal(
 
 def run_kernels() -> None:
     """Run loads through tensor descriptors, PDL and prefetches, at odd row counts."""
-    from sametoken.ops.model.gemm.triton import product
+    from sametoken.ops.model.gemm.product import product
     from sametoken.ops.model.gemm.tuning import CANONICAL, TritonConfig
 
     forms = (

@@ -60,7 +60,7 @@ CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=6, pdl=True),
     TritonConfig(32, 128, DEPTH, num_warps=8, num_stages=3, tma=True),
     TritonConfig(64, 256, DEPTH, num_warps=8, num_stages=3),
-    TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
+    TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True),
     TritonConfig(256, 64, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(128, 128, DEPTH, num_warps=8, num_stages=4, tma=True),
     TritonConfig(128, 256, DEPTH, num_warps=8, num_stages=4, tma=True),
@@ -69,7 +69,7 @@ CONFIGS = [
 GATED_CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, pdl=True),
     TritonConfig(32, 64, DEPTH, num_warps=8, num_stages=4, tma=True),
-    TritonConfig(64, 64, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
+    TritonConfig(64, 64, DEPTH, num_warps=4, num_stages=4, tma=True),
     TritonConfig(64, 128, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(128, 64, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(128, 128, DEPTH, num_warps=8, num_stages=4, tma=True),

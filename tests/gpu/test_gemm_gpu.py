@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sametoken.ops.hopper import is_hopper
 from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.selfcheck import ProvenTable
-from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,
     GemmShape,
+    StreamedConfig,
     TritonConfig,
     TuningTable,
+    default_config,
     in_order_config,
 )
 from sametoken.ops.triton import DeviceWeight
@@ -23,6 +26,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+ON_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 
 CONFIGS = [
     TritonConfig(16, 16, 256, num_warps=2, num_stages=4),
@@ -30,19 +34,27 @@ CONFIGS = [
     TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, pdl=True),
     TritonConfig(32, 32, 128, num_warps=4, num_stages=3, pdl=True),
     TritonConfig(16, 64, 128, num_warps=4, num_stages=5, pdl=True, prefetch_bytes=0),
-    TritonConfig(16, 64, 128, 4, 5, tma=True, pdl=True, weights_first=True),
-    TritonConfig(32, 32, 256, 4, 4, pdl=True, prefetch_bytes=1024, weights_first=True),
     TritonConfig(32, 64, 128, num_warps=4, num_stages=4, tma=True),
     TritonConfig(64, 64, 64, num_warps=4, num_stages=5, tma=True),
     TritonConfig(64, 128, 64, num_warps=4, num_stages=3),
     TritonConfig(128, 64, 64, num_warps=4, num_stages=3),
     TritonConfig(128, 128, 64, num_warps=8, num_stages=3, tma=True),
     TritonConfig(16, 64, 64, num_warps=4, num_stages=10),
-    TritonConfig(16, 32, 256, num_warps=4, num_stages=5, tma=True, tma_rows=False),
-    TritonConfig(16, 64, 128, num_warps=4, num_stages=5, tma=True, tma_rows=False),
+    TritonConfig(16, 32, 256, num_warps=4, num_stages=5, tma=True),
+    TritonConfig(16, 64, 128, num_warps=4, num_stages=5, tma=True),
     TritonConfig(32, 64, 64, num_warps=4, num_stages=9, tma=True),
     TritonConfig(64, 64, 64, num_warps=4, num_stages=8, tma=True),
     TritonConfig(128, 64, 128, num_warps=4, num_stages=3, tma=True),
+]
+STREAMED = [
+    StreamedConfig(8, 32, boxes=4),
+    StreamedConfig(16, 48, boxes=2),
+    StreamedConfig(32, 64, boxes=2, release="never"),
+    StreamedConfig(64, 32, boxes=2),
+    StreamedConfig(64, 64, boxes=1),
+    StreamedConfig(8, 32, boxes=2, warp_groups=2),
+    StreamedConfig(64, 32, boxes=1, warp_groups=3),
+    StreamedConfig(128, 32, boxes=1, warp_groups=3),
 ]
 EPILOGUES = ["none", "bias", "silu_mul", "logits"]
 ROW_COUNTS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 511, 512]
@@ -78,20 +90,45 @@ def test_every_kernel_and_row_count_gives_the_same_rows(features, depth, epilogu
             assert torch.equal(out, expected[:rows]), (config, rows)
 
 
+@pytest.mark.skipif(not ON_HOPPER, reason="these kernels are Hopper's")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("features", [16, 576, 4096, 8192])
+@pytest.mark.parametrize(("features", "depth"), [(1008, 2888), (6144, 4096), (48, 264), (16, 72)])
+def test_streamed_products_have_the_canonical_bits(features, depth, epilogue, dtype):
+    """NaN around activations and weights."""
+    memory = torch.full((140, depth), torch.nan, device="cuda", dtype=dtype)
+    memory[4:134] = normal(130, depth, dtype=dtype)
+    weights = torch.full((features + 128, depth), torch.nan, device="cuda", dtype=dtype)
+    weights[64 : 64 + features] = normal(features, depth, dtype=dtype, seed=1)
+    x, matrix, bias = memory[4:134], weights[64 : 64 + features], bias_of(epilogue, features, dtype)
+    expected = by_canonical(x, matrix, epilogue, bias)
+    assert expected.isfinite().all()
+    for config in STREAMED:
+        if epilogue == "silu_mul" and config.block_features != 32:
+            continue
+        for rows in (1, 3, 8, 9, 33, 64, 65, 128, 130):
+            out = product(config, x[:rows], matrix, epilogue, bias)
+            assert torch.equal(out, expected[:rows]), (config, rows)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("features", [16, 576, 4096, 8192, 24576])
 @pytest.mark.parametrize("hopper", [True, False])
 def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue, hopper):
-    x, matrix = normal(2048, 1024), normal(features, 1024, seed=1)
-    bias = bias_of(epilogue, features)
+    x, matrix = normal(2048, 4096), normal(features, 4096, seed=1)
+    bias, shape = bias_of(epilogue, features), GemmShape(features, 4096, epilogue)
     expected = by_canonical(x, matrix, epilogue, bias)
     for rows in ROW_BUCKETS:
-        config = in_order_config(GemmShape(features, 1024, epilogue), rows, hopper)
-        out = product(config, x[:rows], matrix, epilogue, bias)
-        assert torch.equal(out, expected[:rows]), config
+        configs = {in_order_config(shape, rows, hopper)}
+        # cuBLAS has to prove itself.
+        if not hopper or (ON_HOPPER and rows <= 64):
+            configs.add(default_config(shape, rows, hopper))
+        for config in configs:
+            out = product(config, x[:rows], matrix, epilogue, bias)
+            assert torch.equal(out, expected[:rows]), config
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS, *(STREAMED if ON_HOPPER else [])])
 def test_a_row_cannot_tell_its_place_or_its_company(config):
     x, matrix = normal(96, 2048), normal(512, 2048, seed=1)
     expected = product(CANONICAL, x[:1].contiguous(), matrix)
@@ -154,9 +191,16 @@ def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
         assert torch.equal(out, expected[:rows]), (config, rows)
 
 
-@pytest.mark.parametrize(("pdl", "prefetch"), [(False, 0), (True, 0), (True, 1 << 20)])
-def test_a_captured_chain_of_dependent_products_replays_the_same_bits(pdl, prefetch):
-    config = TritonConfig(16, 32, 256, 4, 3, pdl=pdl, prefetch_bytes=prefetch)
+CHAINED = [
+    TritonConfig(16, 32, 256, 4, 3, prefetch_bytes=0),
+    TritonConfig(16, 32, 256, 4, 3, pdl=True, prefetch_bytes=0),
+    TritonConfig(16, 32, 256, 4, 3, pdl=True, prefetch_bytes=1 << 20),
+    *([StreamedConfig(8, 32, boxes=4), StreamedConfig(8, 64, boxes=2)] if ON_HOPPER else []),
+]
+
+
+@pytest.mark.parametrize("config", CHAINED)
+def test_a_captured_chain_of_dependent_products_replays_the_same_bits(config):
     matrices = [normal(2048, 2048, seed=seed) / 45 for seed in range(8)]
     x = normal(4, 2048)
 

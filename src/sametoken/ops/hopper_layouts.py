@@ -18,15 +18,15 @@ if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
 
 
 @gluon.constexpr_function
-def _in_lines(bits):
+def _in_lines(bits, rank=2):
     """Lines of 128 bytes, swizzled, whose elements have this number of bits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 @gluon.constexpr_function
-def swizzled(dtype):
+def swizzled(dtype, rank=2):
     """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
-    return _in_lines(dtype.primitive_bitwidth)
+    return _in_lines(dtype.primitive_bitwidth, rank)
 
 
 @gluon.jit
@@ -52,3 +52,15 @@ def boxes(memory: Tensor, height: int) -> TensorDescriptor:
     assert len(lines) < 2**31
     box = [height, 128 // memory.itemsize]
     return TensorDescriptor.from_tensor(lines, box, _in_lines(8 * memory.itemsize))
+
+
+def boxes_of_halves(memory: Tensor) -> TensorDescriptor:
+    """As ``boxes`` of 64 rows, in turns 8 of the first half of [2 N, columns] and 8 of the second.
+
+    A box is [4, 2, 8, columns], and N a multiple of 8.
+    """
+    rows, columns = len(memory) // 2, memory.shape[1]
+    assert len(memory) % 16 == 0
+    turns = memory.view(2, rows // 8, 8, columns).transpose(0, 1)
+    box = [4, 2, 8, 128 // memory.itemsize]
+    return TensorDescriptor.from_tensor(turns, box, _in_lines(8 * memory.itemsize, 4))

@@ -34,11 +34,12 @@ from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.quantized_selfcheck import QuantizedCheck
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
 from sametoken.ops.model.gemm.stacked import StackedWeight
-from sametoken.ops.model.gemm.triton import epilogue_of, product
+from sametoken.ops.model.gemm.triton import epilogue_of
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
     Epilogue,

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
-from sametoken.ops.model.gemm import fp8_hopper
+from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
+from sametoken.ops.model.gemm import streamed_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import (
     EXPONENT,
@@ -31,7 +31,7 @@ from sametoken.ops.model.gemm.fp8 import (
     Fp8Weight,
 )
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
-from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
+from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig, streamed_config
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import BY_ROW, Rounding
 
@@ -209,7 +209,7 @@ def product(
     Args:
         x: [T, K], contiguous.
         weight: [N, K].
-        epilogue, bias: as in ``gemm.triton.product``.
+        epilogue, bias: as in ``gemm.product``.
         config: by default ``default_config``; its depth must be ``DEPTH`` if scales are of groups.
     """
     rows, in_features = x.shape
@@ -219,9 +219,11 @@ def product(
     values, x_scale = x, None
     if weight.rounding is not None:
         values, x_scale = rounded(x, weight.rounding)
-        if config is None and fp8_hopper.serves(values, weight):
-            return fp8_hopper.product(values, x_scale, weight, epilogue, bias, x.dtype)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
+    if config is None and is_hopper(x.device) and x_scale is not None and not scaling.grouped:
+        streamed = streamed_config(shape, rows, 1)
+        if streamed is not None:
+            return streamed_hopper.product(streamed, values, weight.matrix, epilogue, bias, scaling)
     config = config or default_config(
         shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped
     )

@@ -1,9 +1,8 @@
-"""Tiles of few-row products on Hopper, in Gluon: two warps load them, others multiply and store.
+"""What products of few rows on Hopper share, in Gluon: loads of activations, stores of results.
 
-A tile is 64 rows of a weight, of a gated product 32 of gate and 32 of up. Its depth comes in chunks
-of PARTS boxes of 128 bytes a row. Weights are written by no kernel before, so their warp does not
-wait for any, and fills all slots while those still run. Activations come after the wait, and so
-does all that is stored, which needs them.
+A warp loads weights, which no kernel before writes: it waits for none, and fills all slots while
+those still run. Another loads activations, after the wait; what is stored needs them. The depth of
+a tile comes in chunks of PARTS boxes of 128 bytes a row.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -16,30 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box
-
-
-@gluon.jit
-def load_weights(
-    weight, boxes, full, free, num_tiles, chunks, row_tiles, out_features,
-    GATED: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads weights: boxes of 32 rows, of a gated product of gate, then of up."""
-    OWN: gl.constexpr = 32 if GATED else 64
-    COLUMNS: gl.constexpr = boxes.shape[2]
-    n = 0 * chunks
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first = tile // row_tiles * OWN
-        for chunk in range(chunks):
-            slot = n % SLOTS
-            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), 64 * 128 * PARTS)
-            for part in gl.static_range(PARTS):
-                for half in gl.static_range(2):
-                    row = first + half * (out_features if GATED else 32)
-                    at = (chunk * PARTS + part) * COLUMNS
-                    place = boxes.index((slot * PARTS + part) * 2 + half)
-                    load_box(weight, [row, at], full.index(slot), place)
-            n += 1
 
 
 @gluon.jit
@@ -73,13 +48,21 @@ def silu_mul_of(gate, up, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_features(out, bias, sums, first_feature, first_row, rows, out_features):
-    """Store sums [features, rows of a tile], rounded once after the bias."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    feature = first_feature + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    row = first_row + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    inside = feature < out_features
+def with_bias(sums, bias, first_feature, out_features):
+    """Sums [features, rows] and the bias, if any."""
     if bias is not None:
-        sums += gl.load(bias + feature, mask=inside, other=0.0)[:, None]
+        places = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, sums.type.layout))
+        feature = first_feature + places
+        sums += gl.load(bias + feature, mask=feature < out_features, other=0.0)[:, None]
+    return sums
+
+
+@gluon.jit
+def store_features(out, values, first_feature, end_feature, first_row, rows, out_features):
+    """Store values [features, rows of a tile], rounded, up to ``end_feature``."""
+    LAYOUT: gl.constexpr = values.type.layout
+    feature = first_feature + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    row = first_row + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     at = out + row.to(gl.int64)[None, :] * out_features + feature[:, None]
-    gl.store(at, sums.to(out.dtype.element_ty), mask=(row < rows)[None, :] & inside[:, None])
+    mask = (row < rows)[None, :] & (feature < end_feature)[:, None]
+    gl.store(at, values.to(out.dtype.element_ty), mask=mask)

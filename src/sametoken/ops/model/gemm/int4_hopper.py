@@ -39,7 +39,7 @@ def serves(panels: Int4Panels) -> bool:
 def product(
     x: Tensor, panels: Int4Panels, epilogue: Epilogue = "none", bias: Tensor | None = None
 ) -> Tensor:
-    """One product; ``epilogue`` and ``bias`` as in ``gemm.triton``.
+    """One product; ``epilogue`` and ``bias`` as in ``gemm.product``.
 
     Args:
         x: [T, K], contiguous, in the dtype of ``panels.paired``.

@@ -23,13 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import new_barriers, products, swizzled
-from sametoken.ops.model.gemm.hopper_tiles import (
-    load_rows,
-    load_weights,
-    silu_mul_of,
-    store_features,
-)
+from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
+from sametoken.ops.model.gemm.hopper_tiles import load_rows, silu_mul_of, store_features, with_bias
 from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
 
 #: Warp groups that take turns.
@@ -180,6 +175,12 @@ def _hand_on(memory, sums, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _store_half(out, bias, sums, first, row, rows, out_features):
+    sums = with_bias(sums, bias, first, out_features)
+    store_features(out, sums, first, out_features, row, rows, out_features)
+
+
+@gluon.jit
 def _store(
     out, bias, sums, tile, row_tiles, rows, out_features, GATED: gl.constexpr, dtype: gl.constexpr
 ):  # fmt: skip
@@ -190,11 +191,12 @@ def _store(
     low, high = gl.split(halves)
     if GATED:
         gated = silu_mul_of(low, high, dtype)
-        store_features(out, bias, gated, tile // row_tiles * 32, row, rows, out_features)
+        first = tile // row_tiles * 32
+        _store_half(out, bias, gated, first, row, rows, out_features)
     else:
         first = tile // row_tiles * 64
-        store_features(out, bias, low, first, row, rows, out_features)
-        store_features(out, bias, high, first + 32, row, rows, out_features)
+        _store_half(out, bias, low, first, row, rows, out_features)
+        _store_half(out, bias, high, first + 32, row, rows, out_features)
 
 
 @gluon.jit
@@ -249,6 +251,27 @@ def _take_turns(
         tile, own_rows = next_tile, next_rows
 
 
+@gluon.jit
+def _load_words(
+    words, boxes, full, free, num_tiles, chunks, row_tiles, out_features, GATED: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads words: boxes of 32 rows, of a gated product of gate, then of up."""
+    OWN: gl.constexpr = 32 if GATED else 64
+    n = 0 * chunks
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        first = tile // row_tiles * OWN
+        for chunk in range(chunks):
+            slot = n % SLOTS
+            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), 64 * 128)
+            for half in gl.static_range(2):
+                row = first + half * (out_features if GATED else 32)
+                place = boxes.index(slot * 2 + half)
+                load_box(words, [row, chunk * WORDS], full.index(slot), place)
+            n += 1
+
+
 @gluon.jit(do_not_specialize=["rows", "num_tiles"])
 def turns_kernel(
     x,  # descriptor of [rows, in_features]
@@ -300,9 +323,9 @@ def turns_kernel(
                 scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles,
                 out_features, GATED, IN_BLOCK, SLOTS, 2,
             )),
-            (load_weights, (
+            (_load_words, (
                 words, word_boxes, full, free, num_tiles, chunks, row_tiles, out_features, GATED,
-                1, SLOTS,
+                SLOTS,
             )),
             (load_rows, (
                 x, x_boxes, full, free, num_tiles, chunks, row_tiles, 4, SLOTS, PDL,

@@ -2,7 +2,7 @@
 
 Elements for few rows of 16 bits (``FEW_ROWS``; more in ``int4_hopper``) are made in registers,
 else in memory; either way the products of a row are added in order, so the bits are those of
-``gemm.triton``.
+``gemm.product``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -18,16 +18,16 @@ from torch import Tensor
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm import int4_hopper
-from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8_triton import shared_memory
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
-from sametoken.ops.model.gemm.triton import epilogue_of, launch_and_prefetch
+from sametoken.ops.model.gemm.product import product as product_of_matrix
+from sametoken.ops.model.gemm.triton import epilogue_of, launch_and_prefetch, output_of
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
     Epilogue,
     GemmChooser,
     GemmShape,
-    TritonConfig,
+    StreamedConfig,
     TuningTable,
 )
 from sametoken.ops.pdl import gdc_wait, pdl_options
@@ -113,10 +113,9 @@ class Int4DeviceWeight:
                 return product(x, self.panels, epilogue, bias)
         shape = GemmShape(self.out_features, self.in_features, epilogue)
         config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
-        if isinstance(config, TritonConfig):
-            # The matrix is written by the kernel before.
-            config = replace(config, weights_first=False)
-        return gemm.product(config, x, self.panels.expanded(x.dtype), epilogue, bias)
+        # The matrix is written by the kernel before, and that one would not wait for it.
+        assert not isinstance(config, StreamedConfig)
+        return product_of_matrix(config, x, self.panels.expanded(x.dtype), epilogue, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ def product(
     bias: Tensor | None = None,
     config: Int4Config | None = None,
 ) -> Tensor:
-    """One product by the kernel for few rows; ``epilogue`` and ``bias`` as in ``gemm.triton``.
+    """One product by the kernel for few rows; ``epilogue`` and ``bias`` as in ``gemm.product``.
 
     Args:
         x: [T, K], contiguous.
@@ -184,7 +183,7 @@ def product(
     assert x.is_contiguous()
     rows, in_features = x.shape
     assert in_features == panels.in_features
-    out = gemm.output_of(x, panels.out_features, epilogue, x.dtype)
+    out = output_of(x, panels.out_features, epilogue, x.dtype)
     gated, out_features = epilogue == "silu_mul", out.shape[1]
     if not rows:
         return out

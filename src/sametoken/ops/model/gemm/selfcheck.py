@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     CublasConfig,

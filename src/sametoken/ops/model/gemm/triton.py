@@ -1,7 +1,6 @@
-"""Matrix products on a GPU: one Triton kernel, and cuBLAS where its bits match.
+"""Matrix products in Triton: a kernel of any tiles, with the same bits.
 
-No kernel uses split-K, and all add over in_features in order, so a row's bits do not depend on
-the row count, the tiles, or the kernel (tests/gpu/test_gemm_gpu.py).
+It adds over in_features in order.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -10,15 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.activation_triton import activated, silu_mul
-from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
+from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.gemm.tuning import Epilogue, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -41,8 +39,6 @@ def sums(
     up_scales,
     x_scales,  # [rows] likewise, or None
     EPILOGUE: tl.constexpr,
-    PDL: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     W_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
@@ -50,27 +46,14 @@ def sums(
     """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
     Sums of a group are multiplied by its scales, if any; scales are W_STEP and X_STEP apart.
-    WEIGHTS_FIRST fills the load pipeline with weights before the previous kernel has finished.
-    The compiler pipelines only what is loaded and multiplied in the same iteration, so activations
-    are loaded one iteration ahead, through registers, and stay out of the pipeline. The wait is in
-    the first iteration, after the weights of all stages (tests/unit/ops/test_pdl.py).
     """
     DEPTH: tl.constexpr = w_at.shape[1]
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     up = acc
-    if WEIGHTS_FIRST:
-        x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
     for k in tl.range(0, in_features, DEPTH):
         inside = k + depth < in_features
-        if WEIGHTS_FIRST:
-            if k == 0:
-                gdc_wait(PDL)
-                x_tile = _tile(None, 0, x_at, k, row_present, inside, EVEN_DEPTH)
-            next_inside = k + DEPTH + depth < in_features
-            x_next = _tile(None, 0, x_at, k + DEPTH, row_present, next_inside, False)
-        else:
-            x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
+        x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         group = k // DEPTH
         acc = with_products(
@@ -82,8 +65,6 @@ def sums(
             up = with_products(
                 up, w_tile, x_tile, up_scales, present, x_scales, row_present, group, W_STEP, X_STEP
             )
-        if WEIGHTS_FIRST:
-            x_tile = x_next
     return acc, up
 
 
@@ -205,41 +186,6 @@ def epilogue_of(bias: Tensor | None, out_dtype: torch.dtype | None) -> Epilogue:
     return "none" if bias is None else "bias"
 
 
-def product(
-    config: GemmConfig,
-    x: Tensor,
-    matrix: Tensor,
-    epilogue: Epilogue = "none",
-    bias: Tensor | None = None,
-) -> Tensor:
-    """One product by one given kernel.
-
-    Args:
-        config: the kernel.
-        x: [T, K], contiguous.
-        matrix: [N, K], contiguous, of x's dtype.
-        epilogue: "silu_mul" gives [T, N / 2], "logits" fp32.
-        bias: [N], for the epilogue "bias".
-    """
-    assert x.is_contiguous()
-    assert matrix.is_contiguous()
-    assert x.shape[1] == matrix.shape[1]
-    assert x.dtype == matrix.dtype
-    assert (bias is not None) == (epilogue == "bias")
-    if isinstance(config, CublasConfig):
-        return _cublas_product(x, matrix, epilogue, bias)
-    return tiled_product(config, x, matrix, epilogue, bias)
-
-
-def _cublas_product(x: Tensor, matrix: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
-    if epilogue == "logits":
-        return torch.mm(x, matrix.t(), out_dtype=torch.float32)
-    if epilogue == "bias":
-        return F.linear(x, matrix, bias)
-    out = torch.mm(x, matrix.t())
-    return silu_mul(out) if epilogue == "silu_mul" else out
-
-
 def tiled_product(
     config: TritonConfig,
     x: Tensor,
@@ -248,12 +194,11 @@ def tiled_product(
     bias: Tensor | None,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """``product`` by the Triton kernel, which also takes float8 e4m3 operands.
+    """``gemm.product`` by this kernel, which also takes float8 e4m3 operands.
 
     Those have a ``scaling``, applied before the epilogue; their bits depend on
     ``config.block_depth`` and no other field.
     """
-    assert scaling is None or not config.weights_first
     dtype = x.dtype if scaling is None else scaling.dtype
     out = output_of(x, matrix.shape[0], epilogue, dtype)
     (rows, out_features), in_features = out.shape, x.shape[1]
@@ -262,8 +207,7 @@ def tiled_product(
         return out
     x_tiles = w_tiles = None
     if config.tma:
-        if config.tma_rows:
-            x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
+        x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
         w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
     programs = cdiv(rows, config.block_rows) * cdiv(out_features, config.block_features)
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -284,7 +228,6 @@ def tiled_product(
         EPILOGUE=epilogue,
         PDL=config.pdl,
         RELEASE=config.release if supports_pdl(x) else "never",
-        WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
@@ -334,7 +277,6 @@ def _product_kernel(
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
     RELEASE: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
     PREFETCH_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -370,8 +312,7 @@ def _product_kernel(
             w_scale = tl.load(w_scales, mask=is_feature, other=0)
             if EPILOGUE == "silu_mul":
                 up_scale = tl.load(up_scales, mask=is_feature, other=0)
-    if not WEIGHTS_FIRST:
-        gdc_wait(PDL)
+    gdc_wait(PDL)
     if row_scales is not None:
         x_scales = row_scales + row * X_GROUPS
         if not GROUPED:
@@ -383,7 +324,7 @@ def _product_kernel(
         x_tiles, first_row, x_at, is_row, w_tiles, first_feature, w_at, is_feature,
         half, out_features, in_features, w_scales if GROUPED else None,
         up_scales if GROUPED else None, x_scales if GROUPED else None,
-        EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
+        EPILOGUE, EVEN_DEPTH,
         1 if W_GROUPS > 1 else 0, 1 if X_GROUPS > 1 else 0,
     )  # fmt: skip
     gdc_launch_dependents(RELEASE == "late")

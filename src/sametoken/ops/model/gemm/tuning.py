@@ -7,21 +7,22 @@ verifies that on the chip in use. ``benchmarks/kernels/gemm_gpu.py`` writes the 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Literal, Protocol, get_args
 
 from sametoken.errors import ConfigError
+from sametoken.ops.hopper import MULTIPROCESSORS
+from sametoken.ops.launch_sizes import cdiv
 
 #: Operation on a product before its store; "logits" leaves it in fp32.
 Epilogue = Literal["none", "bias", "silu_mul", "logits"]
 
-#: When a product triggers the launch of the next kernel.
+#: When a product lets the next kernel start: at once, when its sums are done, or when it ends.
 Release = Literal["early", "late", "never"]
 
 #: A row count uses the choice of the smallest bucket that holds it, or of the last one.
@@ -30,9 +31,11 @@ ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 #: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
 
-#: A weight with fewer features than the first leaves most of a Hopper's multiprocessors without a
-#: program; with fewer than the second, each has one to itself.
-NARROW, MIDDLE = 4608, 8448
+#: A weight with fewer features leaves most of a Hopper's multiprocessors without a large tile.
+NARROW = 4608
+
+#: Bytes of a weight's row from which its tiles are shared out evenly among multiprocessors.
+LONG = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,11 @@ class TritonConfig:
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
         tma: load tiles through tensor descriptors (TMA).
-        tma_rows: with ``tma``, load the activations' tiles by TMA too, not through pointers.
         pdl: start before the previous kernel ends (programmatic dependent launch, compute
             capability 9.0 and up).
         prefetch_bytes: with ``pdl``, bytes of each weight row to prefetch into L2 before the
             wait: a multiple of 16 or 0, capped at the row.
-        release: when the next kernel may start: "early" (with ``pdl``) at once, "late" when the
-            sums are done, "never" before this kernel ends.
-        weights_first: with ``pdl``, also fill the load pipeline with weights before the wait;
-            activations then pass through registers, which limits ``block_rows``.
+        release: when the next kernel may start.
     """
 
     block_rows: int
@@ -74,9 +73,27 @@ class TritonConfig:
     tma: bool = False
     pdl: bool = False
     prefetch_bytes: int = 8192
-    tma_rows: bool = True
     release: Release = "early"
-    weights_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedConfig:
+    """Tiles of the Hopper kernel of few rows, whose weights wait for no kernel; bits do not change.
+
+    Attributes:
+        block_rows: activation rows per program: a power of two of at least 8.
+        block_features: weight rows per warp group: 16, 32, 48 or 64; 32 of gate and of up each for
+            ``silu_mul``.
+        boxes: lines of 128 bytes of a weight's row per loop iteration.
+        warp_groups: groups of four warps per program, 1 to 3.
+        release: when the next kernel may start.
+    """
+
+    block_rows: int
+    block_features: int
+    boxes: int
+    warp_groups: int = 1
+    release: Release = "early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +101,10 @@ class CublasConfig:
     """cuBLAS, where it does not use split-K."""
 
 
-GemmConfig = TritonConfig | CublasConfig
+GemmConfig = TritonConfig | StreamedConfig | CublasConfig
 
 #: The kernel whose bits define the result; every other choice must equal it.
 CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
-
-_streamed = functools.partial(TritonConfig, tma=True, pdl=True, prefetch_bytes=0)
 
 #: fp32 products do not use tensor cores: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
@@ -173,44 +188,61 @@ def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
         rows: of activations.
         hopper: the chip has the wgmma, TMA and programmatic launches of a Hopper.
     """
-    return CublasConfig() if hopper and rows > 64 else in_order_config(shape, rows, hopper)
+    if not hopper:
+        return in_order_config(shape, rows, hopper)
+    streamed = streamed_config(shape, rows, 2)
+    return streamed or (CublasConfig() if rows > 64 else in_order_config(shape, rows, hopper))
+
+
+def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> StreamedConfig | None:
+    """The Hopper kernel of few rows; None for other shapes, and for rows of which others win.
+
+    Tuned inside whole decode steps, all products together (benchmarks/kernels/decode_gpu.py).
+
+    Args:
+        shape: of the product.
+        rows: of activations.
+        element_bytes: of activations and weights: 2, or 1 for float8.
+    """
+    gated, row_bytes = shape.epilogue == "silu_mul", shape.in_features * element_bytes
+    features = shape.out_features // (2 if gated else 1)
+    if row_bytes % 16 or (gated and features % 8):
+        return None
+    if rows > (64 if element_bytes > 1 else 32):
+        # Two tiles of rows give twice as many programs to a narrow weight.
+        twice = element_bytes > 1 and rows <= 128 and features < NARROW and not gated
+        return StreamedConfig(64, 64, boxes=1) if twice else None
+    block = next(size for size in (8, 16, 32, 64) if rows <= size)
+    if gated:
+        few = row_bytes < LONG or block == 8
+        groups = 1 if few else _evenest(features, [96, 64, 32]) // 32
+        return StreamedConfig(block, 32, boxes=2, warp_groups=groups)
+    widths = [64] if row_bytes < LONG else [64, 32] if block == 32 else [64, 48, 32]
+    width = _evenest(features, widths)
+    return StreamedConfig(block, width, boxes=4 if width == 32 and block <= 32 else 2)
+
+
+def _evenest(features: int, widths: Sequence[int]) -> int:
+    """The width of tiles that keeps the busiest multiprocessor busy for the shortest time."""
+    return min(widths, key=lambda width: cdiv(cdiv(features, width), MULTIPROCESSORS) * width)
 
 
 def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     """The Triton kernel of shapes that have not been tuned; arguments as ``default_config``."""
+    gated = shape.epilogue == "silu_mul"
     # TMA reads rows that begin at multiples of 16 bytes.
-    if hopper and shape.in_features % 8 == 0:
-        return _hopper_config(shape, rows)
+    if rows > 64 and hopper and shape.in_features % 8 == 0:
+        if rows <= 128 and not gated:
+            return TritonConfig(64, 64, 128, 4, 4, tma=True, pdl=True, prefetch_bytes=0)
+        return TritonConfig(128, 128, 64, 8, 4, tma=True, pdl=True, prefetch_bytes=0)
     if rows > 64:
-        warps = 8 if shape.epilogue == "silu_mul" else 4
-        return TritonConfig(128, 64, 64, num_warps=warps, num_stages=3)
-    programs = shape.out_features // (2 if shape.epilogue == "silu_mul" else 1)
+        return TritonConfig(128, 64, 64, num_warps=8 if gated else 4, num_stages=3)
+    programs = shape.out_features // (2 if gated else 1)
     widths = (width for width in (64, 32) if programs // width >= MIN_PROGRAMS)
     width = next(widths, 16)
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     depth = 256 if width <= 32 and block_rows <= 32 else 128
     return TritonConfig(block_rows, width, depth, num_warps=4, num_stages=3)
-
-
-def _hopper_config(shape: GemmShape, rows: int) -> TritonConfig:
-    """Few programs, as of a narrow weight, need deep pipelines: 1 us of latency is 4.6 MB."""
-    gated = shape.epilogue == "silu_mul"
-    features = shape.out_features // (2 if gated else 1)
-    narrow = features < NARROW
-    if rows <= 16:
-        if narrow:
-            return _streamed(16, 64, 256, 4, 3 if gated else 5, tma_rows=False)
-        stages = 3 if gated else 7 if features < MIDDLE else 4
-        return TritonConfig(16, 64, 128, 4, stages, pdl=True, prefetch_bytes=1024)
-    if rows <= 32:
-        return _streamed(32, 64, 128, 4, 9 if narrow and not gated else 5)
-    if rows <= 64:
-        if gated:
-            return _streamed(32, 64, 128, 4, 4) if narrow else _streamed(64, 64, 64, 4, 4)
-        return _streamed(32, 64, 128, 4, 7) if narrow else _streamed(64, 64, 128, 4, 6)
-    if rows <= 128 and not gated:
-        return _streamed(64, 64, 128, 4, 4)
-    return _streamed(128, 128, 64, 8, 4)
 
 
 def load_table(
@@ -245,12 +277,12 @@ def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
     for bucket, config in row["choices"].items():
         if int(bucket) not in ROW_BUCKETS:
             raise ValueError(f"unknown row bucket {bucket}")
-        choices[int(bucket)] = CublasConfig() if config == "cublas" else _triton_config(**config)
+        choices[int(bucket)] = CublasConfig() if config == "cublas" else _tiles(**config)
     return shape, choices
 
 
-def _triton_config(**fields: Any) -> TritonConfig:
-    config = TritonConfig(**fields)
+def _tiles(**fields: Any) -> TritonConfig | StreamedConfig:
+    config = StreamedConfig(**fields) if "boxes" in fields else TritonConfig(**fields)
     if config.release not in get_args(Release):
         raise ValueError(f"unknown release {config.release!r}")
     return config

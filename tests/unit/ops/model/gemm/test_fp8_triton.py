@@ -33,7 +33,7 @@ CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
     TritonConfig(32, 128, DEPTH, num_warps=4, num_stages=3),
     TritonConfig(64, 64, DEPTH, num_warps=8, num_stages=2, tma=True),
-    TritonConfig(16, 64, 2 * DEPTH, num_warps=4, num_stages=3, tma=True, tma_rows=False),
+    TritonConfig(16, 64, 2 * DEPTH, num_warps=4, num_stages=3, tma=True),
 ]
 EPILOGUES = ("none", "bias", "silu_mul", "logits")
 
@@ -175,7 +175,6 @@ def test_a_depth_or_features_that_would_change_bits_are_refused():
         (grouped, TritonConfig(16, 64, 2 * DEPTH, 4, 2)),
         (grouped, TritonConfig(16, 64, DEPTH // 2, 4, 2)),
         (weight, TritonConfig(16, 32, DEPTH, 4, 2)),
-        (weight, TritonConfig(16, 64, DEPTH, 4, 2, pdl=True, weights_first=True)),
     ):
         with pytest.raises(AssertionError):
             product(x, refused, config=config)

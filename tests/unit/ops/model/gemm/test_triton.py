@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from sametoken.ops.model.gemm import product as gemm
 from sametoken.ops.model.gemm import selfcheck
-from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.selfcheck import ProvenTable, Refusal, check_gemm
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
@@ -57,10 +57,9 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
         TritonConfig(32, 16, 64, num_warps=4, num_stages=2),
         TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True),
         TritonConfig(64, 64, 32, num_warps=8, num_stages=3, tma=True),
-        TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True, tma_rows=False),
-        TritonConfig(16, 16, 32, num_warps=4, num_stages=2, weights_first=True),
-        TritonConfig(16, 64, 16, num_warps=4, num_stages=4, tma=True, weights_first=True),
-        TritonConfig(32, 32, 128, num_warps=4, num_stages=2, weights_first=True),
+        TritonConfig(16, 16, 32, num_warps=4, num_stages=2),
+        TritonConfig(16, 64, 16, num_warps=4, num_stages=4, tma=True),
+        TritonConfig(32, 32, 128, num_warps=4, num_stages=2),
     ],
 )
 @pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "logits"])
@@ -156,13 +155,13 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
 
 def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
     matrix, table = integers(24, 32), ProvenTable(TuningTable(hopper=True))
-    assert table.prove([matrix], (70, 80)) == ()
-    in_order = table.choose(SHAPE, 70)
+    assert table.prove([matrix], (170, 180)) == ()
+    in_order = table.choose(SHAPE, 170)
     assert isinstance(in_order, TritonConfig)
-    (report,) = table.prove([matrix], (70, 80))
+    (report,) = table.prove([matrix], (170, 180))
     assert report.shape == SHAPE
-    assert table.choose(SHAPE, 70) == table.choose(SHAPE, 80) == CublasConfig()
-    assert table.choose(SHAPE, 90) == in_order
+    assert table.choose(SHAPE, 170) == table.choose(SHAPE, 180) == CublasConfig()
+    assert table.choose(SHAPE, 190) == in_order
 
 
 def test_every_kernel_that_is_compared_has_run_before(monkeypatch):
@@ -203,7 +202,7 @@ def test_no_rows_give_no_rows(epilogue):
 def test_a_weight_of_one_row_compiles(tmp_path):
     """The gate of a shared expert has one output."""
     code = """
-from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import CANONICAL
 x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (2, 1))
 assert product(CANONICAL, x, weight).shape == (2, 1)

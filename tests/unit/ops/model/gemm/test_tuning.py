@@ -11,12 +11,14 @@ from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     CublasConfig,
     GemmShape,
+    StreamedConfig,
     TritonConfig,
     TuningTable,
     default_config,
     in_order_config,
     load_table,
     row_bucket,
+    streamed_config,
     table_name,
 )
 
@@ -52,16 +54,18 @@ def test_defaults_fit_shared_memory_and_keep_the_chip_busy(features, epilogue, h
         assert config.num_warps in (4, 8)
 
 
-def test_defaults_of_hopper_take_tma_where_rows_allow_it_and_cublas_for_many_rows():
-    even, odd = GemmShape(4096, 4096), GemmShape(4096, 4100)
+def test_defaults_of_hopper_stream_few_rows_and_are_cublas_for_many():
+    even, odd = GemmShape(6144, 4096), GemmShape(6144, 4100)
     for rows in (1, 64):
-        assert default_config(even, rows, hopper=True).tma
+        assert default_config(even, rows, hopper=True) == streamed_config(even, rows, 2)
         assert default_config(odd, rows, True) == default_config(odd, rows, False)
+        assert isinstance(in_order_config(even, rows, hopper=True), TritonConfig)
     assert default_config(even, 65, hopper=True) == CublasConfig()
     assert isinstance(default_config(even, 65, hopper=False), TritonConfig)
     table = TuningTable({SHAPE: {4: CONFIG}}, hopper=True)
     assert table.replaced(SHAPE, 64, CONFIG).choose(even, 65) == CublasConfig()
-    assert isinstance(table.in_order(even, 65), TritonConfig)
+    assert table.in_order(even, 65).tma
+    assert not table.in_order(odd, 65).tma
 
 
 def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
@@ -74,7 +78,8 @@ def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
 
 
 def test_a_table_survives_its_file(tmp_path):
-    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    streamed = StreamedConfig(128, 32, boxes=1, warp_groups=3, release="never")
+    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig(), 128: streamed}})
     (tmp_path / "nvidia_h200.json").write_text(table.to_json())
     assert load_table("NVIDIA H200", tmp_path) == table
 

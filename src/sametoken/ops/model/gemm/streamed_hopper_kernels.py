@@ -1,0 +1,215 @@
+"""Products of few rows on Hopper, in Gluon: weights that arrive before activations do.
+
+A program's slots take nearly all of a multiprocessor's shared memory, and its weights are on their
+way while the kernels before it run, which leave the memory idle (docs/LOG.md). Each warp group adds
+up products of FEATURES features and all rows of a tile, in order; all have the same activations.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+# mypy: disable-error-code=assignment
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra import cuda
+
+from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
+from sametoken.ops.model.gemm.hopper_tiles import (
+    load_rows,
+    silu_mul_of,
+    store_features,
+    with_bias,
+)
+
+
+@gluon.jit
+def _load_weights(
+    weight, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads weights; 8 rows of gate and 8 of up take turns in boxes."""
+    boxes, _, full, free = shared
+    _, row_tiles, num_tiles, chunks, _ = sizes
+    BOX: gl.constexpr = boxes.shape[1]
+    COLUMNS: gl.constexpr = boxes.shape[2]
+    ROWS: gl.constexpr = 64 if GATED else FEATURES
+    TURNS: gl.constexpr = swizzled(boxes.dtype, 4)
+    n = 0 * chunks
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        first = tile // row_tiles * (GROUPS * FEATURES)
+        for chunk in range(chunks):
+            slot = n % SLOTS
+            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), PARTS * GROUPS * ROWS * 128)
+            for part in gl.static_range(PARTS):
+                at = (chunk * PARTS + part) * COLUMNS
+                for group in gl.static_range(GROUPS):
+                    place = ((slot * PARTS + part) * GROUPS + group) * (ROWS // BOX)
+                    row = first + group * FEATURES
+                    if GATED:
+                        turns = boxes.index(place)._reinterpret(
+                            boxes.dtype, [4, 2, 8, COLUMNS], TURNS
+                        )
+                        load_box(weight, [row // 8, 0, 0, at], full.index(slot), turns)
+                    else:
+                        for box in gl.static_range(ROWS // BOX):
+                            begin = [row + box * BOX, at]
+                            load_box(weight, begin, full.index(slot), boxes.index(place + box))
+            n += 1
+
+
+@gluon.jit
+def _with_products(
+    sums, boxes, x, slot, GROUP: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Begin the products of a chunk, and wait for those before.
+
+    The unit reads 64 rows from a box on. Those beyond the group's are other weights, or none, and
+    their products are not stored.
+    """
+    LAYOUT: gl.constexpr = swizzled(x.dtype)
+    token = sums
+    for part in gl.static_range(PARTS):
+        box = boxes.index(((slot * PARTS + part) * GROUPS + GROUP) * BOXES)
+        left = box._reinterpret(x.dtype, [64, x.shape[2]], LAYOUT)
+        right = x.index(slot * PARTS + part).permute((1, 0))
+        token = warpgroup_mma(left, right, token, is_async=True)
+    return warpgroup_mma_wait(PARTS, deps=(token,))
+
+
+@gluon.jit
+def _scales_of(scales, first, out_features, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales of the 64 rows of a group's product; any beyond the last."""
+    row = gl.arange(0, 64, layout=LAYOUT)
+    if GATED:
+        feature = gl.minimum(first + row // 16 * 8 + row % 8, out_features - 1)
+        return gl.load(scales + feature + row // 8 % 2 * out_features)
+    return gl.load(scales + gl.minimum(first + row, out_features - 1))
+
+
+@gluon.jit
+def _multiply(
+    given, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """A warp group that multiplies and stores."""
+    scales, row_scales, bias, out = given
+    boxes, x, full, free = shared
+    rows, row_tiles, num_tiles, chunks, out_features = sizes
+    ROWS: gl.constexpr = x.shape[1]
+    BOXES: gl.constexpr = (64 if GATED else FEATURES) // boxes.shape[1]
+    SUMS: gl.constexpr = products(ROWS, 256 // x.dtype.primitive_bitwidth)
+    n = 0 * chunks
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        first = (tile // row_tiles * GROUPS + GROUP) * FEATURES
+        if scales is not None:
+            scale = _scales_of(scales, first, out_features, GATED, gl.SliceLayout(1, SUMS))
+        sums = gl.zeros([64, ROWS], gl.float32, SUMS)
+        for chunk in range(chunks):
+            mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
+            sums = _with_products(sums, boxes, x, n % SLOTS, GROUP, GROUPS, BOXES, PARTS)
+            if chunk > 0:
+                mbarrier.arrive(free.index((n - 1) % SLOTS))
+            n += 1
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(free.index((n - 1) % SLOTS))
+        row = tile % row_tiles * ROWS
+        if scales is not None:
+            # The kernel before wrote these; it has ended, as activations are there.
+            at = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+            row_scale = gl.load(row_scales + at, mask=at < rows, other=0.0, cache_modifier=".cg")
+            sums = sums * (scale[:, None] * row_scale[None, :])
+        if GATED:
+            halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
+            gate, up = gl.split(halves)
+            sums = silu_mul_of(gate, up, out.dtype.element_ty)
+        values = with_bias(sums, bias, first, out_features).to(out.dtype.element_ty)
+        if ROWS > 8:
+            # A thread's features are neighbours in memory.
+            EACH: gl.constexpr = values.shape[0] // 8
+            NEAR: gl.constexpr = gl.BlockedLayout([EACH, 1], [8, 4], [1, 4], [0, 1])
+            values = gl.convert_layout(values, NEAR)
+        end = gl.minimum(first + FEATURES, out_features)
+        store_features(out, values, first, end, row, rows, out_features)
+
+
+@gluon.jit(do_not_specialize=["rows", "row_tiles", "num_tiles", "chunks"])
+def streamed_kernel(
+    x,  # descriptor of [rows, in_features]
+    weight,  # descriptor of [out_features, in_features]; gated: [features / 8, 2, 8, in_features]
+    scales,  # of float8: [out_features or twice as many] fp32, or None
+    row_scales,  # likewise: [rows] fp32
+    bias,  # [out_features], or None
+    out,  # [rows, out_features], written
+    rows,
+    row_tiles,
+    num_tiles,  # of features and rows
+    chunks,
+    out_features,
+    GATED: gl.constexpr,
+    ROWS: gl.constexpr,  # of a tile
+    FEATURES: gl.constexpr,  # of a warp group: a multiple of 16 up to 64, 32 if GATED
+    BOX: gl.constexpr,  # rows of a weight in a box
+    GROUPS: gl.constexpr,
+    PARTS: gl.constexpr,  # boxes of 128 bytes in the depth of a chunk
+    SLOTS: gl.constexpr,
+    EARLY: gl.constexpr,  # let the next kernel start at once
+    PDL: gl.constexpr,
+):
+    """Products in tiles, which are shared out among the programs in turn."""
+    if PDL and EARLY:
+        cuda.gdc_launch_dependents()
+    LAYOUT: gl.constexpr = swizzled(x.dtype)
+    COLUMNS: gl.constexpr = 1024 // x.dtype.primitive_bitwidth
+    TALL: gl.constexpr = 64 if GATED else FEATURES
+    NUMBER: gl.constexpr = (SLOTS * PARTS * GROUPS * TALL + 64 - TALL) // BOX
+    boxes = gl.allocate_shared_memory(x.dtype, [NUMBER, BOX, COLUMNS], LAYOUT)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * PARTS, ROWS, COLUMNS], LAYOUT)
+    # A slot is full when both warps' loads are there, free when no group reads it.
+    full, free = new_barriers(SLOTS, 2), new_barriers(SLOTS, GROUPS)
+    given, shared = (scales, row_scales, bias, out), (boxes, x_boxes, full, free)
+    sizes = (rows, row_tiles, num_tiles, chunks, out_features)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
+                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (load_rows, (
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                )),
+            ],
+            [1, 1], [24, 24],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 1, GROUPS, PARTS, SLOTS)),
+                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (load_rows, (
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                )),
+            ],
+            [4, 1, 1], [152, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 3)
+        gl.warp_specialize(
+            [
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 1, GROUPS, PARTS, SLOTS)),
+                (_multiply, (given, shared, sizes, GATED, FEATURES, 2, GROUPS, PARTS, SLOTS)),
+                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (load_rows, (
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                )),
+            ],
+            [4, 4, 1, 1], [120, 120, 24, 24],
+        )  # fmt: skip

@@ -33,7 +33,7 @@ from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
-from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight
 from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.quantized_selfcheck import QuantizedCheck
 from sametoken.ops.model.gemm.reference import MatrixWeight
@@ -104,6 +104,12 @@ class DeviceWeight(MatrixWeight):
         return product(config, x, self.matrix, epilogue, bias)
 
 
+def tuned_table() -> TuningTable:
+    """The table of the current GPU."""
+    on_hopper = is_hopper(torch.device("cuda"))
+    return load_table(torch.cuda.get_device_name(), hopper=on_hopper)
+
+
 class TritonKernels:
     """``Kernels`` in Triton; contracts are those of the protocol.
 
@@ -114,10 +120,7 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self, table: TuningTable | None = None) -> None:
-        if table is None:
-            on_hopper = is_hopper(torch.device("cuda"))
-            table = load_table(torch.cuda.get_device_name(), hopper=on_hopper)
-        self.table = ProvenTable(table)
+        self.table = ProvenTable(table or tuned_table())
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
         self._quantized = QuantizedCheck()
@@ -139,17 +142,29 @@ class TritonKernels:
             row_counts: the row counts of captured steps.
             dtype: of activations, which 4-bit weights are expanded to before many rows.
         """
-        return self.table.prove(self._one_of_each_shape(dtype), tuple(row_counts))
+        return tuple(
+            report
+            for matrices, counts in self._products(tuple(row_counts), dtype)
+            for report in self.table.prove(matrices, counts)
+        )
 
     def run_candidates(self, row_counts: Iterable[int], dtype: torch.dtype) -> None:
         """Run each kernel that ``prove`` would compare once, so that it is compiled."""
-        self.table.run_candidates(self._one_of_each_shape(dtype), tuple(row_counts))
+        for matrices, counts in self._products(tuple(row_counts), dtype):
+            self.table.run_candidates(matrices, counts)
 
-    def _one_of_each_shape(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        yield from self._matrices.values()
-        for panels in self._quantized.four_bit_matrices():
-            if (panels.out_features, panels.in_features) not in self._matrices:
-                yield panels.expanded(dtype)
+    def _products(
+        self, row_counts: tuple[int, ...], dtype: torch.dtype
+    ) -> Iterator[tuple[Iterable[Tensor], tuple[int, ...]]]:
+        """One matrix of each shape, and the row counts at which the table chooses for it."""
+        yield self._matrices.values(), row_counts
+        many = tuple(count for count in row_counts if count > FEW_ROWS)
+        expanded = (
+            panels.expanded(dtype)
+            for panels in self._quantized.four_bit_matrices()
+            if many and (panels.out_features, panels.in_features) not in self._matrices
+        )
+        yield expanded, many
 
     def require(self, shape: AttentionShape) -> None:
         if shape.head_dim > MAX_HEAD_DIM:

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm.int4 import Int4Weight, elements, expanded, numbers, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, product
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import (
+    CublasConfig,
+    GemmShape,
+    StreamedConfig,
+    TuningTable,
+    load_table,
+)
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
@@ -173,6 +180,33 @@ def test_the_start_up_check_proves_each_form_of_one_shape():
     kept = [kernels.pack_integers(IntegerMatrix(*one), torch.float16) for one in forms]
     cpu = torch.device("cpu")
     assert kernels.prove_quantized((1,), torch.float16, cpu) == len(kept) - 1
+
+
+def test_no_expanded_matrix_is_multiplied_by_a_kernel_that_reads_it_early(monkeypatch):
+    """That kernel waits for the rows alone, and an expanded matrix is written just before."""
+    table = load_table("NVIDIA H200", hopper=True)
+    for shape in (*table.entries, GemmShape(64, 128), GemmShape(4096, 12288)):
+        for rows in range(FEW_ROWS + 1, 2049):
+            assert not isinstance(table.choose(shape, rows), StreamedConfig)
+
+    kernels, ran = TritonKernels(TuningTable(hopper=True)), []
+    monkeypatch.setattr(
+        selfcheck,
+        "product",
+        lambda config, x, matrix, *_: ran.append((config, len(x))) or x.new_zeros(len(x), 1),
+    )
+    matrix, _ = made(64, 128, 32)
+    weight = kernels.pack_int4(matrix, torch.float16)
+    counts = (1, 64, 128, FEW_ROWS + 1, 256)
+    kernels.table.choose(GemmShape(64, 128), 256)
+    kernels.run_candidates(counts, torch.float16)
+    (report,) = kernels.prove(counts, torch.float16)
+    assert report.shape == GemmShape(weight.out_features, weight.in_features)
+    assert not any(isinstance(config, StreamedConfig) for config, _ in ran)
+    compared = {rows for config, rows in ran if isinstance(config, CublasConfig)}
+    assert compared == {1, FEW_ROWS + 1, 256}
+    kernels.run_candidates((1, 64), torch.float16)
+    assert kernels.prove((1, 64), torch.float16) == ()
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from sametoken.ops.model.gemm.tuning import (
 class ProvenTable:
     """A tuning table that chooses cuBLAS only at row counts that passed the self-check.
 
-    Triton kernels add in order at every row count by construction; cuBLAS picks a kernel per row
-    count, so each count is compared before use.
+    Other kernels add in order at every row count by construction; cuBLAS picks one per row count,
+    so each count is compared before use.
 
     Attributes:
         table: the choices; refused ones have been replaced.
@@ -104,8 +104,8 @@ def check_gemm(
     """Compare the chosen kernels with the canonical one on random rows.
 
     cuBLAS may pick another kernel at any row count, so pass every count that will be served. It
-    is refused at the counts where it differs, a Triton kernel wholly. The default kernel takes
-    their place, or the canonical one if that differs too.
+    is refused at the counts where it differs, another kernel wholly. The default of
+    ``in_order_config`` takes their place, or the canonical one if that differs too.
 
     Args:
         weight: [N, K] on the device, bf16 or fp16.

@@ -42,6 +42,8 @@ def product(
     """
     gated, features = epilogue == "silu_mul", config.block_features
     assert features == 32 or not gated
+    assert x.dtype == matrix.dtype
+    assert scaling is None or not scaling.grouped
     out = output_of(x, matrix.shape[0], epilogue, x.dtype if scaling is None else scaling.dtype)
     rows, out_features = out.shape
     if not rows:

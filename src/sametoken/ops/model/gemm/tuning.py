@@ -82,7 +82,7 @@ class StreamedConfig:
 
     Attributes:
         block_rows: activation rows per program: a power of two of at least 8.
-        block_features: weight rows per warp group: 16, 32, 48 or 64; 32 of gate and of up each for
+        block_features: weight rows per warp group: 32, 48 or 64; 32 of gate and of up each for
             ``silu_mul``.
         boxes: lines of 128 bytes of a weight's row per loop iteration.
         warp_groups: groups of four warps per program, 1 to 3.
@@ -93,7 +93,7 @@ class StreamedConfig:
     block_features: int
     boxes: int
     warp_groups: int = 1
-    release: Release = "early"
+    release: Literal["early", "never"] = "early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def row_bucket(rows: int) -> int:
 
 
 def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
-    """The kernel of shapes that have not been tuned: what won for most of the tuned ones.
+    """The kernel of shapes that have no entry in a table.
 
     Args:
         shape: of the product.
@@ -228,7 +228,7 @@ def _evenest(features: int, widths: Sequence[int]) -> int:
 
 
 def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
-    """The Triton kernel of shapes that have not been tuned; arguments as ``default_config``."""
+    """The Triton kernel of such shapes; arguments as for ``default_config``."""
     gated = shape.epilogue == "silu_mul"
     # TMA reads rows that begin at multiples of 16 bytes.
     if rows > 64 and hopper and shape.in_features % 8 == 0:
@@ -282,7 +282,8 @@ def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
 
 
 def _tiles(**fields: Any) -> TritonConfig | StreamedConfig:
-    config = StreamedConfig(**fields) if "boxes" in fields else TritonConfig(**fields)
-    if config.release not in get_args(Release):
+    is_streamed = "boxes" in fields
+    config = StreamedConfig(**fields) if is_streamed else TritonConfig(**fields)
+    if config.release not in get_args(Release) or (is_streamed and config.release == "late"):
         raise ValueError(f"unknown release {config.release!r}")
     return config

@@ -57,7 +57,6 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
         TritonConfig(32, 16, 64, num_warps=4, num_stages=2),
         TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True),
         TritonConfig(64, 64, 32, num_warps=8, num_stages=3, tma=True),
-        TritonConfig(16, 16, 32, num_warps=4, num_stages=2),
         TritonConfig(16, 64, 16, num_warps=4, num_stages=4, tma=True),
         TritonConfig(32, 32, 128, num_warps=4, num_stages=2),
     ],

@@ -108,6 +108,8 @@ def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
         '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
         ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
         ' "num_stages": 3, "release": "soon"}}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
+        ' {"block_rows": 8, "block_features": 32, "boxes": 4, "release": "late"}}}]',
     ],
 )
 def test_a_malformed_table_names_its_file(text):

@@ -16,16 +16,16 @@ import time
 import torch
 from decode_chain import HIDDEN, ROLES, SHAPE, VOCABULARY, Chain, Choice, Choices, random_layers
 from decode_gpu import start_choices
-from fp8_gpu import candidates, label
-from gemm_gpu import normal
+from fp8_gpu import Float8Config, candidates
+from gemm_gpu import label, normal
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import LayerKV
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
-from sametoken.ops.model.gemm.fp8_triton import default_config
 from sametoken.ops.model.gemm.fp8_triton import product as float8_product
-from sametoken.ops.model.gemm.tuning import TritonConfig, load_table
+from sametoken.ops.model.gemm.tuning import StreamedConfig, TritonConfig
+from sametoken.ops.triton import tuned_table
 
 #: Roles of a layer, the largest first.
 LAYER_ROLES = ("gate_up", "down", "qkv", "o")
@@ -44,7 +44,7 @@ class Float8Chain(Chain):
     def multiply(self, role: str, x: torch.Tensor, index: int, choice: Choice) -> torch.Tensor:
         if role == "head":
             return super().multiply(role, x, index, choice)
-        assert isinstance(choice, TritonConfig)
+        assert isinstance(choice, TritonConfig | StreamedConfig)
         weight = self.float8[index][role]
         return float8_product(x, weight, ROLES[role].epilogue, None, choice)
 
@@ -53,8 +53,8 @@ class Float8Chain(Chain):
 
 
 def defaults(batch: int) -> Choices:
-    start = start_choices(load_table(torch.cuda.get_device_name()), batch, 1)
-    return start | {role: default_config(ROLES[role], batch, pdl=True) for role in LAYER_ROLES}
+    start = start_choices(tuned_table(), batch, 1)
+    return start | {role: candidates(ROLES[role], batch)[0] for role in LAYER_ROLES}
 
 
 def tune(chain: Float8Chain, seconds: float) -> None:
@@ -64,7 +64,7 @@ def tune(chain: Float8Chain, seconds: float) -> None:
     print(f"batch {chain.batch}: defaults {best_time:.3f} ms", flush=True)
     deadline = time.time() + seconds
     for role in LAYER_ROLES:
-        found: list[tuple[float, str, TritonConfig]] = []
+        found: list[tuple[float, str, Float8Config]] = []
         for config in candidates(ROLES[role], chain.batch):
             if time.time() > deadline:
                 break

@@ -70,10 +70,11 @@ from sametoken.ops.model.gemm.tuning import (
     StreamedConfig,
     TritonConfig,
     TuningTable,
-    load_table,
+    in_order_config,
     row_bucket,
     table_name,
 )
+from sametoken.ops.triton import tuned_table
 
 SMALL_KERNELS = (
     "stage", "embedding", "add_rms_norm", "rope_and_cache", "attention", "keys", "verify",
@@ -123,10 +124,14 @@ class Tuner:
 
     def __init__(self, chain: Chain, start: Choices, seconds: float) -> None:
         self.chain, self.deadline = chain, time.time() + seconds
-        self.logits = chain.step(start).clone()
-        self.best, self.best_time = dict(start), chain.milliseconds(start)
         self.notes: list[str] = []
         self.inputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.best = dict(start)
+        for key, shape in ROLES.items():
+            if not self.agrees(key, start[key]):
+                self.best[key] = in_order_config(shape, chain.rows, hopper=True)
+        self.logits = chain.step(self.best).clone()
+        self.best_time = chain.milliseconds(self.best)
 
     @property
     def out_of_time(self) -> bool:
@@ -249,7 +254,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     if options.variants != "gemm":
         time_configs(SHAPE, [*cases, *PREFILL], CONTEXT)
-    table = load_table(device)
+    table = tuned_table()
     layers, head = random_layers(), normal(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5)
     path = options.out / table_name(device)
     winners = {}

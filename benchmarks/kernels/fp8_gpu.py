@@ -5,8 +5,8 @@
 Times include the quantization of the activations, which is also shown alone. Weights are read
 from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
 kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
-bit is marked ``!``. Labels: rows x features x depth of a tile, w warps, s stages, t weights by
-tensor descriptors, tt activations too, p bytes of a weight's row prefetched.
+bit is marked ``!``. Labels: rows x features x depth of a tile, w warps, s stages, t loads by tensor
+descriptors, o bytes of a weight's row prefetched; of streamed weights b boxes and g warp groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
+from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, label, normal, streamed
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
 from sametoken.ops.model.gemm.product import product as bf16_product
-from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig, load_table
+from sametoken.ops.model.gemm.tuning import (
+    GemmShape,
+    StreamedConfig,
+    TritonConfig,
+    streamed_config,
+)
+from sametoken.ops.triton import tuned_table
+
+Float8Config = TritonConfig | StreamedConfig
 
 #: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head.
 SHAPES = [
@@ -51,16 +59,10 @@ def tiles(
     return config if "prefetch_bytes" in more else replace(config, prefetch_bytes=0)
 
 
-def label(config: TritonConfig) -> str:
-    loads = "t" if config.tma else ""
-    early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
-    shape = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
-    return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
-
-
-def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
+def candidates(shape: GemmShape, rows: int) -> list[Float8Config]:
     """List the candidates, the default first."""
-    default = default_config(shape, rows, pdl=True)
+    default, on_hopper = default_config(shape, rows, pdl=True), streamed(shape, rows)
+    first = streamed_config(shape, rows, 1) if on_hopper else None
     size = default.block_rows
     if rows > 64:
         found = many_rows(shape)
@@ -70,7 +72,7 @@ def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
         found = [*narrow(size), *(narrow(2 * size) if rows > size else ())]
     else:
         found = wide(size)
-    return list(dict.fromkeys([default, *found]))
+    return list(dict.fromkeys([first or default, default, *found, *on_hopper]))
 
 
 def narrow(size: int) -> list[TritonConfig]:
@@ -132,7 +134,7 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
 
 def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
-    table = load_table(torch.cuda.get_device_name())
+    table = tuned_table()
     jobs: dict[tuple, Callable[[], object]] = {}
     for shape in shapes:
         epilogue = shape.epilogue
@@ -167,7 +169,7 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
     ]
     weight = Fp8Weight(*quantize(matrices[0]))
     weights = [Fp8Weight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))]
-    table = load_table(torch.cuda.get_device_name())
+    table = tuned_table()
     x = normal(max(row_counts), shape.in_features)
     for rows in row_counts:
         part = x[:rows]
@@ -191,7 +193,7 @@ def timed(
     times: list[tuple[float, str]] = []
     for index, config in enumerate(candidates(shape, x.shape[0])):
 
-        def run(weight: Fp8Weight, config: TritonConfig = config) -> torch.Tensor:
+        def run(weight: Fp8Weight, config: Float8Config = config) -> torch.Tensor:
             return product(x, weight, shape.epilogue, None, config)
 
         try:

@@ -224,7 +224,7 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
         for count in rows:
             for config in [CANONICAL, *candidates(shape, count)]:
                 if not isinstance(config, CublasConfig):
-                    depth = getattr(config, "block_depth", 1)
+                    depth = config.block_depth if isinstance(config, TritonConfig) else 1
                     even = shape.in_features % depth == 0
                     jobs[config, shape.epilogue, even, shape.in_features >= 4096] = config, shape
     for config, shape in list(jobs.values())[index::COMPILERS]:
@@ -253,6 +253,11 @@ def library_agrees(
         if not torch.equal(out, expected[:count]):
             return False
     return True
+
+
+def overlaps(config: GemmConfig) -> bool:
+    """Whether a kernel starts before the one in front has ended."""
+    return isinstance(config, StreamedConfig) or (isinstance(config, TritonConfig) and config.pdl)
 
 
 def label(config: GemmConfig) -> str:
@@ -297,7 +302,7 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
                 times[config] = elapsed
         free = microseconds(lambda weight: torch.mm(part, weight.t()), weights)  # noqa: B023
         best = min(times, key=times.__getitem__)
-        plain = [t for c, t in times.items() if not getattr(c, "pdl", False)]
+        plain = [time for config, time in times.items() if not overlaps(config)]
         chosen[rows] = best
         flops = 2 * rows * shape.out_features * shape.in_features
         print(

@@ -31,7 +31,13 @@ from sametoken.ops.model.gemm.fp8 import (
     Fp8Weight,
 )
 from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
-from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig, streamed_config
+from sametoken.ops.model.gemm.tuning import (
+    Epilogue,
+    GemmShape,
+    StreamedConfig,
+    TritonConfig,
+    streamed_config,
+)
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import BY_ROW, Rounding
 
@@ -202,7 +208,7 @@ def product(
     weight: Fp8Weight,
     epilogue: Epilogue = "none",
     bias: Tensor | None = None,
-    config: TritonConfig | None = None,
+    config: TritonConfig | StreamedConfig | None = None,
 ) -> Tensor:
     """One product with quantized activations.
 
@@ -210,7 +216,8 @@ def product(
         x: [T, K], contiguous.
         weight: [N, K].
         epilogue, bias: as in ``gemm.product``.
-        config: by default ``default_config``; its depth must be ``DEPTH`` if scales are of groups.
+        config: by default ``streamed_config`` where that kernel serves, else ``default_config``;
+            its depth must be ``DEPTH`` if scales are of groups.
     """
     rows, in_features = x.shape
     assert in_features == weight.in_features
@@ -221,9 +228,9 @@ def product(
         values, x_scale = rounded(x, weight.rounding)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
     if config is None and is_hopper(x.device) and x_scale is not None and not scaling.grouped:
-        streamed = streamed_config(shape, rows, 1)
-        if streamed is not None:
-            return streamed_hopper.product(streamed, values, weight.matrix, epilogue, bias, scaling)
+        config = streamed_config(shape, rows, 1)
+    if isinstance(config, StreamedConfig):
+        return streamed_hopper.product(config, values, weight.matrix, epilogue, bias, scaling)
     config = config or default_config(
         shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped
     )

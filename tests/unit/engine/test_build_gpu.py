@@ -19,6 +19,11 @@ from sametoken.engine.build_gpu import (
 )
 from sametoken.layers.slices import in_slices
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
+from sametoken.ops.model.gemm import product as gemm
+from sametoken.ops.model.gemm import streamed_hopper
+from sametoken.ops.model.gemm import triton as tiled
+from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
 from sametoken.scheduler.plan_draft import max_sampled_rows
@@ -96,6 +101,60 @@ def test_every_row_count_is_proven(asked, data):
         assert {shape.num_requests, shape.num_sampled} - {0} <= counts
         assert products_of(shape.num_rows) <= counts
         assert products_of(shape.num_rows + shape.num_requests) <= counts
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What each streamed kernel is compiled for, of launches that do not happen."""
+    forms = set()
+
+    def form(x, weight, scales, row_scales, bias, out, *_, **options):
+        boxes = tuple(x.block_shape), tuple(weight.block_shape)
+        return (*boxes, x.base.dtype, out.dtype, bias is None, tuple(options.items()))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: forms.add(form(*arguments, **options))
+
+    def product(*given):
+        x, matrix, epilogue, _ = given[-4:]
+        return tiled.output_of(x, len(matrix), epilogue, x.dtype)
+
+    monkeypatch.setattr(streamed_hopper, "streamed_kernel", Kernel())
+    monkeypatch.setattr(tiled, "tiled_product", product)
+    monkeypatch.setattr(gemm, "_cublas_product", product)
+    return forms
+
+
+def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched):
+    kernels, (max_num_seqs, k, max_rows) = TritonKernels(TuningTable(hopper=True)), (64, 3, 2048)
+    shapes = captured_shapes(max_num_seqs, k, max_rows)
+    counts = row_counts(shapes, max_rows, max_num_seqs)
+    weights = [
+        kernels.pack(torch.zeros(features, depth, dtype=torch.bfloat16))
+        for features, depth in ((48, 64), (128, 4096), (5000, 64), (64, 24))
+    ]
+    x = torch.zeros(MOST_ROWS + max_num_seqs, 4096, dtype=torch.bfloat16)
+
+    def multiply(rows: int) -> None:
+        for weight in weights:
+            part = x[:rows, : weight.in_features].contiguous()
+            weight.matmul(part, torch.zeros(weight.out_features, dtype=torch.bfloat16))
+            weight.matmul(part, out_dtype=torch.float32)
+            weight.gated_matmul(part)
+
+    for shape in shapes:
+        for rows in {shape.num_rows, shape.num_sampled, shape.num_requests}:
+            multiply(rows)
+            multiply(rows + shape.num_requests)
+    used = set(launched)
+    assert len(used) > 20
+    launched.clear()
+    kernels.run_candidates(counts, torch.bfloat16)
+    assert launched == used
+    launched.clear()
+    kernels.prove(counts, torch.bfloat16)
+    assert launched == used
 
 
 def test_an_eager_engine_captures_nothing():

@@ -4,6 +4,7 @@
 # mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,6 +16,9 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+
+#: Whether a view of shared memory may reach beyond what it is a view of; Triton 3.8 refuses it.
+VIEWS_REACH_FURTHER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
 @gluon.constexpr_function

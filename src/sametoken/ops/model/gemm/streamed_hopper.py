@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
-from sametoken.ops.hopper_layouts import boxes, boxes_of_halves
+from sametoken.ops.hopper_layouts import VIEWS_REACH_FURTHER, boxes, boxes_of_halves
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm.streamed_hopper_kernels import streamed_kernel
 from sametoken.ops.model.gemm.triton import Scaling, output_of
@@ -67,6 +67,7 @@ def product(
         GATED=gated,
         ROWS=config.block_rows,
         FEATURES=features,
+        HEIGHT=_height(config, epilogue),
         BOX=box,
         GROUPS=config.warp_groups,
         PARTS=config.boxes,
@@ -79,11 +80,15 @@ def product(
     return out
 
 
+def _height(config: StreamedConfig, epilogue: Epilogue) -> int:
+    """Rows of shared memory for a warp group's weights."""
+    return 64 if epilogue == "silu_mul" or not VIEWS_REACH_FURTHER else config.block_features
+
+
 def _slots(config: StreamedConfig, epilogue: Epilogue, out_bytes: int) -> int:
     """As many as shared memory has room for, beside results on their way to memory."""
-    gated = epilogue == "silu_mul"
-    tall = 64 if gated else config.block_features
-    others = _OTHER_BYTES + (64 - tall) * 128
-    others += config.warp_groups * (32 if gated else 64) * config.block_rows * out_bytes
-    slot = 128 * config.boxes * (tall * config.warp_groups + config.block_rows) + 32
+    height, results = _height(config, epilogue), 32 if epilogue == "silu_mul" else 64
+    others = _OTHER_BYTES + (64 - height) * 128
+    others += config.warp_groups * results * config.block_rows * out_bytes
+    slot = 128 * config.boxes * (height * config.warp_groups + config.block_rows) + 32
     return (SHARED_MEMORY - others) // slot

@@ -30,8 +30,8 @@ from sametoken.ops.model.gemm.hopper_tiles import (
 
 @gluon.jit
 def _load_weights(
-    weight, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, GROUPS: gl.constexpr,
-    PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    weight, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, HEIGHT: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads weights; 8 rows of gate and 8 of up take turns in boxes."""
     boxes, _, full, free = shared
@@ -50,7 +50,7 @@ def _load_weights(
             for part in gl.static_range(PARTS):
                 at = (chunk * PARTS + part) * COLUMNS
                 for group in gl.static_range(GROUPS):
-                    place = ((slot * PARTS + part) * GROUPS + group) * (ROWS // BOX)
+                    place = ((slot * PARTS + part) * GROUPS + group) * (HEIGHT // BOX)
                     row = first + group * FEATURES
                     if GATED:
                         turns = boxes.index(place)._reinterpret(
@@ -66,7 +66,7 @@ def _load_weights(
 
 @gluon.jit
 def _with_products(
-    sums, boxes, x, slot, GROUP: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr,
+    sums, boxes, x, slot, HEIGHT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """Begin the products of a chunk, and wait for those before.
@@ -75,10 +75,17 @@ def _with_products(
     their products are not stored.
     """
     LAYOUT: gl.constexpr = swizzled(x.dtype)
+    BOX: gl.constexpr = boxes.shape[1]
+    COLUMNS: gl.constexpr = x.shape[2]
     token = sums
     for part in gl.static_range(PARTS):
-        box = boxes.index(((slot * PARTS + part) * GROUPS + GROUP) * BOXES)
-        left = box._reinterpret(x.dtype, [64, x.shape[2]], LAYOUT)
+        place = (slot * PARTS + part) * GROUPS + GROUP
+        if HEIGHT == 64:
+            whole = boxes._reinterpret(x.dtype, [boxes.shape[0] * BOX // 64, 64, COLUMNS], LAYOUT)
+            left = whole.index(place)
+        else:
+            box = boxes.index(place * (HEIGHT // BOX))
+            left = box._reinterpret(x.dtype, [64, COLUMNS], LAYOUT)
         right = x.index(slot * PARTS + part).permute((1, 0))
         token = warpgroup_mma(left, right, token, is_async=True)
     return warpgroup_mma_wait(PARTS, deps=(token,))
@@ -96,15 +103,14 @@ def _scales_of(scales, first, out_features, GATED: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _multiply(
-    given, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    given, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, HEIGHT: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A warp group that multiplies and stores."""
     scales, row_scales, bias, out = given
     boxes, x, full, free = shared
     rows, row_tiles, num_tiles, chunks, out_features = sizes
     ROWS: gl.constexpr = x.shape[1]
-    BOXES: gl.constexpr = (64 if GATED else FEATURES) // boxes.shape[1]
     SUMS: gl.constexpr = products(ROWS, 256 // x.dtype.primitive_bitwidth)
     n = 0 * chunks
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -114,7 +120,7 @@ def _multiply(
         sums = gl.zeros([64, ROWS], gl.float32, SUMS)
         for chunk in range(chunks):
             mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
-            sums = _with_products(sums, boxes, x, n % SLOTS, GROUP, GROUPS, BOXES, PARTS)
+            sums = _with_products(sums, boxes, x, n % SLOTS, HEIGHT, GROUP, GROUPS, PARTS)
             if chunk > 0:
                 mbarrier.arrive(free.index((n - 1) % SLOTS))
             n += 1
@@ -156,6 +162,7 @@ def streamed_kernel(
     GATED: gl.constexpr,
     ROWS: gl.constexpr,  # of a tile
     FEATURES: gl.constexpr,  # of a warp group: a multiple of 16 up to 64, 32 if GATED
+    HEIGHT: gl.constexpr,  # rows of shared memory for them: as many as are loaded, or 64
     BOX: gl.constexpr,  # rows of a weight in a box
     GROUPS: gl.constexpr,
     PARTS: gl.constexpr,  # boxes of 128 bytes in the depth of a chunk
@@ -168,8 +175,7 @@ def streamed_kernel(
         cuda.gdc_launch_dependents()
     LAYOUT: gl.constexpr = swizzled(x.dtype)
     COLUMNS: gl.constexpr = 1024 // x.dtype.primitive_bitwidth
-    TALL: gl.constexpr = 64 if GATED else FEATURES
-    NUMBER: gl.constexpr = (SLOTS * PARTS * GROUPS * TALL + 64 - TALL) // BOX
+    NUMBER: gl.constexpr = (SLOTS * PARTS * GROUPS * HEIGHT + 64 - HEIGHT) // BOX
     boxes = gl.allocate_shared_memory(x.dtype, [NUMBER, BOX, COLUMNS], LAYOUT)
     x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * PARTS, ROWS, COLUMNS], LAYOUT)
     # A slot is full when both warps' loads are there, free when no group reads it.
@@ -179,8 +185,12 @@ def streamed_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
-                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 0, GROUPS, PARTS, SLOTS,
+                )),
+                (_load_weights, (
+                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                )),
                 (load_rows, (
                     x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
                 )),
@@ -190,9 +200,15 @@ def streamed_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 1, GROUPS, PARTS, SLOTS)),
-                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 0, GROUPS, PARTS, SLOTS,
+                )),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 1, GROUPS, PARTS, SLOTS,
+                )),
+                (_load_weights, (
+                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                )),
                 (load_rows, (
                     x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
                 )),
@@ -203,10 +219,18 @@ def streamed_kernel(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 0, GROUPS, PARTS, SLOTS)),
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 1, GROUPS, PARTS, SLOTS)),
-                (_multiply, (given, shared, sizes, GATED, FEATURES, 2, GROUPS, PARTS, SLOTS)),
-                (_load_weights, (weight, shared, sizes, GATED, FEATURES, GROUPS, PARTS, SLOTS)),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 0, GROUPS, PARTS, SLOTS,
+                )),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 1, GROUPS, PARTS, SLOTS,
+                )),
+                (_multiply, (
+                    given, shared, sizes, GATED, FEATURES, HEIGHT, 2, GROUPS, PARTS, SLOTS,
+                )),
+                (_load_weights, (
+                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                )),
                 (load_rows, (
                     x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
                 )),

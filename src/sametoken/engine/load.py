@@ -33,6 +33,7 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
@@ -124,6 +125,8 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
         tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
         config = replace(config, tokenizer=str(tokenizer))
     architecture = read_config(path, load_format=config.load_format)
+    # Programs and servers read it once the model is loaded.
+    default_sampling_params(path, config.generation_config)
     dtype = resolve_dtype(config, architecture.dtype)
     max_len = resolve_max_model_len(config, architecture)
     require_room(config)

@@ -62,5 +62,6 @@ def _recommended(usual: SamplingParams, model_path: Path, source: str) -> Sampli
         return replace(usual, **{name: v for name, v in values.items() if v is not None})
     except RequestError as error:
         raise CheckpointError(
-            f"{settings.location}: {error.cause}", "repair or delete the file"
+            f"{settings.location}: {error.cause}",
+            f"repair the file, or set generation_config to {NO_FILE!r}",
         ) from error

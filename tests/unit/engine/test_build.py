@@ -187,6 +187,41 @@ def test_a_wrong_tokenizer_is_found_before_the_weights_are_read(target):
     assert told == []
 
 
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"temperature": "hot"}', "temperature='hot'"),
+        ('{"top_p": 3}', "top_p=3"),
+        ('{"max_new_tokens": -1}', "max_tokens=-1"),
+        ("[]", "not a JSON object"),
+        ('{"eos_token_id": "end"}', "eos_token_id='end'"),
+    ],
+)
+def test_a_wrong_generation_config_is_found_before_the_weights_are_read(tmp_path, text, cause):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{cause}"):
+        build(without_weights(tmp_path))
+
+
+def test_so_is_one_of_another_directory(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"top_p": 3}')
+    target = without_weights(tmp_path / "target")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/generation_config\.json.*top_p=3"):
+        build(target, generation_config=str(tmp_path))
+
+
+def without_weights(directory):
+    """A checkpoint that fails as soon as its weights are read."""
+    (write_llama(directory) / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_a_generation_config_that_is_not_used_may_hold_any_value(tmp_path):
+    target = write_llama(tmp_path / "target")
+    (target / "generation_config.json").write_text('{"temperature": "hot"}')
+    assert build(target, generation_config="vllm").resolved.model_path == target
+
+
 def test_the_user_is_told_what_is_loaded(target):
     told = []
     config = EngineConfig.from_options(model=str(target), **SIZES)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import RequestError, WeightUpdateError
-from sametoken.serving.weight_sender import WeightSender
+from sametoken.serving.weight_sender import WeightSender, require_no_other_host
 from sametoken.types.weight_updates import Rendezvous
 
 PROMPTS = ["the inner", "a thin in", "in the", "er the the the"]
@@ -413,6 +414,12 @@ def test_no_group_waits_for_a_server_that_would_not_join(by_files, monkeypatch):
         WeightSender([f"http://127.0.0.1:{free_port()}"])
     with pytest.raises(WeightUpdateError, match="404"):
         WeightSender([f"{client.url}/v1"])
+    monkeypatch.setattr("sametoken.serving.weight_sender._QUICKLY_S", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(WeightUpdateError, match=r"does not answer \(timed out\)"),
+    ):
+        WeightSender([f"http://127.0.0.1:{silent.getsockname()[1]}"])
 
 
 def test_no_server_waits_for_a_trainer_that_cannot_come(by_group, monkeypatch):
@@ -431,6 +438,58 @@ def test_no_server_waits_for_a_trainer_that_cannot_come(by_group, monkeypatch):
             WeightSender(urls)
     with pytest.raises(WeightUpdateError, match="does not answer"):
         WeightSender(["somewhere"])
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "", "198.51.100.1", "a" * 70])
+def test_no_server_waits_at_an_address_that_is_not_the_trainer_s(by_group, monkeypatch, address):
+    monkeypatch.setattr("sametoken.serving.weight_sender.TrainerGroup", None)
+    monkeypatch.setattr("sametoken.serving.weight_sender._QUICKLY_S", 1.0)
+    with pytest.raises(WeightUpdateError, match=f"address='{address}' does not lead to this"):
+        WeightSender([by_group.url], address=address, port=free_port())
+
+
+class Connection:
+    """A connection from one address to another."""
+
+    def __init__(self, own: str, theirs: str) -> None:
+        self.getsockname, self.getpeername = lambda: (own, 1), lambda: (theirs, 2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+    close = __exit__
+
+
+@pytest.mark.parametrize(
+    ("address", "own", "theirs", "is_refused"),
+    [
+        ("127.0.0.1", "10.0.0.1", "10.0.0.2", True),
+        ("localhost", "fd00::1", "fd00::2", True),
+        ("0.0.0.0", "10.0.0.1", "10.0.0.2", True),
+        ("127.0.0.1", "127.0.0.1", "127.0.1.1", False),
+        ("127.0.0.1", "10.0.0.1", "10.0.0.1", False),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.2", False),
+        ("trainer", "10.0.0.1", "10.0.0.2", False),
+    ],
+)
+def test_a_server_of_another_host_is_not_sent_to_its_own(
+    monkeypatch, address, own, theirs, is_refused
+):
+    monkeypatch.setattr(socket, "create_connection", lambda *given: Connection(own, theirs))
+    asked = nullcontext()
+    if is_refused:
+        asked = pytest.raises(WeightUpdateError, match="http://engine:8000 is on another")
+    with asked:
+        require_no_other_host(["http://engine:8000"], address)
+
+
+def test_a_sender_checks_that(by_group, monkeypatch):
+    monkeypatch.setattr("sametoken.serving.weight_sender.TrainerGroup", None)
+    monkeypatch.setattr("sametoken.serving.weight_sender._is_elsewhere", lambda url: True)
+    with pytest.raises(WeightUpdateError, match=r"address='127\.0\.0\.1' means the host that asks"):
+        WeightSender([by_group.url], port=free_port())
 
 
 def forms(count: int, **changes) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import itertools
 import json
 import pickle
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
 #: Tensors of one request, so that its body stays small.
 _AT_ONCE = 1000
+#: Seconds for what takes no work: to say who one is, and to connect.
+_QUICKLY_S = 10.0
+_OWN_ADDRESS = "give an address of this host at which its servers reach it"
 
 
 class WeightSender:
@@ -40,7 +45,7 @@ class WeightSender:
 
     Raises:
         WeightUpdateError: there is no server, a server refuses, or does not come in time; or the
-            port is taken.
+            port is taken, or the address is not that of this process.
     """
 
     def __init__(
@@ -61,7 +66,8 @@ class WeightSender:
         for url in self._urls:
             self._require_backend(url, backend)
         if backend == GLOO:
-            _require_free(port)
+            _require_met(address, port)
+            require_no_other_host(self._urls, address)
         self._group = None if backend == IPC else self._join(backend, address, port)
         # Shared memory, until the servers have read it.
         self._kept: list[object] = []
@@ -165,9 +171,10 @@ class WeightSender:
 
     def _ask(self, url: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
+        timeout_s = self._timeout_s if body is not None else min(self._timeout_s, _QUICKLY_S)
         try:
             request = urllib.request.Request(url, data, self._headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             told = error.read().decode("utf-8", "replace")
@@ -187,18 +194,68 @@ def _each_once(urls: Sequence[str]) -> list[str]:
     return found
 
 
-def _require_free(port: int) -> None:
-    """Refuse a port that this process cannot take, before servers wait for it there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _require_met(address: str, port: int) -> None:
+    """Refuse a place where this process is not met, before servers wait for it there."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        if port == 0:
+            raise OSError("servers would not find it")
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except (OSError, OverflowError) as error:
+        raise WeightUpdateError(
+            f"port {port} of this host cannot be taken ({error})", "give another port"
+        ) from error
+    with listener:
+        listener.settimeout(_QUICKLY_S)
         try:
-            if port == 0:
-                raise OSError("servers would not find it")
-            probe.bind(("", port))
-        except (OSError, OverflowError) as error:
+            if not address:
+                raise OSError("it is empty")
+            socket.create_connection((address, port), _QUICKLY_S).close()
+            listener.accept()[0].close()
+        except (OSError, UnicodeError) as error:
             raise WeightUpdateError(
-                f"port {port} of this host cannot be taken ({error})", "give another port"
+                f"address={address!r} does not lead to this process ({error})", _OWN_ADDRESS
             ) from error
+
+
+def require_no_other_host(urls: Sequence[str], address: str) -> None:
+    """Refuse an address that means every host itself, if a server is on another one.
+
+    Raises:
+        WeightUpdateError: names the server.
+    """
+    # Not what a name is resolved to: a host's own may be a loopback on that host alone.
+    if address != "localhost" and not _is_own(address):
+        return
+    for url in urls:
+        if _is_elsewhere(url):
+            raise WeightUpdateError(
+                f"address={address!r} means the host that asks, and {url} is on another",
+                _OWN_ADDRESS,
+            )
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address means the same host to every host."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_unspecified
+
+
+def _is_elsewhere(url: str) -> bool:
+    """Whether a server is known to be on another host; behind a proxy it is not."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        with socket.create_connection((parts.hostname, port), _QUICKLY_S) as connected:
+            own, theirs = connected.getsockname()[0], connected.getpeername()[0]
+    except OSError:
+        return False
+    # A host reaches itself from the address that it asks for, or from another loopback.
+    return own != theirs and not _is_own(theirs)
 
 
 def _place(at: Rendezvous) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ class _Loop:
         return found
 
     def _require_room(self) -> None:
-        """Refuse a disk that the checkpoint, which the end of a training writes, will not fit."""
+        """Refuse an output that cannot take the checkpoint, which the end of a training writes."""
         weights = sum(tensor.nbytes for tensor in self._objective.network.state_dict().values())
         needed = weights + 2 * sum(parameter.nbytes for parameter in self._parameters)
         free = shutil.disk_usage(self._path.parent).free
@@ -184,6 +185,15 @@ class _Loop:
                 f"{self._path.parent} has room for {free} bytes, and a checkpoint takes {needed}",
                 "make room or choose another output",
             )
+        try:
+            # A hole takes no room, and meets the limits of the process and of the file system.
+            with tempfile.TemporaryFile(dir=self._path.parent) as file:
+                file.truncate(needed)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} takes {needed} bytes, which cannot be written ({error})",
+                "raise the limit of files (ulimit -f) or choose another output",
+            ) from error
 
     def _save(self) -> None:
         state = {

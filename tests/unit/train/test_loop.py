@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -220,6 +222,26 @@ def test_a_disk_without_room_for_the_checkpoint_is_refused_before_the_first_step
             with pytest.raises(ConfigError, match=f"{free} bytes, and a checkpoint takes {needed}"):
                 train(fit, tmp_path, options())
         assert len(fit.seen) == steps
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_of_files_below_the_checkpoint_is_refused_before_the_first_step(tmp_path):
+    fit = Fit()
+    with (
+        files_of_at_most(3 * 4 * (6 + 3) - 1),
+        pytest.raises(ConfigError, match=r"takes 108 bytes, .* \(.*File too large"),
+    ):
+        train(fit, tmp_path, options())
+    assert (fit.seen, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_gradients_are_clipped(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import write_llama
 from sametoken import LLM, SamplingParams
@@ -37,6 +39,15 @@ def write_target(directory: Path) -> Path:
     return write_llama(directory, 3, **SIZES)
 
 
+def with_bad_weights(target: Path, directory: Path) -> Path:
+    """A copy of a target that is refused as soon as its weights are read."""
+    shutil.copytree(target, directory)
+    tensors = load_file(directory / "model.safetensors")
+    bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    save_file(bad, directory / "model.safetensors")
+    return directory
+
+
 def open_llm(model: Path, **options) -> LLM:
     return LLM(str(model), skip_tokenizer_init=True, device="cpu", dtype="float32", **options)
 
@@ -54,6 +65,16 @@ def write_own_text(model: Path, path: Path, **options) -> list[list[int]]:
     rows = [p | {"output_token_ids": a} for p, a in zip(prompts_of(), answers, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return answers
+
+
+#: Text that does not fit a target of ``SIZES`` and ``LOOP``, and why.
+MISFITS = [
+    (
+        {"prompt_token_ids": [1], "output_token_ids": [2, 61]},
+        r"line 1 .* token ids outside 0\.\.60",
+    ),
+    ({"prompt_token_ids": [1] * 64, "output_token_ids": [2, 3]}, "no answer of two tokens within"),
+]
 
 
 def require_accepted(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sametoken.errors import ConfigError
-from sametoken.extraction.shards import ExtractedStates
+from sametoken.models.base import ModelConfig
 from sametoken.train.acceptance import Acceptance, walk
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.compute import Compute
@@ -22,11 +22,13 @@ from sametoken.train.options import LoopOptions
 from sametoken.train.results import write_result
 from sametoken.train.states import (
     BatchStates,
+    LayerStates,
     RunAnew,
     StateSource,
     Target,
     keep,
     kept_bytes,
+    open_states,
     read_states,
 )
 from sametoken.train.target import FrozenTarget
@@ -172,47 +174,65 @@ class DrafterResult:
     acceptance_per_position: tuple[float, ...]
 
 
-def read_material(
+def read_text(
+    text: TrainingText, config: ModelConfig, loop: LoopOptions, aux_layers: tuple[int, ...] | None
+) -> Sequences | tuple[LayerStates, ...]:
+    """Read the text, or open extracted states, before the target's weights are read.
+
+    Args:
+        text: what to train on.
+        config: the target's.
+        loop: the longest sequence.
+        aux_layers: layers whose states the drafter reads; None: it takes no extracted ones.
+
+    Raises:
+        ConfigError: the text or the states are missing, malformed or of another target.
+        CheckpointError: a manifest of states is missing or malformed.
+    """
+    if (text.file is None) == (not text.states):
+        raise ConfigError("training needs either text or states", "give one of the two")
+    if text.file is not None:
+        return read_sequences(
+            text.file,
+            vocab_size=config.vocab_size,
+            max_length=loop.max_length,
+            encode=text.encode,
+        )
+    if aux_layers is None:
+        raise ConfigError("this training takes no extracted states", "give text")
+    return open_states(text.states, config, aux_layers, loop.max_length)
+
+
+def prepare_material(
     target: Target,
-    text: TrainingText,
-    aux_layers: tuple[int, ...],
+    given: Sequences | tuple[LayerStates, ...],
+    num_aux: int,
     loop: LoopOptions,
     compute: Compute,
     *,
     cache: bool,
     announce: Callable[[str], None],
 ) -> Material:
-    """Read the text and prepare the target's states.
+    """Prepare the target's states.
 
     Args:
         target: computes the states; extracted states must be this target's.
-        text: what to train on.
-        aux_layers: layers whose states the drafter reads.
+        given: from ``read_text``.
+        num_aux: layers whose states the drafter reads.
         loop: the longest sequence and the share that is held back.
         compute: device and dtype.
         cache: keep the states in memory if they fit.
         announce: receives a line before each long part.
 
     Raises:
-        ConfigError: the text or the states are missing, malformed or of another target.
+        CheckpointError: a shard of extracted states is damaged.
     """
-    if (text.file is None) == (not text.states):
-        raise ConfigError("training needs either text or states", "give one of the two")
     states: StateSource
-    if text.states:
-        if not isinstance(target, FrozenTarget):
-            raise ConfigError("this training takes no extracted states", "give text")
-        extracted = [ExtractedStates(directory) for directory in text.states]
-        sequences, states = read_states(extracted, target, aux_layers, loop.max_length)
+    if isinstance(given, Sequences):
+        sequences, states = given, _states(target, given, num_aux, compute, cache, announce)
     else:
-        assert text.file is not None
-        sequences = read_sequences(
-            text.file,
-            vocab_size=target.config.vocab_size,
-            max_length=loop.max_length,
-            encode=text.encode,
-        )
-        states = _states(target, sequences, len(aux_layers), compute, cache, announce)
+        assert isinstance(target, FrozenTarget)
+        sequences, states = read_states(given, target, loop.max_length)
     trained, held = sequences.split(loop.validation)
     counts = sequences.answer_counts(target.config.vocab_size, trained)
     announce(

@@ -22,7 +22,8 @@ from sametoken.train.distillation import (
     Run,
     TrainingText,
     VerifiedDrafts,
-    read_material,
+    prepare_material,
+    read_text,
     run,
 )
 from sametoken.train.loop import Report, StepLoss, require_same_training
@@ -31,7 +32,7 @@ from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
 from sametoken.train.results import copy_file, output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
-from sametoken.train.target import FrozenTarget
+from sametoken.train.target import FrozenTarget, open_target
 
 # Tokenizer files that are copied from the target.
 _TOKENIZER_FILES = (
@@ -118,12 +119,14 @@ def train_draft(
     with output_directory(output, resume=loop.resume):
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
+        files = open_target(model)
+        given = read_text(text, files.config, loop, ())
         longest = padded_length(loop.max_length)
         target = FrozenTarget(
-            model, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
+            files, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
         )
-        material = read_material(
-            target, text, (), loop, compute, cache=draft.cache_states, announce=announce
+        material = prepare_material(
+            target, given, 0, loop, compute, cache=draft.cache_states, announce=announce
         )
         config = draft_config(target.config, draft)
         network = DecoderNetwork(model_config(Settings(config, "the drafter")))

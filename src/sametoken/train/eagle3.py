@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.loader import read_config
 from sametoken.ops.backend import RotaryTable
 from sametoken.train.batches import DraftRows, padded_length
 from sametoken.train.compute import Compute, choose_compute, generator_of
@@ -24,7 +23,8 @@ from sametoken.train.distillation import (
     Material,
     Run,
     TrainingText,
-    read_material,
+    prepare_material,
+    read_text,
     run,
 )
 from sametoken.train.llama import llama_config
@@ -32,7 +32,7 @@ from sametoken.train.loop import Report, require_same_training
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
 from sametoken.train.results import HeadLayout, output_directory, write_head
-from sametoken.train.target import FrozenTarget
+from sametoken.train.target import FrozenTarget, open_target, require_layers
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
 from sametoken.train.unrolled import UNROLLED, UnrolledKV, shifted
 
@@ -178,17 +178,20 @@ def train_eagle3(
     with output_directory(output, resume=loop.resume):
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
-        config = read_config(model)
+        files = open_target(model)
+        config = files.config
         layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
+        require_layers(layers, config)
+        given = read_text(text, config, loop, layers)
         target = FrozenTarget(
-            model,
+            files,
             aux_layers=layers,
             max_positions=padded_length(loop.max_length),
             dtype=compute.dtype,
             device=compute.device,
         )
-        material = read_material(
-            target, text, layers, loop, compute, cache=head.cache_states, announce=announce
+        material = prepare_material(
+            target, given, len(layers), loop, compute, cache=head.cache_states, announce=announce
         )
         token_ids = frequent_tokens(material.counts, head.draft_vocab_size)
         covered = coverage(material.counts, token_ids)
@@ -250,6 +253,12 @@ def _layer_config(config: ModelConfig, head: Eagle3Options) -> ModelConfig:
         raise ConfigError(
             f"{config.num_heads} heads cannot share {num_kv_heads} key-value heads",
             f"set num_kv_heads to a divisor of {config.num_heads}",
+        )
+    if config.rope["rope_type"] == "divided":
+        # They have no name in a head's config.json.
+        raise UnsupportedError(
+            "the target's rotary frequencies come from a GGUF file's divisors",
+            "train from the Hugging Face checkpoint of the same model",
         )
     return replace(
         config,

@@ -15,9 +15,22 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.load.files import PICKLED, weight_files
 from sametoken.models.loader import read_config
 from sametoken.train.compute import Compute, choose_compute, generator_of
-from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
+from sametoken.train.distillation import (
+    DrafterResult,
+    Run,
+    TrainingText,
+    prepare_material,
+    read_text,
+    run,
+)
 from sametoken.train.loop import Report, require_same_training
-from sametoken.train.networks import WITH_MODULE, DecoderNetwork, in_drawing_order, load_decoder
+from sametoken.train.networks import (
+    WITH_MODULE,
+    DecoderNetwork,
+    in_drawing_order,
+    load_weights,
+    open_decoder,
+)
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
 from sametoken.train.results import output_directory, write_with_module
@@ -113,14 +126,15 @@ def train_mtp(
     with output_directory(output, resume=loop.resume):
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
-        network = load_decoder(model, mtp=True)
+        network, source = open_decoder(model, mtp=True)
+        given = read_text(text, network.config, loop, None)
+        load_weights(network, source)
         initialise_module(network, loop.seed)
         network = network.to(compute.device)
         target = FrozenHybrid(network, compute)
         # One state of the hidden size; no extracted layer is read.
-        states = (target.config.num_layers,)
-        material = read_material(
-            target, text, states, loop, compute, cache=module.cache_states, announce=announce
+        material = prepare_material(
+            target, given, 1, loop, compute, cache=module.cache_states, announce=announce
         )
         ready = Run(
             objective=HeadObjective(

@@ -153,27 +153,33 @@ class DecoderNetwork(nn.Module):
                 parameter.normal_(std=0.02 * (shrink if ends else 1.0), generator=generator)
 
 
-@torch.no_grad()
-def load_decoder(path: Path, *, mtp: bool = False) -> DecoderNetwork:
-    """A decoder with a checkpoint's weights, in fp32; the MTP module's are left as constructed.
+def open_decoder(path: Path, *, mtp: bool = False) -> tuple[DecoderNetwork, TensorSource]:
+    """A decoder for a checkpoint's weights, in fp32, and the weights, of which none is read.
 
     Args:
         path: a checkpoint directory.
         mtp: with an MTP module.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape than the config wants, or is not
-            finite.
-        UnsupportedError: the architecture cannot be trained.
+        CheckpointError: the checkpoint cannot be opened.
+        UnsupportedError: the architecture cannot be trained, or the weights are quantized.
     """
     opened = open_checkpoint(path)
     require_unquantized(opened.config.extra, str(path), "training")
-    network = DecoderNetwork(opened.config, mtp=mtp)
-    source = opened.open_tensors()
+    return DecoderNetwork(opened.config, mtp=mtp), opened.open_tensors()
+
+
+@torch.no_grad()
+def load_weights(network: DecoderNetwork, source: TensorSource) -> None:
+    """Read a decoder's weights; the MTP module's are left as constructed.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the config wants, or is not
+            finite.
+    """
     for name, tensor in network.state_dict().items():
         if not name.startswith(f"{PREFIX}."):
             tensor.copy_(_read(source, name, tensor.shape))
-    return network
 
 
 def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> Tensor:

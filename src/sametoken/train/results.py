@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError
 from sametoken.io.files import LOCK, DirectoryLock, is_there, replacing, write_text
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
@@ -177,7 +177,6 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
 
     Raises:
         ConfigError: the directory cannot be written.
-        UnsupportedError: the target's rotary settings have no name in a config.json.
     """
     config = json.dumps(_config(layout), indent=2, sort_keys=True) + "\n"
     try:
@@ -223,11 +222,6 @@ def _config(layout: HeadLayout) -> dict[str, Any]:
 
 def _layer_config(layer: ModelConfig) -> dict[str, Any]:
     rope = dict(layer.rope)
-    if rope["rope_type"] == "divided":
-        raise UnsupportedError(
-            "the target's rotary frequencies come from a GGUF file's divisors",
-            "train from the Hugging Face checkpoint of the same model",
-        )
     config: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": layer.vocab_size,

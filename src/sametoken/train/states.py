@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -129,45 +131,70 @@ def kept_bytes(sequences: Sequences, target: Target, num_aux: int) -> int:
     return int(sequences.token_ids.shape[0]) * per_token
 
 
-def read_states(
-    extracted: list[ExtractedStates],
-    target: FrozenTarget,
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """A run of ``extract_hidden_states``, and the indices of the needed layers in it."""
+
+    extracted: ExtractedStates
+    places: list[int]
+
+
+def open_states(
+    directories: Sequence[Path],
+    config: ModelConfig,
     aux_layers: tuple[int, ...],
     max_length: int,
-) -> tuple[Sequences, Kept]:
-    """Sequences and states that one or more runs of ``extract_hidden_states`` wrote.
+) -> tuple[LayerStates, ...]:
+    """What one or more runs of ``extract_hidden_states`` wrote for a target; no state is read.
 
     Raises:
-        ConfigError: the shards belong to another target, hold no answer, or lack a layer that the
-            head reads or the stream that enters the final norm.
-        CheckpointError: a shard is damaged.
+        ConfigError: they belong to another target, hold no answer, or lack a layer that the head
+            reads or the stream that enters the final norm.
+        CheckpointError: a manifest is missing or malformed.
     """
-    config = target.config
     needed = (*aux_layers, config.num_layers)
-    entries = [entry for one in extracted for entry in one.manifest.sequences]
-    most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
-    # The last token of a sequence has no state, and no draft needs one.
-    auxiliary = target.embedding.new_zeros(most, len(aux_layers) * config.hidden_size)
-    last = target.embedding.new_zeros(most, config.hidden_size)
-    pairs, first = [], 0
-    for one in extracted:
-        places = _places_of(one, config, needed)
-        for index in range(len(one)):
-            sequence = one[index]
-            token_ids = sequence.token_ids[:max_length].tolist()
-            if sequence.prompt_len + 2 > len(token_ids):
-                continue
-            pairs.append((token_ids, sequence.prompt_len))
-            rows = slice(first, first + len(token_ids) - 1)
-            states = sequence.hidden_states[: len(token_ids) - 1, places].to(last)
-            auxiliary[rows] = states[:, :-1].flatten(1)
-            last[rows] = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
-            first += len(token_ids)
-    if not pairs:
+    extracted = [ExtractedStates(directory) for directory in directories]
+    opened = tuple(LayerStates(one, _places_of(one, config, needed)) for one in extracted)
+    entries = [entry for one in extracted for entry in one.manifest.sequences if entry.complete]
+    if not any(_is_long_enough(one.prompt_len, one.num_rows + 1, max_length) for one in entries):
         raise ConfigError(
             "the states hold no sequence with an answer of two tokens within max_length",
             "extract longer answers, or raise max_length",
         )
+    return opened
+
+
+def _is_long_enough(prompt_len: int, num_tokens: int, max_length: int) -> bool:
+    return prompt_len + 2 <= min(num_tokens, max_length)
+
+
+def read_states(
+    opened: Sequence[LayerStates], target: FrozenTarget, max_length: int
+) -> tuple[Sequences, Kept]:
+    """The sequences and states of a target.
+
+    Raises:
+        CheckpointError: a shard is damaged.
+    """
+    hidden, num_aux = target.config.hidden_size, len(opened[0].places) - 1
+    entries = [entry for one in opened for entry in one.extracted.manifest.sequences]
+    most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
+    # The last token of a sequence has no state, and no draft needs one.
+    auxiliary = target.embedding.new_zeros(most, num_aux * hidden)
+    last = target.embedding.new_zeros(most, hidden)
+    pairs, first = [], 0
+    for one in opened:
+        for index in range(len(one.extracted)):
+            sequence = one.extracted[index]
+            if not _is_long_enough(sequence.prompt_len, len(sequence.token_ids), max_length):
+                continue
+            token_ids = sequence.token_ids[:max_length].tolist()
+            pairs.append((token_ids, sequence.prompt_len))
+            rows = slice(first, first + len(token_ids) - 1)
+            states = sequence.hidden_states[: len(token_ids) - 1, one.places].to(last)
+            auxiliary[rows] = states[:, :-1].flatten(1)
+            last[rows] = rms_norm(states[:, -1], target.final_norm, target.config.rms_norm_eps)
+            first += len(token_ids)
     last = last[:first]
     return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
 

@@ -40,11 +40,40 @@ class TargetStates:
     last: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """A target's config, and its tensors, which have the names and shapes that it wants."""
+
+    config: ModelConfig
+    source: TensorSource
+
+
+def open_target(path: Path) -> TargetFiles:
+    """Open a checkpoint directory or a GGUF file, before weights are read.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape than the config wants.
+        UnsupportedError: the architecture or a setting is not implemented here.
+    """
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    require_unquantized(config.extra, str(path), "a target in training")
+    source = checkpoint.open_tensors()
+    if config.architecture not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{path} is a {config.architecture}, which cannot be a target in training",
+            f"use a {listed(_ARCHITECTURES)}",
+        )
+    require_supported(config, frozenset(("full_attention",)), source.location)
+    _require_tensors(source, config)
+    return TargetFiles(config, source)
+
+
 class FrozenTarget:
     """A dense decoder with frozen weights.
 
     Args:
-        path: a checkpoint directory or a GGUF file.
+        files: its config and tensors.
         aux_layers: layers whose input is kept, as ``Decoder`` counts them.
         max_positions: longest sequence, padding included.
         dtype: of weights and activations.
@@ -57,32 +86,20 @@ class FrozenTarget:
         final_norm: [hidden].
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape than the config wants, or is not
-            finite.
-        UnsupportedError: the architecture or a setting is not implemented here.
+        CheckpointError: a tensor is not finite.
     """
 
     def __init__(
         self,
-        path: Path,
+        files: TargetFiles,
         *,
         aux_layers: tuple[int, ...],
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        checkpoint = open_checkpoint(path)
-        self.config = checkpoint.config
-        require_unquantized(self.config.extra, str(path), "a target in training")
-        source = checkpoint.open_tensors()
-        if self.config.architecture not in _ARCHITECTURES:
-            raise UnsupportedError(
-                f"{path} is a {self.config.architecture}, which cannot be a target in training",
-                f"use a {listed(_ARCHITECTURES)}",
-            )
-        require_supported(self.config, frozenset(("full_attention",)), source.location)
-        require_layers(aux_layers, self.config)
-        self._weights = _read(source, self.config, dtype, device)
+        self.config = files.config
+        self._weights = _read(files, dtype, device)
         self._aux_layers = aux_layers
         self.embedding = self._weights["model.embed_tokens.weight"]
         self.head = self._weights.get(HEAD, self.embedding)
@@ -156,9 +173,7 @@ def require_layers(aux_layers: tuple[int, ...], config: ModelConfig) -> None:
         )
 
 
-def _read(
-    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+def _require_tensors(source: TensorSource, config: ModelConfig) -> None:
     shapes = _shapes(config)
     unused = [n for n in source.names() if n not in shapes and not n.endswith(DERIVED_TENSORS)]
     if config.tie_word_embeddings:
@@ -168,16 +183,20 @@ def _read(
             f"{source.location} holds tensors that its architecture does not use: {unused[:3]}",
             "check the architecture and the bias settings in its config",
         )
-    weights = {}
     for name, shape in shapes.items():
         if name not in source.names() or source.shape(name) != shape:
             raise CheckpointError(
                 f"{source.location} holds no tensor {name} of shape {list(shape)}",
                 "check that config and weights belong together",
             )
-        chunks = [chunk.to(device, dtype) for chunk in source.chunks(name)]
+
+
+def _read(files: TargetFiles, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    weights = {}
+    for name in _shapes(files.config):
+        chunks = [chunk.to(device, dtype) for chunk in files.source.chunks(name)]
         weights[name] = torch.cat(chunks)
-        require_finite(weights[name], name, source)
+        require_finite(weights[name], name, files.source)
     return weights
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -82,6 +83,14 @@ def test_a_drafter_whose_tokenizer_cannot_be_copied_is_no_model(
 def test_impossible_sizes_are_refused(changes):
     with pytest.raises(ConfigError, match="possible"):
         DraftOptions(**changes)
+
+
+@pytest.mark.parametrize(("row", "says"), training.MISFITS)
+def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
+    unreadable = training.with_bad_weights(target, tmp_path / "target")
+    (tmp_path / "text.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says):
+        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
 
 
 def test_mixed_precision_runs(target, text, tmp_path):

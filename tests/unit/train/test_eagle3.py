@@ -27,12 +27,13 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
-from sametoken.train import distillation
+from sametoken.train import distillation, eagle3
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3
 from sametoken.train.loop import CHECKPOINT
 from sametoken.train.options import Eagle3Options
 from sametoken.train.results import HeadLayout, write_head
+from sametoken.train.target import open_target
 from sametoken.train.token_map import membership, offsets_of
 
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 11, 12, 20])
@@ -258,9 +259,14 @@ def test_it_trains_on_extracted_states(target, text, tmp_path):
         speculative["shared_storage_path"] = str(tmp_path / f"states-{part}")
         open_llm(target, speculative_config=speculative).generate(prompts, GREEDY)
     source = TrainingText(states=(tmp_path / "states-0", tmp_path / "states-1"))
+    # Before its weights are read.
+    unreadable = training.with_bad_weights(target, tmp_path / "target")
     with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|extract with"):
-        train(target, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
+        train(unreadable, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
     head = replace(HEAD, aux_layers="1,2,4")
+    short = replace(LOOP, max_length=PROMPT_LEN + 1)
+    with pytest.raises(ConfigError, match="no sequence with an answer"):
+        train(unreadable, tmp_path / "head", source, head=head, loop=short)
     given = train(target, tmp_path / "head", source, head=head)
     run = train(target, tmp_path / "other", text, head=head)
     # The shards lie in another order and end one row earlier.
@@ -333,6 +339,26 @@ def test_heads_that_cannot_share_are_refused(target, text, tmp_path):
     head = replace(HEAD, num_kv_heads=LLAMA["num_attention_heads"] + 1)
     with pytest.raises(ConfigError, match="cannot share"):
         train(target, tmp_path, text, head=head)
+
+
+def test_rotary_settings_without_a_name_are_refused_before_the_training(
+    target, text, tmp_path, monkeypatch
+):
+    """In a head's config.json."""
+    files = open_target(target)
+    rope = {"rope_type": "divided", "rope_theta": 1.0, "divisors": (1.0,) * 8}
+    divided = replace(files, config=replace(files.config, rope=rope))
+    monkeypatch.setattr(eagle3, "open_target", lambda path: divided)
+    with pytest.raises(UnsupportedError, match="divisors"):
+        train(target, tmp_path, text, report=None)
+
+
+@pytest.mark.parametrize(("row", "says"), training.MISFITS)
+def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
+    unreadable = training.with_bad_weights(target, tmp_path / "target")
+    (tmp_path / "text.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says):
+        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
 
 
 def test_mixed_precision_learns_as_well(target, text, tmp_path):

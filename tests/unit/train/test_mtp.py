@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from helpers.checkpoints import write_checkpoint, write_llama
 from helpers.hybrids import hybrid_config, hybrid_tensors, without_mtp
 from helpers.nemotron import write_nemotron
-from helpers.training import LOOP, open_llm, require_accepted, write_own_text
+from helpers.training import (
+    LOOP,
+    MISFITS,
+    open_llm,
+    require_accepted,
+    with_bad_weights,
+    write_own_text,
+)
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.train.distillation import TrainingText
 from sametoken.train.mtp import train_mtp
@@ -92,6 +99,14 @@ def test_what_has_no_module_is_refused(target, text, tmp_path):
         train(target, target, text)
     with pytest.raises(ConfigError, match="possible"):
         MTPOptions(ttt_steps=0)
+
+
+@pytest.mark.parametrize(("row", "says"), MISFITS)
+def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
+    unreadable = with_bad_weights(target, tmp_path / "target")
+    (tmp_path / "text.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says):
+        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
 
 
 def test_mixed_precision_runs(target, text, tmp_path):

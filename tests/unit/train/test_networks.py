@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sametoken.models.loader import load_model, read_config
 from sametoken.ops.model.gated_delta_rule.reference import advance
 from sametoken.ops.model.mamba2.reference import advance as advance_mamba2
 from sametoken.train.nemotron_h import selective_scan
-from sametoken.train.networks import DecoderNetwork, in_drawing_order, load_decoder
+from sametoken.train.networks import DecoderNetwork, in_drawing_order, load_weights, open_decoder
 from sametoken.train.qwen3_5 import delta_rule
 
 STEPS = 3
@@ -37,6 +38,12 @@ def write_latent_experts(directory):
             weight = tensors[f"backbone.layers.{index}.mixer.{name}.weight"]
             tensors[f"backbone.layers.{index}.mixer.{name}.bias"] = weight[:, 0].clone()
     return write_checkpoint(directory, config, tensors)
+
+
+def load_decoder(path: Path, *, mtp: bool = False) -> DecoderNetwork:
+    network, source = open_decoder(path, mtp=mtp)
+    load_weights(network, source)
+    return network
 
 
 def random_ids(length: int) -> torch.Tensor:

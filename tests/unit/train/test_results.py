@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import stat
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import LlamaConfig
 
 from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama
 from helpers.full_disk import filling_disk
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import ConfigError
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.train.results import HeadLayout, write_head, write_with_module
@@ -58,12 +57,6 @@ def test_transformers_makes_a_llama_of_the_layer(tmp_path, layout):
     assert layer.rope_parameters["rope_theta"] == 50000.0
     (method,) = config["speculators_config"]["proposal_methods"]
     assert (method["proposal_type"], method["speculative_tokens"]) == ("greedy", 4)
-
-
-def test_rotary_settings_without_a_name_are_refused(tmp_path, layout):
-    rope = {"rope_type": "divided", "rope_theta": 1.0, "divisors": (1.0,)}
-    with pytest.raises(UnsupportedError, match="divisors"):
-        write_head(tmp_path, replace(layout, layer=replace(layout.layer, rope=rope)), {})
 
 
 def test_a_head_that_cannot_be_written_whole_is_no_model(tmp_path, layout):

@@ -12,7 +12,7 @@ from helpers.checkpoints import LLAMA, VOCAB, random_weight, write_checkpoint, w
 from sametoken import LLM, SamplingParams
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.extraction.shards import ExtractedStates
-from sametoken.train.target import FrozenTarget
+from sametoken.train.target import FrozenTarget, open_target, require_layers
 
 CPU = torch.device("cpu")
 OPTIONS = {"aux_layers": (0, 2, 4), "max_positions": 64, "device": CPU}
@@ -61,7 +61,7 @@ def test_its_states_are_the_engine_s(tmp_path, write, dtype, tolerance):
     model = write(tmp_path / "model")
     prompts = [[1, 2, 3], [7, 5, 3, 2, 1, 0, 4], [22]]
     states = extracted(model, tmp_path / "states", dtype, prompts)
-    target = FrozenTarget(model, dtype=getattr(torch, dtype), **OPTIONS)
+    target = FrozenTarget(open_target(model), dtype=getattr(torch, dtype), **OPTIONS)
     for index in range(len(states)):
         one = states[index]
         found = target.states(one.token_ids[None, :-1]).auxiliary[0].float()
@@ -71,7 +71,7 @@ def test_its_states_are_the_engine_s(tmp_path, write, dtype, tolerance):
 
 
 def test_padding_changes_no_row_before_it(tmp_path):
-    target = FrozenTarget(write_llama(tmp_path), dtype=torch.float32, **OPTIONS)
+    target = FrozenTarget(open_target(write_llama(tmp_path)), dtype=torch.float32, **OPTIONS)
     short = torch.tensor([[3, 1, 4, 1, 5]])
     padded = torch.cat((short, torch.full((1, 6), 9)), dim=1)
     torch.testing.assert_close(
@@ -84,7 +84,7 @@ def test_a_tied_target_has_one_embedding(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    target = FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)
+    target = FrozenTarget(open_target(tmp_path), dtype=torch.float32, **OPTIONS)
     assert target.head is target.embedding
     assert target.head.shape[0] == VOCAB
 
@@ -96,7 +96,7 @@ def test_a_tied_target_has_one_embedding(tmp_path):
         ({"architectures": ["Qwen3NextForCausalLM"]}, UnsupportedError, "or 'Qwen3For"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, UnsupportedError, "cannot be a target"),
         ({"num_hidden_layers": 5}, CheckpointError, r"layers\.4"),
-        ({"num_hidden_layers": 3}, ConfigError, "no layers"),
+        ({"num_hidden_layers": 3}, UnsupportedError, "does not use"),
         ({"vocab_size": VOCAB + 1}, CheckpointError, "embed_tokens"),
         ({"num_attention_heads": 4, "num_key_value_heads": 1}, CheckpointError, "q_proj"),
     ],
@@ -106,7 +106,14 @@ def test_what_it_cannot_run_is_refused_by_name(tmp_path, changes, error, says):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA | changes))
     with pytest.raises(error, match=says):
-        FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)
+        open_target(tmp_path)
+
+
+def test_layers_that_it_lacks_are_refused(tmp_path):
+    config = open_target(write_llama(tmp_path)).config
+    require_layers((0, 2, 4), config)
+    with pytest.raises(ConfigError, match="no layers"):
+        require_layers((0, 2, 5), config)
 
 
 def test_a_tensor_without_a_use_is_refused(tmp_path):
@@ -115,7 +122,7 @@ def test_a_tensor_without_a_use_is_refused(tmp_path):
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="does not use"):
-        FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)
+        open_target(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -125,4 +132,4 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = value
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
-        FrozenTarget(tmp_path, dtype=torch.float32, **OPTIONS)
+        FrozenTarget(open_target(tmp_path), dtype=torch.float32, **OPTIONS)

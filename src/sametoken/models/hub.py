@@ -112,7 +112,7 @@ def find_on_hub(
         CheckpointError: the repository or the needed files do not exist, or cannot be had.
         UnsupportedError: the model is not supported; its weights are not downloaded.
     """
-    found = _cached(hub_id, needed)
+    found = cached_on_hub(hub_id, needed)
     if found is not None:
         announce(f"using {hub_id} from {found}")
         return found
@@ -128,7 +128,7 @@ def cached_repositories() -> list[str]:
     return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
 
 
-def _cached(hub_id: HubId, needed: Needed) -> Path | None:
+def cached_on_hub(hub_id: HubId, needed: Needed = Needed.MODEL) -> Path | None:
     """What is needed of the cached snapshot, if all of it is there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

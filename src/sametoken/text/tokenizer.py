@@ -18,7 +18,7 @@ from sametoken.config import DUMMY, EngineConfig
 from sametoken.errors import CheckpointError, ConfigError, RequestError
 from sametoken.io.cache_directory import expanded
 from sametoken.io.files import is_there
-from sametoken.models.hub import Needed
+from sametoken.models.hub import HubId, Needed, cached_on_hub
 from sametoken.models.names import resolve_model
 from sametoken.text.tokenizer_files import has_tokenizer, read_tokenizer
 
@@ -191,14 +191,19 @@ def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tupl
 
 
 def load_tokenizer_here(config: EngineConfig) -> Tokenizer | None:
-    """``load_tokenizer_of`` where the tokenizer's name is a path; else None.
+    """``load_tokenizer_of`` where the tokenizer's name is a path or of a cached model; else None.
 
     For a caller that has a second to spare: then at least the library is imported.
 
     Raises:
         CheckpointError, UnsupportedError, ConfigError: as ``load_tokenizer_of``.
     """
-    path = expanded(config.tokenizer or config.model)
+    name = config.tokenizer or config.model
+    path = expanded(name)
+    hub_id = None if is_there(path) or config.skip_tokenizer_init else HubId.parse(name)
+    if hub_id is not None:
+        # Weights come last: where they are cached, no other file is on its way.
+        path = cached_on_hub(hub_id) or path
     if has_tokenizer(path) or (path.suffix == ".gguf" and is_there(path)):
         return load_tokenizer_of(config, path)
     if not config.skip_tokenizer_init:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import gguf
 import jinja2
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import byte_tokenizer
+from helpers.hub import cache_snapshot
 from sametoken.config import EngineConfig
 from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
@@ -353,6 +355,22 @@ def test_a_tokenizer_that_is_here_is_loaded_before_the_model_is_looked_up(tokeni
     (tmp_path / "cut.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"cut\.gguf"):
         load_tokenizer_here(EngineConfig(model=str(tmp_path / "cut.gguf")))
+
+
+def test_so_is_that_of_a_cached_model_once_its_weights_are_cached(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    tokenizer.hf.save_pretrained(tmp_path / "own")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+    folder = cache_snapshot(tmp_path / "hub", "org/name", files | {"config.json": b"{}"})
+    of_the_hub = EngineConfig(model="org/name")
+    assert load_tokenizer_here(of_the_hub) is None
+    (folder / "model.safetensors").write_bytes(b"")
+    assert load_tokenizer_here(of_the_hub).encode("the cat") == tokenizer.encode("the cat")
+    assert load_tokenizer_here(replace(of_the_hub, skip_tokenizer_init=True)) is None
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer_here(of_the_hub)
 
 
 def test_a_chat_template_that_is_no_jinja_is_named_as_such(tokenizer):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from helpers.serving import accept_one_more
+from sametoken.audit import engine_audit
 from sametoken.cli.main import app
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
@@ -86,6 +87,25 @@ def test_the_report_works_in_a_browser(model, tmp_path):
 )
 def test_bad_input_is_named_before_any_work(model, arguments, words):
     result = audit(model, *SMALL, *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+HEAD = '{"method": "eagle3", "model": "/no/head"}'
+
+
+@pytest.mark.parametrize(
+    ("speculation", "max_tokens", "words"),
+    [
+        (HEAD, "12", "'/no/head' is neither a path"),
+        (NGRAM, "1000000", "with 1000000 of an answer are more than max_model_len=1024"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_named_before_it_answers(
+    model, monkeypatch, speculation, max_tokens, words
+):
+    monkeypatch.setattr(engine_audit, "_baseline", None)
+    result = audit(model, *SMALL, "--speculative-config", speculation, "--max-tokens", max_tokens)
     assert result.exit_code == 2
     assert words in result.output
 

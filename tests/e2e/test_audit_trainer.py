@@ -268,7 +268,10 @@ def test_a_model_that_gives_nan_is_no_finding(tmp_path, outputs):
         audit_trainer(EngineConfig.from_options(model=str(broken), **OPTIONS), rollouts)
 
 
-def test_what_cannot_be_compared_is_refused(models, outputs):
+def test_what_cannot_be_compared_is_refused_before_the_model_is_loaded(
+    models, outputs, monkeypatch
+):
+    monkeypatch.setattr(trainer_audit, "build_engine", None)
     (one, *_) = scored_by(Trainer(models["now"]), outputs)
     far = dataclasses.replace(one, token_ids=(*one.token_ids[:-1], 10**6))
     with pytest.raises(RequestError, match="the token id 1000000"):

@@ -23,7 +23,9 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.errors import ConfigError
+from sametoken.engine.load import validate
+from sametoken.engine.resolve import resolve_max_model_len
+from sametoken.errors import ConfigError, RequestError
 from sametoken.types.speculative_methods import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
@@ -114,6 +116,27 @@ def audit_engine(
         diagnosis=diagnosis,
         environment=environment(core.resolved.device),
     )
+
+
+def require_possible(
+    config: EngineConfig, requests: Sequence[AuditRequest], announce: Callable[[str], None]
+) -> None:
+    """Refuse a drafter and requests that do not fit the model, before an engine runs any.
+
+    Raises:
+        RequestError: a request is longer than the model's context, or ``max_model_len``.
+        ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
+    """
+    requested = validate(config, announce)
+    longest = resolve_max_model_len(requested.config, requested.architecture)
+    for one in requests:
+        prompt_len = len(one.prompt_token_ids)
+        if prompt_len + one.max_tokens > longest:
+            raise RequestError(
+                f"prompt {one.name!r} has {prompt_len} tokens, which with {one.max_tokens} of an "
+                f"answer are more than max_model_len={longest}",
+                "lower max_tokens, leave the prompt out, or raise max_model_len",
+            )
 
 
 def _require_speculation(config: EngineConfig) -> SpeculativeConfig:

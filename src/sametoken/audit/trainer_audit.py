@@ -33,6 +33,8 @@ from sametoken.audit.trainer_verdict import (
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.load import validate
+from sametoken.engine.resolve import resolve_max_model_len
 from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.text.tokenizer import Tokenizer
@@ -76,9 +78,14 @@ def audit_trainer(
     wrong = tuple(_wrong_tokens(rollouts, tokenizer))
     # Opened before the model is: a wrong path costs no loading.
     sources = [(checkpoint, source_of(checkpoint)) for checkpoint in checkpoints]
-    core = build_engine(replace(config, speculative_config=None))
+    config = replace(config, speculative_config=None)
+    requested = validate(config, announce)
+    longest = resolve_max_model_len(requested.config, requested.architecture)
+    _require_possible(rollouts, requested.architecture.vocab_size, longest - 1)
+    core = build_engine(config)
     scorer = Scorer(core, concurrency)
-    _require_possible(rollouts, scorer)
+    # Memory may have lowered it.
+    _require_possible(rollouts, core.resolved.model.vocab_size, scorer.most_tokens)
     name = Path(config.model).name
     announce(f"log-probabilities of {name}")
     open_groups = [_Open.of(f"as given, with {name}", part, scorer) for part in _grouped(rollouts)]
@@ -267,8 +274,7 @@ def _grouped(rollouts: Sequence[ScoredRollout]) -> Iterator[list[ScoredRollout]]
         yield list(part)
 
 
-def _require_possible(rollouts: Sequence[ScoredRollout], scorer: Scorer) -> None:
-    vocab_size = scorer.core.resolved.model.vocab_size
+def _require_possible(rollouts: Sequence[ScoredRollout], vocab_size: int, most_tokens: int) -> None:
     for one in rollouts:
         if max(one.token_ids) >= vocab_size:
             raise RequestError(
@@ -276,10 +282,10 @@ def _require_possible(rollouts: Sequence[ScoredRollout], scorer: Scorer) -> None
                 f"{vocab_size} tokens",
                 "audit with the model of the rollouts",
             )
-        if one.prompt_len >= scorer.most_tokens:
+        if one.prompt_len >= most_tokens:
             raise RequestError(
                 f"rollout {one.name} has a prompt of {one.prompt_len} tokens, of which "
-                f"max_model_len leaves room for {scorer.most_tokens - 1}",
+                f"max_model_len leaves room for {most_tokens - 1}",
                 "raise max_model_len",
             )
 

@@ -285,7 +285,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: dict[str, Any]) -> Verdict:
     """The verdict on this engine; ``settings`` are arguments of ``AuditSettings``."""
-    from sametoken.audit.engine_audit import AuditSettings, audit_engine
+    from sametoken.audit.engine_audit import AuditSettings, audit_engine, require_possible
     from sametoken.text.tokenizer import all_eos_ids
 
     path, tokenizer = _tokenizer(config)
@@ -293,6 +293,7 @@ def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: dict[str, A
     requests = prompts.requests(tokenizer, templated=has_template and not prompts.raw)
     others = prompts.requests(tokenizer, templated=True) if has_template and prompts.raw else []
     config = replace(config, model=str(path))
+    require_possible(config, [*requests, *others], announce)
     chosen = AuditSettings(**settings, stop_token_ids=all_eos_ids((), tokenizer))
     verdict = audit_engine(config, requests, chosen, templated=others, announce=announce)
     return replace(verdict, texts=_texts(verdict, tokenizer))
@@ -339,19 +340,23 @@ def _audit_servers(
     requests = prompts.requests(tokenizer, templated=templated)
     if servers.baseline_url is None:
         plain = replace(config, model=str(path), speculative_config=None)
-        baseline = _engine_side(plain, tokenizer, servers.concurrency)
+        baseline = _engine_side(plain, requests, tokenizer, servers.concurrency)
     else:
         baseline = servers.side(servers.baseline_url)
     return audit_sides(subject, baseline, requests, announce=announce)
 
 
-def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -> Side:
+def _engine_side(
+    config: EngineConfig, requests: Sequence[AuditRequest], tokenizer: Tokenizer, concurrency: int
+) -> Side:
     """Make a side of this engine without speculation, as the baseline of a server."""
+    from sametoken.audit.engine_audit import require_possible
     from sametoken.audit.engine_runs import RunSettings, run_requests
     from sametoken.audit.server_audit import Side
     from sametoken.engine.build import build_engine
     from sametoken.text.tokenizer import all_eos_ids
 
+    require_possible(config, requests, announce)
     core = build_engine(config, announce)
     eos = frozenset(all_eos_ids(core.resolved.model.eos_token_ids, tokenizer))
     settings = RunSettings(concurrency, top=True)

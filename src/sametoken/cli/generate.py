@@ -19,7 +19,7 @@ from sametoken.cli.options import (
     with_options,
 )
 from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
-from sametoken.config import DEFAULT_MODEL, MODEL_HELP
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def generate(
         raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
     plain = None
     if compare and is_asked:
+        _require_drafter(model, engine)
         plain = _answer(_load(model, engine | {"speculative_config": None}), text, chat, sampling)
     llm = _load(model, engine)
     if show_settings:
@@ -98,6 +99,13 @@ def _require_one_source(sources: Sequence[str | None], *, or_none: bool) -> bool
     if num_given == 0 and not or_none:
         raise typer.BadParameter("give one of --prompt, --file and --chat")
     return num_given == 1
+
+
+def _require_drafter(model: str, options: dict[str, Any]) -> None:
+    """Refuse a drafter that does not fit the model, before the model answers without it."""
+    from sametoken.engine.load import validate
+
+    validate(EngineConfig.from_options(model=model, **options), announce)
 
 
 def _answer(

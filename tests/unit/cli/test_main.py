@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sametoken
+from helpers.checkpoints import write_llama
 from sametoken.cli import generate as generate_module
 from sametoken.cli.main import NO_COMMAND, app
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -145,6 +146,7 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
         yield from map(changed, outputs) if self is llm.all[0] else outputs
 
     monkeypatch.setattr(FakeLLM, "generate_stream", slower_and_maybe_wrong)
+    monkeypatch.setattr(generate_module, "_require_drafter", lambda model, options: None)
     result = run(
         *("generate", "--chat", "x", "--compare", "--seed", "3"),
         *("--speculative-config", SPECULATION),
@@ -158,6 +160,15 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
     verdict = "the tokens differ from number 1 on" if status else "the same 3 tokens"
     line = f"[plain 0.5 tokens/s, with drafts 1.0 (2.00x): {verdict}]"
     assert result.stderr.splitlines()[-1] == line
+
+
+def test_compare_refuses_a_drafter_before_any_answer(llm, tmp_path):
+    drafter = json.dumps({"method": "eagle3", "model": str(tmp_path / "none")})
+    asked = ("generate", str(write_llama(tmp_path / "target")), "--prompt", "x", "--compare")
+    result = run(*asked, "--speculative-config", drafter)
+    assert result.exit_code == 2
+    assert "none' is neither a path" in result.stderr
+    assert llm.all == []
 
 
 @pytest.mark.parametrize("others", [[], ["--json", "--speculative-config", SPECULATION]])

@@ -109,18 +109,22 @@ def eagle3(
     **options: Any,
 ) -> None:
     """Train an EAGLE-3 head for a target, on --text, --generate-from or --states."""
-    from sametoken.train.eagle3 import train_eagle3
+    from sametoken.train.eagle3 import open_for_head, train_eagle3
 
-    _train_drafter(train_eagle3, Eagle3Options, model, output, options, tuple(states or ()))
+    given = tuple(states or ())
+    _train_drafter(train_eagle3, Eagle3Options, open_for_head, model, output, options, given)
 
 
 @train.command()
 @with_options(_SOURCE, options_of(MTPOptions), options_of(LoopOptions))
 def mtp(model: Model, output: Output, **options: Any) -> None:
     """Train a hybrid's multi-token-prediction module, on --text or --generate-from."""
-    from sametoken.train.mtp import train_mtp
+    from sametoken.train.mtp import open_for_module, train_mtp
 
-    _train_drafter(train_mtp, MTPOptions, model, output, options)
+    def check(target: Path, _: MTPOptions) -> object:
+        return open_for_module(target, output)
+
+    _train_drafter(train_mtp, MTPOptions, check, model, output, options)
 
 
 @train.command()
@@ -128,8 +132,12 @@ def mtp(model: Model, output: Output, **options: Any) -> None:
 def draft(model: Model, output: Output, **options: Any) -> None:
     """Train a small Llama that drafts for a target, on --text or --generate-from."""
     from sametoken.train.draft import train_draft
+    from sametoken.train.target import open_target
 
-    _train_drafter(train_draft, DraftOptions, model, output, options)
+    def check(target: Path, _: DraftOptions) -> object:
+        return open_target(target)
+
+    _train_drafter(train_draft, DraftOptions, check, model, output, options)
 
 
 @train.command()
@@ -207,12 +215,13 @@ def _require_new(output: Path) -> None:
 def _train_drafter(
     run: Callable[..., DrafterResult],
     kind: type[Any],
+    check: Callable[[Path, Any], object],
     model: str,
     output: Path,
     options: dict[str, Any],
     states: tuple[Path, ...] = (),
 ) -> None:
-    """Train a drafter for a target and report the result."""
+    """Train a drafter for a target that ``check`` does not refuse, and report the result."""
     from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
     from sametoken.train.results import require_output
@@ -228,6 +237,8 @@ def _train_drafter(
     drafter, loop = kind(**take(options, kind)), LoopOptions(**options)
     require_output(output, resume=loop.resume)
     if prompts is not None:
+        # Answers take hours.
+        check(resolve_model(model, announce), drafter)
         text = _generated(model, prompts, output, given["answer_tokens"], loop)
     elif text is not None:
         require_text(text)

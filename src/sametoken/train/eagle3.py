@@ -32,7 +32,7 @@ from sametoken.train.loop import Report, require_same_training
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
 from sametoken.train.results import HeadLayout, output_directory, write_head
-from sametoken.train.target import FrozenTarget, open_target, require_layers
+from sametoken.train.target import FrozenTarget, TargetFiles, open_target, require_layers
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
 from sametoken.train.unrolled import UNROLLED, UnrolledKV, shifted
 
@@ -178,11 +178,8 @@ def train_eagle3(
     with output_directory(output, resume=loop.resume):
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
-        files = open_target(model)
-        config = files.config
-        layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
-        require_layers(layers, config)
-        given = read_text(text, config, loop, layers)
+        files, layers, layer = open_for_head(model, head)
+        given = read_text(text, files.config, loop, layers)
         target = FrozenTarget(
             files,
             aux_layers=layers,
@@ -208,6 +205,22 @@ def train_eagle3(
             write=lambda: _write(network, token_ids, layout, output),
         )
         return run(ready, output, report, began)
+
+
+def open_for_head(
+    model: Path, head: Eagle3Options
+) -> tuple[TargetFiles, tuple[int, ...], ModelConfig]:
+    """A target, the layers whose states the head reads, and the head's own; no weights are read.
+
+    Raises:
+        ConfigError: an option does not fit the target.
+        CheckpointError: the target cannot be read.
+        UnsupportedError: the target cannot be trained for.
+    """
+    files = open_target(model)
+    layers, layer = head.layer_ids(files.config.num_layers), _layer_config(files.config, head)
+    require_layers(layers, files.config)
+    return files, layers, layer
 
 
 def _layout(

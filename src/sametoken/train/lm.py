@@ -168,6 +168,8 @@ def train_lm(
     """
     began = time.monotonic()
     _require_long_windows(loop.max_length, options.module_steps)
+    # Impossible sizes are refused before the text is read; its tokenizer has no more tokens.
+    _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options) | {"mtp_steps": options.module_steps}
     with output_directory(output, resume=loop.resume):
@@ -183,10 +185,7 @@ def train_lm(
             announce=announce,
         )
         config = lm_config(options, len(tokenizer), ends, loop.max_length)
-        network = DecoderNetwork(
-            model_config(Settings(config, "the new model")),
-            mtp=options.module_steps > 0,
-        )
+        network = _network(config, options)
         network.initialise(loop.seed)
         network = network.to(compute.device)
         objective = LMObjective(network, corpus, options, loop, compute)
@@ -197,6 +196,11 @@ def train_lm(
         result = _result(objective, last, corpus, began)
         write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
         return result
+
+
+def _network(config: dict[str, Any], options: LMOptions) -> DecoderNetwork:
+    architecture = model_config(Settings(config, "the new model"))
+    return DecoderNetwork(architecture, mtp=options.module_steps > 0)
 
 
 def _require_long_windows(max_length: int, module_steps: int) -> None:

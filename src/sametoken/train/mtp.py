@@ -13,6 +13,7 @@ from torch import Tensor
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.files import PICKLED, weight_files
+from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import read_config
 from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import (
@@ -109,24 +110,11 @@ def train_mtp(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    architecture = read_config(model).architecture
-    if architecture not in WITH_MODULE or not model.is_dir():
-        raise UnsupportedError(
-            f"{model} is a {architecture}, for which no module for further tokens is trained",
-            f"use a checkpoint directory of a {listed(WITH_MODULE)}",
-        )
-    if model.resolve() == output.resolve():
-        raise ConfigError(f"{output} is the target itself", "choose another output")
-    if weight_files(model)[0].name.endswith(PICKLED):
-        raise UnsupportedError(
-            f"{model} holds pickled weights, beside which no module is written",
-            "convert them to safetensors",
-        )
+    network, source = open_for_module(model, output)
     settings = {"kind": "mtp", "model": model.name} | asdict(module)
     with output_directory(output, resume=loop.resume):
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
-        network, source = open_decoder(model, mtp=True)
         given = read_text(text, network.config, loop, None)
         load_weights(network, source)
         initialise_module(network, loop.seed)
@@ -151,6 +139,30 @@ def train_mtp(
             write=lambda: write_with_module(model, output, network),
         )
         return run(ready, output, report, began)
+
+
+def open_for_module(model: Path, output: Path) -> tuple[DecoderNetwork, TensorSource]:
+    """A network with a module for a target, and the target's weights, of which none is read.
+
+    Raises:
+        ConfigError: the output is the target.
+        CheckpointError: the target cannot be opened.
+        UnsupportedError: the target cannot be trained for.
+    """
+    architecture = read_config(model).architecture
+    if architecture not in WITH_MODULE or not model.is_dir():
+        raise UnsupportedError(
+            f"{model} is a {architecture}, for which no module for further tokens is trained",
+            f"use a checkpoint directory of a {listed(WITH_MODULE)}",
+        )
+    if model.resolve() == output.resolve():
+        raise ConfigError(f"{output} is the target itself", "choose another output")
+    if weight_files(model)[0].name.endswith(PICKLED):
+        raise UnsupportedError(
+            f"{model} holds pickled weights, beside which no module is written",
+            "convert them to safetensors",
+        )
+    return open_decoder(model, mtp=True)
 
 
 @torch.no_grad()

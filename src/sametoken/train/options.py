@@ -8,6 +8,7 @@ from typing import Any
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
+from sametoken.models.load.settings import MAX_EXPERTS
 from sametoken.types.option_values import listed
 
 MAX_SEED = 2**31 - 1
@@ -242,11 +243,12 @@ class LMOptions:
             raise ConfigError(
                 f"pattern={self.pattern!r} is not possible", "use the letters M, *, E and -"
             )
-        if not 0 < self.num_experts_per_tok <= self.num_experts or self.moe_intermediate_size < 1:
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        if not 0 < chosen <= experts <= MAX_EXPERTS or self.moe_intermediate_size < 1:
             raise ConfigError(
-                f"{self.num_experts_per_tok} of {self.num_experts} experts of "
-                f"{self.moe_intermediate_size} features are not possible",
-                "use at least 1 of each, and no more than there are",
+                f"{chosen} of {experts} experts of {self.moe_intermediate_size} features are not "
+                "possible",
+                f"use at least 1 of each, and no more than there are or {MAX_EXPERTS}",
             )
         if self.architecture == "llama" and self.mtp_steps:
             raise ConfigError("a llama has no multi-token-prediction module", "leave mtp_steps out")

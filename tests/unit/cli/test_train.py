@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.hybrids import write_hybrid
 from sametoken.cli import train as command
 from sametoken.cli.main import app
 from sametoken.errors import NumericalError
@@ -348,3 +349,21 @@ def test_a_drafter_and_a_language_model(target, tmp_path):
     module = run("mtp", tmp_path / "lm", tmp_path / "mtp", "--text", text, *QUICK, "--json")
     assert module.exit_code == 0, module.output
     assert len(json.loads(module.stdout)["acceptance"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "status", "words"),
+    [
+        ("eagle3", ["--aux-layers", "1,2,9"], 2, "the target has no layers"),
+        ("mtp", [], 3, "no module for further tokens is trained"),
+        ("draft", [], 3, "cannot be a target in training"),
+    ],
+)
+def test_a_target_that_does_not_fit_answers_nothing_first(
+    target, prompts, tmp_path, monkeypatch, kind, options, status, words
+):
+    monkeypatch.setattr(command, "_write_text", None)
+    target = write_hybrid(tmp_path / "hybrid") if kind == "draft" else target
+    refused = run(kind, target, tmp_path / "out", "--generate-from", prompts, *QUICK, *options)
+    assert refused.exit_code == status, refused.output
+    assert words in refused.output

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sametoken import LLM, SamplingParams
-from sametoken.errors import ConfigError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.train.corpus import Source
 from sametoken.train.lm import train_lm
 from sametoken.train.options import LMOptions, LoopOptions
@@ -129,6 +129,21 @@ def test_windows_that_are_too_short_for_the_module_are_refused(sources, tmp_path
     train(tmp_path / "out", sources, options, replace(LOOP, max_length=5, steps=1))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (replace(SMALL, num_layers=1025), CheckpointError, "num_hidden_layers=1025 is not at most"),
+        (replace(LLAMA, num_heads=3), UnsupportedError, "3 heads over 32 hidden elements"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_the_text_is_read(
+    tmp_path, options, error, says
+):
+    with pytest.raises(error, match=says):
+        train(tmp_path / "out", [Source(tmp_path / "none", 1.0)], options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_there_is_something_to_resume(sources, tmp_path):
     resumed = replace(LOOP, resume=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.pt does not exist"):
@@ -147,6 +162,7 @@ def test_there_is_something_to_resume(sources, tmp_path):
         {"mtp_steps": -1},
         {"pattern": "MX"},
         {"num_experts_per_tok": 9},
+        {"num_experts": 4097},
         {"num_heads": 3},
         {"linear_value_heads": 3, "linear_key_heads": 2},
         {"head_dim": 6},

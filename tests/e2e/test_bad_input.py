@@ -40,6 +40,7 @@ SIZES = {
     "block_size": 8,
     "num_kv_blocks": 40,
 }
+LFS = "version https://git-lfs.github.com/spec/v1"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
@@ -165,6 +166,31 @@ def test_a_head_of_another_hidden_size(target, tmp_path):
     options = SIZES | speculative("eagle3", model=str(head))
     cause = "32 hidden elements, the target has 16"
     refused(DrafterMismatchError, cause, "trained for this target", LLM, str(target), **options)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda weights: weights.unlink(), "holds no safetensors file"),
+        (lambda weights: weights.write_bytes(weights.read_bytes()[:-100]), "truncated or corrupt"),
+        (lambda weights: weights.write_text(f"{LFS}\noid 1"), "run git lfs pull"),
+    ],
+    ids=["none", "cut", "pointer"],
+)
+def test_a_drafter_without_weights_costs_no_reading_of_the_target_s(
+    target, tmp_path, method, spoil, cause
+):
+    bad = {"model.norm.weight": torch.full((LLAMA["hidden_size"],), torch.nan)}
+    unreadable = edited(target, tmp_path / "target", tensors=bad)
+    drafter = tmp_path / "drafter"
+    if method == "eagle3":
+        write_speculators(drafter, head_tensors())
+    else:
+        write_llama(drafter)
+    spoil(drafter / "model.safetensors")
+    options = SIZES | speculative(method, model=str(drafter))
+    refused(CheckpointError, f"drafter.*{cause}", "again", LLM, str(unreadable), **options)
 
 
 # Options

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sametoken.config import SpeculativeConfig
+from sametoken.config import DUMMY, SpeculativeConfig
 from sametoken.drafters.base import Drafter, LoadedDrafter, NoDrafter, Placement, named
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import Coupling
@@ -16,7 +16,8 @@ from sametoken.drafters.draft_model import require_fit
 from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.drafters.extract import extracted_layers
 from sametoken.models.base import CausalLM, ModelConfig
-from sametoken.models.loader import read_config
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.loader import open_checkpoint, read_config
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import EXTRACT, HEADS, TABLE, Kind
 
@@ -63,6 +64,20 @@ def require_drafter_fits(
         read_token_map(Path(spec.token_map), target.vocab_size)
     if spec is not None and TABLE[spec.method].kind is Kind.MODEL:
         require_fit(read_config(Path(spec.model or "")), target, max_model_len)
+
+
+def require_drafter_files(spec: SpeculativeConfig | None, load_format: str) -> None:
+    """Refuse a drafter without its weights, or with a file that is cut off, before any are read.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``load_drafter``.
+    """
+    if spec is None or spec.model is None or load_format == DUMMY:
+        return
+    if TABLE[spec.method].kind is Kind.MODEL:
+        open_checkpoint(spec.model, load_format=load_format).open_tensors()
+    elif spec.method in HEADS:
+        open_weights(Path(spec.model))
 
 
 def load_drafter(

@@ -13,7 +13,12 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks
 from sametoken.drafters.base import LoadedDrafter, Placement
-from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
+from sametoken.drafters.build import (
+    load_drafter,
+    require_drafter_files,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
@@ -136,6 +141,7 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     config, reasons = resolve_extraction(config, device)
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
+    require_drafter_files(spec, config.draft_load_format)
     reasons = shipped | completed | reasons | stored
     _builders.add(os.getpid())
     return Requested(given, config, device, path, architecture, dtype, layers, reasons)

@@ -294,6 +294,9 @@ def test_a_wrong_checkpoint_is_refused_before_the_model_is_loaded(
     rollouts = scored_by(Trainer(models["now"]), outputs)
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
         audit_trainer(config(models), rollouts, checkpoints=[tmp_path / "nowhere"])
+    wider = write_chat_model(tmp_path / "wider", hidden_size=32)
+    with pytest.raises(CheckpointError, match=r"wider has shape \[\d+, 32\], that of "):
+        audit_trainer(config(models), rollouts, checkpoints=[models["older"], wider])
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.002])

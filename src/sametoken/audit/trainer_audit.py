@@ -35,8 +35,10 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
 from sametoken.engine.resolve import resolve_max_model_len
-from sametoken.errors import RequestError
+from sametoken.errors import CheckpointError, RequestError
 from sametoken.models.load.sent import source_of
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.loader import open_checkpoint
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.weight_updates import MODEL
 
@@ -71,7 +73,7 @@ def audit_trainer(
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
             chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
             KV memory.
-        CheckpointError: a checkpoint has no weights, or damaged ones.
+        CheckpointError: a checkpoint has no weights, damaged ones, or those of another model.
         WeightUpdateError, UnsupportedError: the weights of a checkpoint cannot replace the model's.
         NumericalError: the model gives NaN.
     """
@@ -82,6 +84,9 @@ def audit_trainer(
     requested = validate(config, announce)
     longest = resolve_max_model_len(requested.config, requested.architecture)
     _require_possible(rollouts, requested.architecture.vocab_size, longest - 1)
+    own = open_checkpoint(requested.path, load_format=requested.config.load_format)
+    for _, source in sources:
+        _require_same_shapes(source, own.open_tensors())
     core = build_engine(config)
     scorer = Scorer(core, concurrency)
     # Memory may have lowered it.
@@ -287,6 +292,16 @@ def _require_possible(rollouts: Sequence[ScoredRollout], vocab_size: int, most_t
                 f"rollout {one.name} has a prompt of {one.prompt_len} tokens, of which "
                 f"max_model_len leaves room for {most_tokens - 1}",
                 "raise max_model_len",
+            )
+
+
+def _require_same_shapes(source: TensorSource, own: TensorSource) -> None:
+    for name in source.names():
+        if name in own.names() and source.shape(name) != own.shape(name):
+            raise CheckpointError(
+                f"tensor {name} of {source.location} has shape {list(source.shape(name))}, "
+                f"that of {own.location} {list(own.shape(name))}",
+                "give other weights of the same model",
             )
 
 

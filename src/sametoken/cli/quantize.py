@@ -33,8 +33,9 @@ def write_quantized(
     Weights are rounded to nearest, without data.
     """
     from sametoken.models.names import resolve_model
-    from sametoken.models.quantize import quantize_checkpoint
+    from sametoken.models.quantize import quantize_checkpoint, require_new
 
+    require_new(output)
     source = resolve_model(model, lambda line: typer.echo(line, err=True))
     done = quantize_checkpoint(source, output, scheme.value)
     typer.echo(

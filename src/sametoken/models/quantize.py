@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import FLOATING, require_finite
 from sametoken.models.rounding import float8, int4
 from sametoken.models.safetensors_file import write_safetensors
+from sametoken.types.units import in_units
 
 FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
 SCHEMES = (FP8_DYNAMIC, W4A16)
@@ -65,8 +67,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
     """
     if scheme not in SCHEMES:
         raise ConfigError(f"scheme={scheme!r} is not known", f"use one of {', '.join(SCHEMES)}")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists", "name a new directory")
+    require_new(output)
     if source.is_file():
         raise UnsupportedError(
             f"{source} is a file, and quantizing reads Hugging Face directories", "give one"
@@ -85,6 +86,7 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
     config["quantization_config"] = _config(group_size, kept)
     files = weight_files(source)
     with _whole_or_none(output):
+        _require_room(output, tensors, linears, 8 if group_size is None else 4)
         before, weight_map = 0, dict[str, str]()
         sizes = []
         for file in files:
@@ -103,6 +105,33 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
             (output / INDEX).write_text(json.dumps(index), encoding="utf-8")
         (output / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return Quantized(len(linears), before, sum(sizes))
+
+
+def require_new(output: Path) -> None:
+    """Refuse an output that holds something, before there is any work.
+
+    Raises:
+        ConfigError: it is a file, or a directory with files.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists", "name a new directory")
+
+
+def _require_room(
+    output: Path, tensors: SafetensorsSource, linears: Mapping[str, str], bits: int
+) -> None:
+    """Refuse a disk that the weights, without the scales of linears, will not fit."""
+
+    def bits_of(name: str) -> int:
+        own = bits if name in linears else 8 * tensors.stored_dtype(name).itemsize
+        return own * math.prod(tensors.shape(name))
+
+    needed, free = sum(map(bits_of, tensors.names())) // 8, shutil.disk_usage(output).free
+    if free < needed:
+        raise ConfigError(
+            f"{output} has room for {in_units(free)}, and the copy takes {in_units(needed)}",
+            "make room or choose another directory",
+        )
 
 
 @contextlib.contextmanager

@@ -47,6 +47,13 @@ def test_models_are_found_by_name_and_files_are_refused(tmp_path):
     assert "is a file, and quantizing reads Hugging Face directories" in done.stderr
 
 
+def test_an_output_that_is_there_is_refused_before_the_model_is_looked_up(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["quantize", "no-such-model", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "exists. name a new directory" in done.stderr
+
+
 def test_errors_are_one_line(tmp_path):
     source = write_llama(tmp_path / "source")
     done = CliRunner().invoke(app, ["quantize", str(source), str(source)])

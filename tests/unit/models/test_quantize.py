@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -78,6 +79,22 @@ def test_transformers_reads_it_through_compressed_tensors(source, tmp_path, sche
     got = logits_of(tmp_path / "out")
     # Rounded activations may differ in a row by a step.
     assert ((got - expected).abs().amax(1) < 1e-3).sum() >= len(TOKENS) - 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_disk_without_room_is_refused_before_anything_is_read(
+    source, tmp_path, monkeypatch, scheme
+):
+    needed = quantize_checkpoint(source, tmp_path / "once", scheme).bytes_after
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    quantize_checkpoint(source, tmp_path / "again", scheme)
+    # The scales of linears are not counted.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed * 9 // 10))
+    monkeypatch.setattr("sametoken.models.quantize._whole", None)
+    with pytest.raises(ConfigError, match=r"out has room for .*, and the copy takes"):
+        quantize_checkpoint(source, tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_stay_files(source, tmp_path):

@@ -179,10 +179,15 @@ class _Loop:
         """Refuse an output that cannot take the checkpoint, which the end of a training writes."""
         weights = sum(tensor.nbytes for tensor in self._objective.network.state_dict().values())
         needed = weights + 2 * sum(parameter.nbytes for parameter in self._parameters)
+        # A later one is written beside the one before; a resumed training's is there already.
+        is_replaced = 0 < self._options.checkpoint_every <= self._steps
+        copies = 2 if is_replaced and not self._options.resume else 1
         free = shutil.disk_usage(self._path.parent).free
-        if free < needed:
+        if free < copies * needed:
+            beside = ", with a later one beside it," if copies > 1 else ""
             raise ConfigError(
-                f"{self._path.parent} has room for {free} bytes, and a checkpoint takes {needed}",
+                f"{self._path.parent} has room for {free} bytes, and a checkpoint{beside} takes "
+                f"{copies * needed}",
                 "make room or choose another output",
             )
         try:

@@ -206,21 +206,23 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
         train(Broken(), tmp_path, options())
 
 
-def test_a_disk_without_room_for_the_checkpoint_is_refused_before_the_first_step(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize(("every", "copies"), [(0, 1), (41, 1), (40, 2)])
+def test_a_disk_without_room_for_checkpoints_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, every, copies
 ):
-    fit = Fit()
+    """One that takes another's place is whole before that goes."""
+    fit, chosen = Fit(), options(checkpoint_every=every)
     # Six weights and three biases in fp32, and two moments of each.
-    needed = 3 * 4 * (6 + 3)
+    needed = copies * 3 * 4 * (6 + 3)
     usage = shutil.disk_usage(tmp_path)
     for free, steps in ((needed - 1, 0), (needed, 40)):
         found = usage._replace(free=free)
         monkeypatch.setattr(loop.shutil, "disk_usage", lambda path, found=found: found)
         if steps:
-            train(fit, tmp_path, options())
+            train(fit, tmp_path, chosen)
         else:
-            with pytest.raises(ConfigError, match=f"{free} bytes, and a checkpoint takes {needed}"):
-                train(fit, tmp_path, options())
+            with pytest.raises(ConfigError, match=f"{free} bytes, and a checkpoint.* {needed}"):
+                train(fit, tmp_path, chosen)
         assert len(fit.seen) == steps
 
 

@@ -52,6 +52,7 @@ from gemm_gpu import (
     SHAPES,
     candidates,
     canonical_rows,
+    exceptions,
     fits,
     label,
     library_agrees,
@@ -260,11 +261,11 @@ def main() -> None:
     winners = {}
     for case in cases:
         table, winners[case] = run_case(layers, head, table, case, options)
-        path.write_text(table.to_json())
+        path.write_text(exceptions(table).to_json())
         torch.cuda.empty_cache()
     if options.variants != "attention":
         table = tune_head(table, sorted({batch * window for batch, window in cases}))
-        path.write_text(table.to_json())
+        path.write_text(exceptions(table).to_json())
     print("\nfor LIGHT of ops/model/attention/tuning.py:")
     for (batch, window), config in winners.items():
         print(f"  {batch}x{window}: {config}")

@@ -4,7 +4,8 @@
 
 Every time is of one product inside a CUDA graph over copies of the weight that exceed L2 several
 times, so weights are read from memory. A candidate whose rows differ from the canonical kernel's
-in one bit is shown with ``!`` and never chosen.
+in one bit is shown with ``!`` and never chosen. The table has what is not the default; inside a
+step other kernels win (``decode_gpu.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,9 +32,12 @@ from sametoken.ops.model.gemm.tuning import (
     StreamedConfig,
     TritonConfig,
     TuningTable,
+    default_config,
     in_order_config,
+    row_bucket,
     table_name,
 )
+from sametoken.ops.triton import tuned_table
 
 SHAPES = {
     "qwen3": [
@@ -315,6 +320,19 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
     return chosen
 
 
+def exceptions(table: TuningTable) -> TuningTable:
+    """The table without choices that are the default's."""
+    entries = {
+        shape: {
+            rows: config
+            for rows, config in choices.items()
+            if config != default_config(shape, rows, table.hopper)
+        }
+        for shape, choices in table.entries.items()
+    }
+    return replace(table, entries={shape: kept for shape, kept in entries.items() if kept})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     folder = os.environ.get("OUT", ".")
@@ -340,11 +358,12 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     print(HEADER)
-    entries = {}
+    table = tuned_table()
     out = options.out or Path(folder) / table_name(name)
     for shape in shapes:
-        entries[shape] = tune_shape(shape, rows)
-        out.write_text(TuningTable(entries).to_json())
+        for count, config in tune_shape(shape, rows).items():
+            table = table.replaced(shape, row_bucket(count), config)
+        out.write_text(exceptions(table).to_json())
     print(f"wrote {out} after {time.time() - begun:.0f} s")
 
 

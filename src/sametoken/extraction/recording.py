@@ -142,6 +142,9 @@ def _found_or_new(directory: Path, source: StateSource) -> Manifest:
     if not (directory / MANIFEST).exists():
         return Manifest(source)
     found = read_manifest(directory)
+    if not found.sequences:
+        # As a failed start leaves it.
+        return Manifest(source)
     for one in fields(StateSource):
         theirs, ours = getattr(found.source, one.name), getattr(source, one.name)
         if theirs != ours:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,13 @@ from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError, InvariantError
 from sametoken.extraction.recording import NoExtraction, open_extraction
-from sametoken.extraction.shards import read_manifest
+from sametoken.extraction.shards import (
+    RowRange,
+    SequenceEntry,
+    Shard,
+    read_manifest,
+    write_manifest,
+)
 from sametoken.extraction.writer import CommittedRowsOutput, StateWriter
 from sametoken.types.speculative_methods import EXTRACT
 
@@ -35,6 +41,10 @@ def test_a_directory_is_made_and_taken_up_again(tmp_path):
 
 def test_states_of_another_kind_are_not_mixed_in(tmp_path):
     opened(tmp_path)
+    sequences = (SequenceEntry("one", "", 2, 1, True),)
+    shards = (Shard("a.safetensors", "", "", (RowRange(0, 0, 1),)),)
+    some = replace(read_manifest(tmp_path), sequences=sequences, shards=shards)
+    write_manifest(tmp_path, some)
     with pytest.raises(ConfigError, match=r"layer_ids=\(1, 2\), these have \(1, 3\)") as caught:
         opened(tmp_path, layers=(1, 3))
     assert "shared_storage_path" in caught.value.remedy
@@ -43,6 +53,13 @@ def test_states_of_another_kind_are_not_mixed_in(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="malformed"):
         opened(tmp_path)
+
+
+def test_a_directory_without_states_is_anybody_s(tmp_path):
+    """A start that failed leaves one."""
+    opened(tmp_path)
+    opened(tmp_path, layers=(1, 3))
+    assert read_manifest(tmp_path).source.eagle_aux_hidden_state_layer_ids == (1, 3)
 
 
 def test_a_path_that_is_no_directory_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import write_llama
 from sametoken import LLM, SamplingParams
+from sametoken.errors import ConfigError
+from sametoken.train.distillation import TrainingText
 from sametoken.train.options import LoopOptions
 from sametoken.types.outputs import SpeculationMetrics
 
@@ -75,6 +78,14 @@ MISFITS = [
     ),
     ({"prompt_token_ids": [1] * 64, "output_token_ids": [2, 3]}, "no answer of two tokens within"),
 ]
+
+
+def require_refused_early(train: Callable, target: Path, directory: Path, row, says: str) -> None:
+    """That ``train(target, output, text)`` refuses a row's text before it reads weights."""
+    unreadable = with_bad_weights(target, directory / "target")
+    (directory / "text.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says):
+        train(unreadable, directory / "out", TrainingText(file=directory / "text.jsonl"))
 
 
 def require_accepted(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from helpers.fake_engine import FakeEngine
+from helpers.limits import files_up_to
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.serving.batch import run as module
@@ -64,17 +63,6 @@ def write(path: Path, count: int) -> Path:
 def texts(output: Path) -> list[str]:
     results = [json.loads(line) for line in output.read_bytes().splitlines()]
     return [one["response"]["body"]["choices"][0]["text"].split(" x")[0] for one in results]
-
-
-@contextlib.contextmanager
-def files_up_to(num_bytes: int):
-    """A disk that takes no larger file: what cannot be written raises OSError, as on a full one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 NESTED = b'{"custom_id": "n", "method": "POST", "url": "/v1/completions", "body": '

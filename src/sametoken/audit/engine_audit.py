@@ -24,7 +24,6 @@ from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import validate
-from sametoken.engine.resolve import resolve_max_model_len
 from sametoken.errors import ConfigError, RequestError
 from sametoken.types.speculative_methods import LOOKUPS
 
@@ -127,8 +126,7 @@ def require_possible(
         RequestError: a request is longer than the model's context, or ``max_model_len``.
         ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
-    requested = validate(config, announce)
-    longest = resolve_max_model_len(requested.config, requested.architecture)
+    longest = validate(config, announce).max_model_len
     for one in requests:
         prompt_len = len(one.prompt_token_ids)
         if prompt_len + one.max_tokens > longest:

@@ -34,7 +34,6 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
-from sametoken.engine.resolve import resolve_max_model_len
 from sametoken.errors import CheckpointError, RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.models.load.sources import TensorSource
@@ -82,11 +81,12 @@ def audit_trainer(
     sources = [(checkpoint, source_of(checkpoint)) for checkpoint in checkpoints]
     config = replace(config, speculative_config=None)
     requested = validate(config, announce)
-    longest = resolve_max_model_len(requested.config, requested.architecture)
-    _require_possible(rollouts, requested.architecture.vocab_size, longest - 1)
-    own = open_checkpoint(requested.path, load_format=requested.config.load_format)
-    for _, source in sources:
-        _require_same_shapes(source, own.open_tensors())
+    _require_possible(rollouts, requested.architecture.vocab_size, requested.max_model_len - 1)
+    if sources:
+        own = open_checkpoint(requested.path, load_format=requested.config.load_format)
+        tensors = own.open_tensors()
+        for _, source in sources:
+            _require_same_shapes(source, tensors)
     core = build_engine(config)
     scorer = Scorer(core, concurrency)
     # Memory may have lowered it.

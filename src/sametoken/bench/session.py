@@ -17,7 +17,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import Requested, validate
-from sametoken.engine.resolve import ResolvedConfig, resolve_max_model_len
+from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.text.tokenizer import Tokenizer, load_tokenizer_of
 
@@ -81,8 +81,7 @@ class Session:
         if dataset is not None:
             tokenizer = tokenizer_or_none(requested.config, requested.path)
             workload = replace(workload, prompts=dataset_prompts(*dataset, tokenizer))
-        longest = resolve_max_model_len(requested.config, requested.architecture)
-        _require_length(workload, longest)
+        _require_length(workload, requested.max_model_len)
         announce("measuring memory bandwidth")
         bandwidth = read_bandwidth(requested.device, bandwidth_bytes)
         announce(f"loading {config.model}")

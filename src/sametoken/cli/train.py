@@ -119,10 +119,13 @@ def eagle3(
 @with_options(_SOURCE, options_of(MTPOptions), options_of(LoopOptions))
 def mtp(model: Model, output: Output, **options: Any) -> None:
     """Train a hybrid's multi-token-prediction module, on --text or --generate-from."""
+    import torch
+
     from sametoken.train.mtp import open_for_module, train_mtp
 
     def check(target: Path, _: MTPOptions) -> object:
-        return open_for_module(target, output)
+        with torch.device("meta"):
+            return open_for_module(target, output)
 
     _train_drafter(train_mtp, MTPOptions, check, model, output, options)
 
@@ -236,13 +239,13 @@ def _train_drafter(
         )
     drafter, loop = kind(**take(options, kind)), LoopOptions(**options)
     require_output(output, resume=loop.resume)
-    if prompts is not None:
-        # Answers take hours.
-        check(resolve_model(model, announce), drafter)
-        text = _generated(model, prompts, output, given["answer_tokens"], loop)
-    elif text is not None:
+    if text is not None:
         require_text(text)
     path = resolve_model(model, announce)
+    if prompts is not None:
+        # Answers take hours.
+        check(path, drafter)
+        text = _generated(model, prompts, output, given["answer_tokens"], loop)
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
     with _progress(output) as report:
         result = run(path, output, source, drafter, loop, report=report, announce=announce)

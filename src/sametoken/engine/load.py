@@ -91,6 +91,11 @@ class Requested:
     reasons: dict[str, str]
 
     @property
+    def max_model_len(self) -> int:
+        """The longest sequence, before memory is known."""
+        return resolve_max_model_len(self.config, self.architecture)
+
+    @property
     def all_states(self) -> bool:
         """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers

@@ -169,7 +169,8 @@ def train_lm(
     began = time.monotonic()
     _require_long_windows(loop.max_length, options.module_steps)
     # Impossible sizes are refused before the text is read; its tokenizer has no more tokens.
-    _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)
+    with torch.device("meta"):
+        _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options) | {"mtp_steps": options.module_steps}
     with output_directory(output, resume=loop.resume):

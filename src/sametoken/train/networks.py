@@ -60,6 +60,8 @@ WITH_MODULE = tuple(name for name, family in FAMILIES.items() if family.module)
 class DecoderNetwork(nn.Module):
     """A decoder to train, in fp32; its matrices hold nothing before ``initialise`` or a load.
 
+    Made on the meta device, it refuses what it would refuse, and takes no memory.
+
     Args:
         config: the architecture.
         mtp: with an MTP module.
@@ -91,10 +93,10 @@ class DecoderNetwork(nn.Module):
                 "the engine does not",
                 "use another model",
             )
-        # The engine's own function refuses rotary settings that the engine cannot run.
-        rotary_table(
-            config.rope, head_dim=config.head_dim, max_positions=1, device=torch.device("cpu")
-        )
+        # The engine's own function refuses rotary settings that the engine cannot run; it looks at
+        # values, which a network that is made on the meta device does not have.
+        with torch.device("cpu") as cpu:
+            rotary_table(config.rope, head_dim=config.head_dim, max_positions=1, device=cpu)
         self.config = config
         with no_init_weights():
             self.model = family.model(config)

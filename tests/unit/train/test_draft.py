@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -87,10 +86,7 @@ def test_impossible_sizes_are_refused(changes):
 
 @pytest.mark.parametrize(("row", "says"), training.MISFITS)
 def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
-    unreadable = training.with_bad_weights(target, tmp_path / "target")
-    (tmp_path / "text.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match=says):
-        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
+    training.require_refused_early(train, target, tmp_path, row, says)
 
 
 def test_mixed_precision_runs(target, text, tmp_path):

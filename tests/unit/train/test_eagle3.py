@@ -355,10 +355,7 @@ def test_rotary_settings_without_a_name_are_refused_before_the_training(
 
 @pytest.mark.parametrize(("row", "says"), training.MISFITS)
 def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
-    unreadable = training.with_bad_weights(target, tmp_path / "target")
-    (tmp_path / "text.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match=says):
-        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
+    training.require_refused_early(train, target, tmp_path, row, says)
 
 
 def test_mixed_precision_learns_as_well(target, text, tmp_path):

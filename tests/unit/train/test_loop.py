@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import signal
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from helpers.clock import Clock
+from helpers.limits import files_up_to
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
 from sametoken.train import loop
 from sametoken.train.acceptance import Acceptance
@@ -226,20 +225,10 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_the_first_step(
         assert len(fit.seen) == steps
 
 
-@contextmanager
-def files_of_at_most(num_bytes: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_limit_of_files_below_the_checkpoint_is_refused_before_the_first_step(tmp_path):
     fit = Fit()
     with (
-        files_of_at_most(3 * 4 * (6 + 3) - 1),
+        files_up_to(3 * 4 * (6 + 3) - 1),
         pytest.raises(ConfigError, match=r"takes 108 bytes, .* \(.*File too large"),
     ):
         train(fit, tmp_path, options())

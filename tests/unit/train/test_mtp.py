@@ -17,7 +17,7 @@ from helpers.training import (
     MISFITS,
     open_llm,
     require_accepted,
-    with_bad_weights,
+    require_refused_early,
     write_own_text,
 )
 from sametoken.errors import ConfigError, UnsupportedError
@@ -103,10 +103,7 @@ def test_what_has_no_module_is_refused(target, text, tmp_path):
 
 @pytest.mark.parametrize(("row", "says"), MISFITS)
 def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, tmp_path, row, says):
-    unreadable = with_bad_weights(target, tmp_path / "target")
-    (tmp_path / "text.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match=says):
-        train(unreadable, tmp_path / "out", TrainingText(file=tmp_path / "text.jsonl"))
+    require_refused_early(train, target, tmp_path, row, says)
 
 
 def test_mixed_precision_runs(target, text, tmp_path):

@@ -190,6 +190,14 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         load_decoder(broken)
 
 
+@pytest.mark.parametrize("write", [write_hybrid, write_nemotron])
+def test_one_that_is_only_looked_at_takes_no_memory(tmp_path, write):
+    path = write(tmp_path)
+    with torch.device("meta"):
+        network, _ = open_decoder(path, mtp=True)
+    assert all(tensor.is_meta for tensor in network.state_dict().values())
+
+
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     path = write_hybrid(tmp_path)
     tensors = load_file(path / "model.safetensors")

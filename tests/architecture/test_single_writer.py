@@ -132,6 +132,8 @@ class WriterCheck(ast.NodeVisitor):
                 self._report(_whole(function.value))
             if self._kernel and function.attr.startswith(("store", "atomic")):
                 self._kernel_store(node)
+        elif isinstance(function, ast.Name) and function.id == "TableWrite":
+            self._report(_whole(node.args[0]))
         for keyword in node.keywords:
             if keyword.arg == "out":
                 self._report(keyword.value)
@@ -168,7 +170,7 @@ def test_a_device_has_one_writer_of_each_field():
         assert sorted(fields) == sorted(FIELDS - {"block_table"})
 
 
-VERBS = frozenset(("commit", "publish"))
+VERBS = frozenset(("commit", "publish", "write_tables"))
 
 
 def calls_of(source: str) -> set[tuple[str, str]]:
@@ -195,14 +197,18 @@ def imports_of(source: str) -> set[str]:
 
 
 def test_the_step_alone_commits_and_publishes():
-    """By ``StepOps``; what a host writes is held by the import contract "Only the step"."""
+    """By ``StepOps``; what the host writes between steps, and in a warm-up, is its tables'."""
     calls = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
         assert not imports_of(source) or name.startswith("ops/step/"), name
         if found := calls_of(source):
             calls[name] = found
-    assert calls == {"runner/step.py": {("verify_and_propose", verb) for verb in VERBS}}
+    assert calls == {
+        "runner/step.py": {("verify_and_propose", verb) for verb in ("commit", "publish")},
+        "runner/runner.py": {("_apply", "write_tables")},
+        "runner/logits_processing.py": {("warm_up", "write_tables")},
+    }
 
 
 @pytest.mark.parametrize(
@@ -217,6 +223,7 @@ def test_the_step_alone_commits_and_publishes():
         ("s.token_ids[0].copy_(row)", "token_ids"),
         ("s.token_ids[slot, :n].copy_(row)", "token_ids"),
         ("s.token_ids.index_put_((a, b), c)", "token_ids"),
+        ("TableWrite(s.token_ids[slot, : len(prompt)], prompt)", "token_ids"),
         ("s.block_table.view(-1)[at] = 7", "block_table"),
         ("table = s.block_table\ntable[slot] = 7", "block_table"),
         ("row = s.token_ids[2, 1:]\nrow.fill_(0)", "token_ids"),

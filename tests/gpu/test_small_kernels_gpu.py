@@ -396,7 +396,8 @@ def test_admission_waits_for_nothing(no_waiting):
     table = SamplingTable.allocate(4, torch.device("cuda"))
     params = greedy(allowed_token_ids=[1, 2], logit_bias={1: 2.0}, presence_penalty=1.0)
     for slot in (0, 3, 0):
-        no_waiting(table.admit, Admission(slot, (1,), 0, params, (7,), ((1, 2),)))
+        admission = Admission(slot, (1,), 0, params, (7,), ((1, 2),))
+        no_waiting(ops.write_tables, no_waiting(table.admit, admission))
     assert table.rules.counter_of.tolist() == [0, -1, -1, 1, -1]
 
 

@@ -18,6 +18,7 @@ from helpers.static_steps import STEPS, chosen_steps, launcher_of
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import NUM_COUNTS
 from sametoken.runner.step import Step
 from sametoken.state.caches import ModelCache
@@ -98,9 +99,8 @@ class Bench:
         self.blocks[slot] = [*cached, *self.random.sample(free, MAX_BLOCKS - len(cached))]
         params = SamplingParams(temperature=self.temperature, seed=self.random.randrange(2**40))
         admission = Admission(slot, tuple(prompt), len(cached) * BLOCK_SIZE, params)
-        admit(self.sequences, admission)
-        self.table.admit(admission)
-        assign_blocks(self.sequences, BlockAssignment(slot, 0, tuple(self.blocks[slot])))
+        blocks = assign_blocks(self.sequences, BlockAssignment(slot, 0, tuple(self.blocks[slot])))
+        write_tables([*admit(self.sequences, admission), *self.table.admit(admission), blocks])
 
     def tokens(self, slot: int) -> list[int]:
         return self.sequences.token_ids[slot, : int(self.sequences.num_tokens[slot])].tolist()

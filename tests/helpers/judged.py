@@ -16,6 +16,7 @@ from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import Chances, StepInputs, VerifyResult
 from sametoken.runner.async_output import HostBuffer, OutputRing
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -221,8 +222,7 @@ def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots
     table, grammars = SamplingTable.allocate(count, CPU), SlotGrammars(sequences)
     for slot, row in zip(slots, rows, strict=True):
         admission = row.admission(slot)
-        commit.admit(sequences, admission)
-        table.admit(admission)
+        write_tables(commit.admit(sequences, admission) + table.admit(admission))
         grammars.admit(admission)
         num_tokens = len(row.prompt) + len(row.output)
         first = num_tokens - row.num_query if row.num_computed is None else row.num_computed

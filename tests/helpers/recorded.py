@@ -70,6 +70,6 @@ def watched(processing, see):
     class Watched(type(processing)):
         def admit(self, admission):
             see(admission)
-            super().admit(admission)
+            return super().admit(admission)
 
     return Watched(**{field.name: getattr(processing, field.name) for field in fields(processing)})

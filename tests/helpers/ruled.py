@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sametoken.errors import RequestError
 from sametoken.ops.backend import SampledRows
+from sametoken.ops.step.reference import write_tables
 from sametoken.sampling.admission import require_choosable
 from sametoken.state.sampling import SamplingTable
 from sametoken.types.plan import Admission
@@ -80,7 +81,8 @@ def make_scene(requests, device="cpu", gaps=(0,), max_len=64, slots=None) -> Sce
             owners.append(None)
 
     for index, (slot, one) in enumerate(zip(slots, requests, strict=True)):
-        table.admit(Admission(slot, one.prompt, 0, one.params, one.stop_ids, one.bad_words))
+        admission = Admission(slot, one.prompt, 0, one.params, one.stop_ids, one.bad_words)
+        write_tables(table.admit(admission))
         tokens = one.prompt + one.output
         token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         prompt_len[slot] = len(one.prompt)

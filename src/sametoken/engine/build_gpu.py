@@ -65,7 +65,7 @@ def gpu_launcher(
         for shape in shapes:
             eager.run_padding(shape)
         eager.warm_up(config.max_num_batched_tokens)
-        processing.warm_up()
+        processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
     eager.warm_up(ROW_MULTIPLE)
@@ -85,7 +85,7 @@ def gpu_launcher(
     graphs = StepGraphs(step, shapes, layouts, eager)
     report = graphs.capture_all()
     eager.warm_up(config.max_num_batched_tokens)
-    processing.warm_up()
+    processing.warm_up(step.ops)
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
         f"{in_units(report.num_bytes)}"

@@ -18,6 +18,7 @@ from sametoken.config import PROCESSED_LOGPROBS, RAW_LOGPROBS
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM
 from sametoken.ops.backend import Kernels, SampledRows
+from sametoken.ops.step.types import StepOps, TableWrite
 from sametoken.runner.async_output import HostBuffer
 from sametoken.runner.step import ForwardOutput
 from sametoken.sampling.grammar_masks import PendingMasks, SlotGrammars, apply_masks
@@ -67,19 +68,19 @@ class LogitsProcessing:
     parallel: TensorParallel = SINGLE_RANK
     logprobs_mode: str = RAW_LOGPROBS
 
-    def admit(self, admission: Admission) -> None:
-        """Set a slot's parameters, replacing those of its previous request."""
-        self.table.admit(admission)
+    def admit(self, admission: Admission) -> list[TableWrite]:
+        """What sets a slot's parameters, replacing those of its previous request."""
         grammar = admission.grammar if self.parallel.rank == 0 else None
         self.grammars.admit(replace(admission, grammar=grammar))
+        return self.table.admit(admission)
 
     def scores_prompts(self, plan: StepPlan) -> bool:
         """Whether a step has prompt rows with log-probabilities requested."""
         counts = ((one.slot, one.num_query - one.samples) for one in plan.requests)
         return _any_scored(self.table.num_prompt_logprobs, counts)
 
-    def warm_up(self) -> None:
-        """Compile the rules kernel before any request needs it. All slots must be free."""
+    def warm_up(self, ops: StepOps) -> None:
+        """Compile what admissions and rules run before any request does. All slots are free."""
         with_rules = SamplingParams(
             temperature=0.0, repetition_penalty=2.0, logit_bias={0: 1.0}, allowed_token_ids=(0,)
         )
@@ -87,7 +88,7 @@ class LogitsProcessing:
         row = torch.zeros(1, dtype=torch.int64, device=device)
         logits = torch.zeros(1, self.model.config.vocab_size, device=device)
         for params in (with_rules, SamplingParams(temperature=0.0)):
-            self.table.admit(Admission(0, (0,), 0, params))
+            ops.write_tables(self.table.admit(Admission(0, (0,), 0, params)))
             self.kernels.apply_rules(
                 logits, SampledRows(None, row, row, row, row), self.sequences, self.table.rules
             )

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sametoken.ops.step.types import LayoutTable
+from sametoken.ops.step.types import LayoutTable, TableWrite
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
@@ -132,15 +132,17 @@ class StepRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Apply a plan's state changes before its rows run, in the order of its fields."""
-        sequences = self.step.sequences
         self.swap.move_out(plan)
-        for slot in plan.restarts:
-            restart(sequences, slot)
         for admission in plan.admissions:
-            self.history.keep(sequences, admission.slot)
-            admit(sequences, admission)
-            self.processing.admit(admission)
-        for assignment in plan.block_assignments:
-            assign_blocks(sequences, assignment)
+            self.history.keep(self.step.sequences, admission.slot)
+        self.step.ops.write_tables(self._writes(plan))
         self.swap.move_in(plan)
         self.kept_states.restore(plan)
+
+    def _writes(self, plan: StepPlan) -> list[TableWrite]:
+        sequences, writes = self.step.sequences, list[TableWrite]()
+        for slot in plan.restarts:
+            writes += restart(sequences, slot)
+        for admission in plan.admissions:
+            writes += admit(sequences, admission) + self.processing.admit(admission)
+        return writes + [assign_blocks(sequences, one) for one in plan.block_assignments]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.sampling.logits_rules import Edits, LogitsRules, Truncation
+from sametoken.ops.step.types import TableWrite
 from sametoken.state.upload import upload
 from sametoken.types.plan import Admission
 
@@ -75,8 +76,8 @@ class SamplingTable:
         """Top-k, top-p and min-p parameters; views of the table's tensors."""
         return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def admit(self, admission: Admission) -> None:
-        """Set a slot's parameters, replacing all of its previous request's.
+    def admit(self, admission: Admission) -> list[TableWrite]:
+        """What sets a slot's parameters, replacing all of its previous request's.
 
         Raises:
             InvariantError: the request samples without a resolved seed, or its masks forbid
@@ -86,16 +87,18 @@ class SamplingTable:
         greedy = params.temperature < GREEDY_TEMPERATURE
         if params.seed is None and not greedy:
             raise InvariantError(f"the request of slot {slot} samples but has no seed")
-        self.temperature[slot].fill_(0.0 if greedy else params.temperature)
-        self.prompt_temperature[slot].fill_(admission.prompt_temperature)
-        self.seed[slot].fill_(params.seed or 0)
-        self.top_k[slot].fill_(params.top_k)
-        self.top_p[slot].fill_(params.top_p)
-        self.min_p[slot].fill_(params.min_p)
         _replace(self.num_logprobs, slot, params.logprobs)
         _replace(self.num_prompt_logprobs, slot, params.prompt_logprobs)
-        _admit_edits(self.rules, admission)
-        _admit_penalties(self.rules, admission)
+        return [
+            TableWrite(self.temperature[slot], 0.0 if greedy else params.temperature),
+            TableWrite(self.prompt_temperature[slot], admission.prompt_temperature),
+            TableWrite(self.seed[slot], params.seed or 0),
+            TableWrite(self.top_k[slot], params.top_k),
+            TableWrite(self.top_p[slot], params.top_p),
+            TableWrite(self.min_p[slot], params.min_p),
+            _admit_edits(self.rules, admission),
+            *_admit_penalties(self.rules, admission),
+        ]
 
 
 def _replace(by_slot: dict[int, T], slot: int, value: T | None) -> None:
@@ -104,12 +107,12 @@ def _replace(by_slot: dict[int, T], slot: int, value: T | None) -> None:
         by_slot[slot] = value
 
 
-def _admit_edits(rules: LogitsRules, admission: Admission) -> None:
+def _admit_edits(rules: LogitsRules, admission: Admission) -> TableWrite:
     edits = _edits_of(admission)
     row = None if edits is None else upload(edits.pack(), rules.edit_addresses.device)
     # The old row's memory is reused in stream order, after the steps that read it.
     _replace(rules.edits, admission.slot, row)
-    rules.edit_addresses[admission.slot].fill_(0 if row is None else row.data_ptr())
+    return TableWrite(rules.edit_addresses[admission.slot], 0 if row is None else row.data_ptr())
 
 
 def _edits_of(admission: Admission) -> Edits | None:
@@ -129,13 +132,15 @@ def _edits_of(admission: Admission) -> Edits | None:
     )
 
 
-def _admit_penalties(rules: LogitsRules, admission: Admission) -> None:
+def _admit_penalties(rules: LogitsRules, admission: Admission) -> list[TableWrite]:
     slot, params = admission.slot, admission.params
     rules.counters.pop(slot, None)
     if params.has_penalties:
         used = set(rules.counters.values())
         rules.counters[slot] = next(number for number in count() if number not in used)
-    rules.counter_of[slot].fill_(rules.counters.get(slot, -1))
-    rules.repetition[slot].fill_(params.repetition_penalty)
-    rules.frequency[slot].fill_(params.frequency_penalty)
-    rules.presence[slot].fill_(params.presence_penalty)
+    return [
+        TableWrite(rules.counter_of[slot], rules.counters.get(slot, -1)),
+        TableWrite(rules.repetition[slot], params.repetition_penalty),
+        TableWrite(rules.frequency[slot], params.frequency_penalty),
+        TableWrite(rules.presence[slot], params.presence_penalty),
+    ]

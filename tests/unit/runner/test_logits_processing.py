@@ -18,6 +18,7 @@ from helpers.ruled import expected_row
 from helpers.static_steps import STEPS
 from sametoken.errors import RequestError
 from sametoken.ops.sampling import truncation
+from sametoken.ops.step import compact
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.sampling.admission import require_choosable
 from sametoken.state.sampling import SamplingTable
@@ -351,7 +352,7 @@ def test_other_ranks_keep_no_grammars():
         ranks = SimpleNamespace(rank=rank, size=2)
         processing = LogitsProcessing(None, None, None, table, grammars, ranks)
         processing.admit(Admission(0, (1,), 0, SamplingParams(seed=0), grammar="a grammar"))
-        assert [one.grammar for one in admitted] == ["a grammar", None if rank else "a grammar"]
+        assert [one.grammar for one in admitted] == [None if rank else "a grammar", "a grammar"]
 
 
 def test_warming_up_leaves_slots_as_they_were():
@@ -360,7 +361,7 @@ def test_warming_up_leaves_slots_as_they_were():
     kernels = SimpleNamespace(apply_rules=lambda *given: applied.append(dict(given[3].edits)))
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
     table = SamplingTable.allocate(3, case.sequences.device)
-    LogitsProcessing(case.sequences, model, kernels, table, case.grammars).warm_up()
+    LogitsProcessing(case.sequences, model, kernels, table, case.grammars).warm_up(compact)
     assert [len(edits) for edits in applied] == [1, 0]
     assert not table.rules.edits
     assert not table.rules.counters

@@ -27,6 +27,7 @@ from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
 from sametoken.ops.step import triton as in_triton
+from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import NUM_COUNTS, Chances
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.step import Step
@@ -136,7 +137,7 @@ def test_a_new_request_inherits_nothing_of_its_slot():
     case = case_of([Row((1, 1), params=former, stop_ids=(1,))], slots=[1])
     logits = random_logits(1, 3)
     expected = case_of([Row((1, 1))], slots=[1]).run(logits)
-    case.table.admit(Admission(1, (1, 1), 0, SamplingParams(temperature=0.0)))
+    write_tables(case.table.admit(Admission(1, (1, 1), 0, SamplingParams(temperature=0.0))))
     judged = case.run(logits)
     assert judged.tokens == expected.tokens
     assert judged.buffer.logprobs is None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sametoken.errors import InvariantError
+from sametoken.ops.step.reference import write_tables
 from sametoken.state.sampling import SamplingTable
 from sametoken.types.plan import Admission
 from sametoken.types.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ def test_admission_sets_one_slot_alone(table):
         temperature=0.5, seed=2**63 - 1, top_k=7, top_p=0.9, min_p=0.1, logprobs=0,
         prompt_logprobs=4,
     )  # fmt: skip
-    table.admit(Admission(1, (5,), 0, params, prompt_temperature=4.0))
+    write_tables(table.admit(Admission(1, (5,), 0, params, prompt_temperature=4.0)))
     assert snapshot(table, 1) == [0.5, 4.0, 2**63 - 1, 7, 0.9, 0.1, 0, 4]
     assert all(snapshot(table, slot) == FREE for slot in (0, 2, 3))
     assert all(rules_of(table, slot) == NO_RULES for slot in range(4))
@@ -57,9 +58,9 @@ def test_admission_replaces_everything_of_the_former_request(table):
         temperature=0.5, seed=9, top_k=7, top_p=0.9, min_p=0.1, logprobs=1, prompt_logprobs=1,
         frequency_penalty=1.0, presence_penalty=-0.5, repetition_penalty=2.0, logit_bias={4: 1.0},
     )  # fmt: skip
-    table.admit(Admission(2, (5,), 0, former, prompt_temperature=4.0))
+    write_tables(table.admit(Admission(2, (5,), 0, former, prompt_temperature=4.0)))
     assert rules_of(table, 2) == [True, 0, 2.0, 1.0, -0.5]
-    table.admit(Admission(2, (5,), 0, SamplingParams(temperature=0.0)))
+    write_tables(table.admit(Admission(2, (5,), 0, SamplingParams(temperature=0.0))))
     assert snapshot(table, 2) == FREE
     assert rules_of(table, 2) == NO_RULES
 
@@ -67,7 +68,7 @@ def test_admission_replaces_everything_of_the_former_request(table):
 def test_counters_are_as_few_as_the_slots_that_count(table):
     counting, plain = SamplingParams(temperature=0.0, presence_penalty=1.0), SamplingParams(seed=1)
     for slot, params in [(2, counting), (0, counting), (2, plain), (1, counting), (0, counting)]:
-        table.admit(Admission(slot, (5,), 0, params))
+        write_tables(table.admit(Admission(slot, (5,), 0, params)))
     assert table.rules.counters == {1: 0, 0: 1}
     assert table.rules.counter_of.tolist() == [1, 0, -1, -1]
 
@@ -75,19 +76,19 @@ def test_counters_are_as_few_as_the_slots_that_count(table):
 def test_masks_that_forbid_every_token_are_refused(table):
     params = SamplingParams(temperature=0.0, allowed_token_ids=[3], min_tokens=2)
     with pytest.raises(InvariantError, match="forbid every token"):
-        table.admit(Admission(1, (5,), 0, params, stop_token_ids=(3,)))
+        write_tables(table.admit(Admission(1, (5,), 0, params, stop_token_ids=(3,))))
 
 
 def test_min_tokens_without_stop_ids_is_no_rule(table):
-    table.admit(Admission(0, (5,), 0, SamplingParams(temperature=0.0, min_tokens=3)))
+    write_tables(table.admit(Admission(0, (5,), 0, SamplingParams(temperature=0.0, min_tokens=3))))
     assert rules_of(table, 0) == NO_RULES
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy(table):
-    table.admit(Admission(0, (5,), 0, SamplingParams(temperature=1e-6)))
+    write_tables(table.admit(Admission(0, (5,), 0, SamplingParams(temperature=1e-6))))
     assert table.temperature[0] == 0.0
 
 
 def test_sampling_without_a_seed_is_refused(table):
     with pytest.raises(InvariantError, match="no seed"):
-        table.admit(Admission(0, (5,), 0, SamplingParams(temperature=1.0)))
+        write_tables(table.admit(Admission(0, (5,), 0, SamplingParams(temperature=1.0))))

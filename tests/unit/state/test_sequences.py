@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.step_scenes import ALL_OPS, DEVICE, integers, order_of, with_room
 from sametoken.ops.step import compact
+from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
@@ -32,9 +33,10 @@ def make_sequences() -> Sequences:
 
 
 def admitted(sequences: Sequences, slot: int, prompt: list[int], num_cached: int = 0) -> None:
-    admit(sequences, Admission(slot, tuple(prompt), num_cached, SamplingParams(seed=0)))
+    admission = Admission(slot, tuple(prompt), num_cached, SamplingParams(seed=0))
     blocks = tuple(range(slot * 12, slot * 12 + 12))
-    assign_blocks(sequences, BlockAssignment(slot, 0, blocks))
+    assigned = assign_blocks(sequences, BlockAssignment(slot, 0, blocks))
+    write_tables([*admit(sequences, admission), assigned])
 
 
 def begin(ops, sequences: Sequences, *rows: ScheduledRequest, room: int = 0):
@@ -207,7 +209,7 @@ def sequences(max_len: int = 8) -> Sequences:
 
 def take(history: TokenHistory, held: Sequences, slot: int, prompt: tuple[int, ...]) -> None:
     history.keep(held, slot)
-    admit(held, Admission(slot, prompt, 0, SamplingParams(temperature=0.0)))
+    write_tables(admit(held, Admission(slot, prompt, 0, SamplingParams(temperature=0.0))))
 
 
 def texts(history: TokenHistory) -> list[list[int]]:

@@ -21,6 +21,7 @@ from sametoken.ops.step.reference import (
     publish,
     stacked,
     verify,
+    write_tables,
 )
 from sametoken.ops.step.types import CatchUp, Sequences, StepInputs
 
@@ -35,6 +36,7 @@ __all__ = [
     "publish",
     "stacked",
     "verify",
+    "write_tables",
 ]
 
 

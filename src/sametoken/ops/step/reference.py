@@ -21,6 +21,7 @@ from sametoken.ops.step.types import (
     LayoutTable,
     Sequences,
     StepInputs,
+    TableWrite,
     VerifyResult,
 )
 from sametoken.types import layout as columns
@@ -29,6 +30,15 @@ from sametoken.types import layout as columns
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 FACTOR_30 = 0xBF58476D1CE4E5B9 - (1 << 64)
 FACTOR_27 = 0x94D049BB133111EB - (1 << 64)
+
+
+def write_tables(writes: Sequence[TableWrite]) -> None:
+    """See ``StepOps.write_tables``."""
+    for part, values in writes:
+        if isinstance(values, float | int):
+            part.fill_(values)
+        else:
+            part.copy_(torch.tensor(values, dtype=part.dtype))
 
 
 def known_drafts(sequences: Sequences, slots: Sequence[int]) -> list[int] | None:

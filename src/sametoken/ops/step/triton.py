@@ -4,6 +4,7 @@ from sametoken.ops.step.reference import known_drafts
 from sametoken.ops.step.triton_commit import commit, publish, verify
 from sametoken.ops.step.triton_drafts import advanced, catch_up, stacked
 from sametoken.ops.step.triton_inputs import deliver, fetch, prepare_inputs
+from sametoken.ops.step.triton_tables import write_tables
 
 __all__ = [
     "advanced",
@@ -16,4 +17,5 @@ __all__ = [
     "publish",
     "stacked",
     "verify",
+    "write_tables",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -224,12 +224,28 @@ class CatchUp:
     chains: Chains
 
 
+class TableWrite(NamedTuple):
+    """What the host sets in a table by slot between steps.
+
+    Attributes:
+        part: a number or a contiguous row of the table, int64, fp32 or fp64.
+        values: as many.
+    """
+
+    part: Tensor
+    values: float | Sequence[int]
+
+
 class StepOps(Protocol):
     """The operations of a step; modules implement it.
 
-    Shapes of results do not depend on data, except in ``compact``. Only ``commit`` and ``publish``
-    write sequences, and only the step may call them.
+    Shapes of results do not depend on data, except in ``compact``. Only ``write_tables``,
+    ``commit`` and ``publish`` write sequences: the first between steps, the others in them.
     """
+
+    def write_tables(self, writes: Sequence[TableWrite]) -> None:
+        """Set parts of tables, as if one after the other."""
+        ...
 
     def known_drafts(self, sequences: Sequences, slots: Sequence[int]) -> list[int] | None:
         """Number of drafts of each slot if reading it is free, else None.

@@ -10,7 +10,7 @@ import torch
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
-from sametoken.ops.step.reference import verify
+from sametoken.ops.step.reference import verify, write_tables
 from sametoken.ops.step.types import Chances, LayoutTable
 from sametoken.runner.step import conditional_rates
 from sametoken.state.commit import admit
@@ -72,8 +72,7 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
     for slot in range(num_requests):
         params = SamplingParams(temperature=TEMPERATURE, seed=first_seed + slot, **parameters)
         admission = Admission(slot, (slot % VOCAB_SIZE,), 0, params)
-        admit(sequences, admission)
-        table.admit(admission)
+        write_tables(admit(sequences, admission) + table.admit(admission))
 
     num_accepted = 0
     while True:

@@ -14,7 +14,7 @@ from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
-from sametoken.types.layout import StepShape
+from sametoken.types.layout import StepShape, padded
 from sametoken.types.units import in_units
 
 #: Larger steps run without a graph: computing them takes longer than launching.
@@ -28,6 +28,15 @@ MIXED = (
 )
 #: The same at ``max_num_seqs`` decoding requests: maximum prompts and row counts.
 MIXED_FULL_BATCH = (4, range(384, MOST_ROWS + 1, 128))
+
+#: Prompts, rows and the longest prompt's rows of steps without a graph that run, beside that of the
+#: longest chunk, every form of attention; None: as many prompts as there are requests.
+EAGER = (
+    (None, 512, 1),
+    *((1, 64, longest) for longest in (1, 6, 10, 24, 48)),
+    *((1, 512, longest) for longest in (8, 12)),
+    (1, 1024, 48),
+)
 
 #: Decoding requests of captured steps: powers of two up to the first, then multiples of the other.
 REQUEST_STEPS = (64, 32)
@@ -51,9 +60,8 @@ def gpu_launcher(
     eager = EagerLauncher(step, ROW_MULTIPLE)
     if config.enforce_eager:
         return eager
-    shapes = captured_shapes(
-        config.max_num_seqs, k, config.max_num_batched_tokens, all_states=step.all_states
-    )
+    sizes = (config.max_num_seqs, k, config.max_num_batched_tokens)
+    shapes = captured_shapes(*sizes, all_states=step.all_states)
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
@@ -62,9 +70,8 @@ def gpu_launcher(
         eager.warm_up(ROW_MULTIPLE)
         kernels.run_candidates(counts, resolved.dtype)
         kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
-        for shape in shapes:
+        for shape in (*shapes, *eager_shapes(*sizes, all_states=step.all_states)):
             eager.run_padding(shape)
-        eager.warm_up(config.max_num_batched_tokens)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
@@ -114,6 +121,25 @@ def captured_shapes(
         if windows <= max_num_seqs and windows + chunks <= rows <= most
     ]
     return (*_windows(max_num_seqs, k, most), *sorted(set(mixed), key=_by_size))
+
+
+def eager_shapes(
+    max_num_seqs: int, k: int, max_rows: int, *, all_states: bool = False
+) -> list[StepShape]:
+    """Steps without a graph, which together launch every kernel that such steps do.
+
+    Arguments as for ``captured_shapes``.
+    """
+    counts = {*_doubling(max_num_seqs), max(1, max_num_seqs - ROW_MULTIPLE)}
+    mixes = [(n, 1, max_rows, width, max_rows) for n in counts for width in {(k + 2) // 2, k + 1}]
+    for prompts, rows, longest in EAGER:
+        count = min(prompts or max_num_seqs, max_rows)
+        mixes.append((1, count, max(min(rows, max_rows), count), k + 1, longest))
+    shapes = (
+        StepShape(windows + chunks, rows, 1, windows, width, longest, all_states)
+        for windows, chunks, rows, width, longest in mixes
+    )
+    return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
 
 
 def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:

@@ -151,6 +151,12 @@ def most_tiles(num_runs: int, width: int, num_rows: int, tile: int) -> int:
     return min(num_runs * -(-width // tile), (num_rows + num_runs * (tile - 1)) // tile)
 
 
+def block_runs(table: Tensor, group: RunGroup) -> int:
+    """Runs that a program looks at: in an engine one number, whatever the step, for one kernel."""
+    size: int = next_power_of_2(max(len(table) - 1, group.num_runs))
+    return max(128, size)
+
+
 def counters(device: torch.device) -> Tensor:
     """Counters of stored results, by KV head and query tile; a launch leaves them 0."""
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
@@ -243,7 +249,7 @@ def _launch(
             *inputs, out, q.new_empty(size, dtype=torch.float32) if large else None,
             group.first, group.max_rows, group.num_runs, table.stride(0), scale,
             WARP_GROUPS=config.warp_groups,
-            BLOCK_RUNS=max(128, next_power_of_2(group.num_runs)),
+            BLOCK_RUNS=block_runs(table, group),
             **constants,
         )  # fmt: skip
         return

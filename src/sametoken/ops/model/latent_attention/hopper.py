@@ -20,7 +20,7 @@ from torch import Tensor
 from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.hopper_layouts import boxes
-from sametoken.ops.model.attention.hopper import reads_earlier_passes
+from sametoken.ops.model.attention.hopper import block_runs, reads_earlier_passes
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
@@ -204,7 +204,7 @@ def _launch_rows(
     running = q.new_empty(tiles * PAIR_QUERIES * RANK, dtype=torch.float32)
     pair_rows_kernel[(tiles,)](
         *inputs, running, out, group.first, group.max_rows, group.num_runs, inputs[-1].stride(0),
-        scale, BLOCK_RUNS=max(128, triton.next_power_of_2(group.num_runs)),
+        scale, BLOCK_RUNS=block_runs(inputs[-1], group),
         **constants, **PAIR_SIZES,
     )  # fmt: skip
 

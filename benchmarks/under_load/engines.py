@@ -184,29 +184,37 @@ class Sametoken:
         }
 
 
-def _spread_choices() -> Callable[[Any], None]:
-    """A change of vLLM's random weights, after which rows choose unlike experts, as ours do.
+def _weights_as_ours() -> Callable[[Any], None]:
+    """A change of vLLM's random weights to the distributions of ours, in place.
 
-    Its weights are at most 0.001, norms' and routers' biases too, so logits of experts are next to
-    equal: all rows would choose the same few, and a step would read few of them.
+    Its own are at most 0.001. In float8 they are zeros, and packed integers are what memory held:
+    products of zeros draw less power, so a chip at its power limit is faster. Of routers they are
+    next to equal: all rows would choose the same few experts, and a step would read few of them.
     """
 
-    def spread(model: Any) -> None:
+    def change(model: Any) -> None:
         import torch
 
         for name, tensor in model.state_dict().items():
-            if "norm" in name and tensor.dim() == 1:
+            if name.endswith("weight_packed"):
+                bits = torch.iinfo(tensor.dtype)
+                tensor.random_(bits.min, bits.max)
+            elif "norm" in name and tensor.dim() == 1:
                 tensor.fill_(1)
             elif name.endswith("e_score_correction_bias"):
                 tensor.zero_()
-            elif name.endswith(".gate.weight"):
-                tensor.copy_(
-                    torch.randn(tensor.shape, device=tensor.device) / tensor.shape[1] ** 0.5
-                )
-            elif name.endswith(".gate.weight_scale"):
-                tensor.fill_(1)
+            elif name.endswith("weight_scale"):
+                tensor.fill_(1 if ".gate." in name else 1e-3)
+            elif tensor.is_floating_point() and tensor.dim() > 1:
+                size = 1e-3
+                if name.endswith(".gate.weight"):
+                    size = tensor.shape[1] ** -0.5
+                elif tensor.itemsize == 1 or "embed_tokens" in name or "lm_head" in name:
+                    size = 1
+                values = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+                tensor.copy_(values.normal_(0, size))
 
-    return spread
+    return change
 
 
 class VLLM:
@@ -242,8 +250,7 @@ class VLLM:
             # Latent attention has backends of its own.
             del options["attention_backend"]
         self._llm = LLM(**(options | engine_args.more))
-        if "num_experts_per_tok" in engine_args.model_config:
-            self._llm.apply_model(_spread_choices())
+        self._llm.apply_model(_weights_as_ours())
         self._engine = self._llm.llm_engine
         self._has_drafts = k > 0
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 
 import pytest
 import torch
 
+from helpers.launch_forms import META, layout_of, recorded, run_on_meta, step_on_meta
+from helpers.scripts import imported
 from sametoken.engine.build_gpu import captured_shapes, eager_shapes
+from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
-from sametoken.ops.step.types import LayoutTable
-from sametoken.types.layout import TABLE_ROWS, StepShape, padded
+from sametoken.types.layout import StepShape, padded
+from sametoken.types.speculative_config import SpeculativeConfig
 
 HEADS = [
     AttentionShape(*sizes)
@@ -27,49 +31,11 @@ HEADS = [
 ENGINES = [(256, 0, 4096, 33024), (256, 3, 4096, 33024), (64, 7, 8192, 131072), (8, 0, 2048, 8192)]
 
 
-class Launches:
-    """In place of a kernel: what it would be compiled for."""
-
-    def __init__(self, name: str, forms: set) -> None:
-        self._name, self._forms = name, forms
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            absent = tuple(argument is None for argument in arguments)
-            self._forms.add((self._name, absent, tuple(sorted(constants.items()))))
-
-        return launch
-
-
-def forms_of(monkeypatch, shapes, heads: AttentionShape, engine) -> set:
-    """The kernels of attention in these steps, over tensors without memory."""
-    forms: set = set()
-    for name in ("rows_kernel", "splits_kernel"):
-        monkeypatch.setattr(hopper, name, Launches(name, forms))
-    # Kept rows read what the kernel before has written, and are compiled apart.
-    monkeypatch.setattr(hopper, "pdl_options", lambda q, early=False: {"early": early})
-    max_num_seqs, _, _, max_len = engine
-    numbers = partial(torch.empty, dtype=torch.int64, device="meta")
-    memory = torch.empty(1, heads.num_kv_heads, 64, heads.head_dim, device="meta").bfloat16()
-    table, counters = numbers(max_num_seqs + 1, -(-max_len // 64)), numbers(hopper.MAX_COUNTERS)
-    for shape in shapes:
-        layout = LayoutTable(numbers(TABLE_ROWS, shape.table_width), shape)
-        rows, sampled = numbers(shape.num_rows), numbers(shape.num_sampled)
-        index = None if shape.all_sampled else sampled
-        kept = layout.kept(SampledRows(index, *[sampled] * 4), table)
-        for asked in (AttentionRows(rows, rows, rows, table, layout.runs), kept):
-            if asked is not None:
-                size = (len(asked.positions), heads.num_heads, heads.head_dim)
-                q = torch.empty(size, dtype=torch.bfloat16, device="meta")
-                hopper.attention(q, heads, asked, LayerKV(memory, memory), counters)
-    return forms
-
-
-def steps_of(engine) -> list[StepShape]:
+def steps_of(engine, count: int, *, all_states: bool = False) -> list[StepShape]:
     """Shapes of steps with prompts, as an eager launcher pads them."""
     max_num_seqs, k, max_rows, _ = engine
     draw, drawn = random.Random(0), []
-    while len(drawn) < 200:
+    while len(drawn) < count:
         prompts = draw.randint(1, min(draw.choice([1, 2, 4, max_num_seqs]), max_num_seqs))
         windows = draw.randint(0, max_num_seqs - prompts)
         longest = draw.choice([1, 4, 7, 10, 12, 16, 20, 30, 64, 100, 200, 512, max_rows])
@@ -78,17 +44,88 @@ def steps_of(engine) -> list[StepShape]:
         sampled = prompts + windows + sum(drafts)
         rows = sum(lengths) + windows + sum(drafts)
         if rows <= max_rows:
-            widest = max(drafts, default=0) + 1
-            shape = StepShape(
-                windows + prompts, rows, min(sampled, rows), windows, widest, max(lengths)
-            )
-            drawn.append(padded(shape, ROW_MULTIPLE))
+            requests, widest = windows + prompts, max(drafts, default=0) + 1
+            sizes = (requests, rows, min(sampled, rows), windows, widest, max(lengths))
+            drawn.append(padded(StepShape(*sizes, all_states), ROW_MULTIPLE))
     return drawn
+
+
+def attend(shapes, heads: AttentionShape, engine) -> None:
+    """Attention of a layer in these steps: of all rows, and of those whose states are wanted."""
+    max_num_seqs, _, _, max_len = engine
+    numbers = partial(torch.empty, dtype=torch.int64, device=META)
+    memory = torch.empty(1, heads.num_kv_heads, 64, heads.head_dim, device=META).bfloat16()
+    table, counters = numbers(max_num_seqs + 1, -(-max_len // 64)), numbers(hopper.MAX_COUNTERS)
+    for shape in shapes:
+        layout, rows, sampled = (
+            layout_of(shape),
+            numbers(shape.num_rows),
+            numbers(shape.num_sampled),
+        )
+        index = None if shape.all_sampled else sampled
+        kept = layout.kept(SampledRows(index, *[sampled] * 4), table)
+        for asked in (AttentionRows(rows, rows, rows, table, layout.runs), kept):
+            if asked is not None:
+                size = (len(asked.positions), heads.num_heads, heads.head_dim)
+                q = torch.empty(size, dtype=torch.bfloat16, device=META)
+                hopper.attention(q, heads, asked, LayerKV(memory, memory), counters)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=lambda one: f"{one.num_heads}-{one.num_kv_heads}")
-def test_start_up_compiles_the_attention_of_every_step(monkeypatch, heads, engine):
-    named = (*captured_shapes(*engine[:3]), *eager_shapes(*engine[:3]))
-    compiled = forms_of(monkeypatch, named, heads, engine)
-    assert forms_of(monkeypatch, steps_of(engine), heads, engine) <= compiled
+def test_start_up_compiles_the_attention_of_every_step(heads, engine):
+    with recorded() as forms:
+        attend((*captured_shapes(*engine[:3]), *eager_shapes(*engine[:3])), heads, engine)
+        compiled = set(forms)
+        attend(steps_of(engine, 200), heads, engine)
+    assert len(compiled) >= 3
+    assert forms == compiled
+
+
+#: Of products each row count has been compiled (tests/unit/engine/test_build_gpu.py).
+PRODUCTS = ("_product_kernel", "streamed_kernel")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "k"),
+    [
+        ("qwen3-8b", "eagle3", 3),
+        ("qwen35-9b", "mtp", 3),
+        ("glm-4.7-flash", "mtp", 3),
+        ("lightning-30b-a3b", "mtp", 5),
+        ("qwen3-30b-a3b", None, 0),
+    ],
+)
+def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, k):
+    with imported("under_load", "shapes") as modules:
+        shapes = modules.shapes.SHAPES
+        for folder in (name, f"eagle3-{name}"):
+            if folder in shapes:
+                (tmp_path / folder).mkdir()
+                text = json.dumps(_few_layers(shapes[folder]))
+                (tmp_path / folder / "config.json").write_text(text)
+    spec = None
+    if method:
+        head = tmp_path / f"eagle3-{name}" if method == "eagle3" else None
+        model = None if head is None else str(head)
+        spec = SpeculativeConfig(method=method, model=model, num_speculative_tokens=k)
+    engine = (256, k, 4096, 33024)
+    with recorded() as forms:
+        step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], engine[0], engine[3])
+        options = {"all_states": step.all_states}
+        run_on_meta(step, captured_shapes(*engine[:3], **options))
+        run_on_meta(step, eager_shapes(*engine[:3], **options))
+        compiled = set(forms)
+        run_on_meta(step, steps_of(engine, 60, **options))
+    assert len({kernel for kernel, _ in compiled}) > 12
+    assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
+
+
+def _few_layers(config: dict) -> dict:
+    """The config with a layer or more of each kind."""
+    if "text_config" in config:
+        return config | {"text_config": _few_layers(config["text_config"])}
+    few = config | {"num_hidden_layers": 8 if config["num_hidden_layers"] > 1 else 1}
+    if "hybrid_override_pattern" in config:
+        few["hybrid_override_pattern"] = config["hybrid_override_pattern"][:8]
+    return few

@@ -1,0 +1,148 @@
+"""What launches of Triton and Gluon kernels are compiled for, over tensors without memory.
+
+On the meta device a step computes nothing, so that steps of real sizes take milliseconds; each
+launch is noted in place of being run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from sametoken.config import DUMMY
+from sametoken.drafters.base import Placement
+from sametoken.drafters.build import load_drafter, required_aux_layers
+from sametoken.drafters.context import Coupling
+from sametoken.models.load.dummy import dummy_reader
+from sametoken.models.load.quantization import read_quantization
+from sametoken.models.loader import read_config
+from sametoken.models.registry import model_class
+from sametoken.ops import hopper, pdl
+from sametoken.ops.dispatch import Backend
+from sametoken.ops.lookup import ngram, suffix
+from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.step import triton as step_ops
+from sametoken.ops.step.types import LayoutTable
+from sametoken.ops.triton import TritonKernels
+from sametoken.runner.step import Step
+from sametoken.state.caches import ModelCache
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+from sametoken.types.layout import TABLE_ROWS, StepShape
+from sametoken.types.speculative_config import SpeculativeConfig
+from sametoken.types.speculative_methods import TABLE
+
+META = torch.device("meta")
+Form = tuple[str, tuple]
+
+
+@contextmanager
+def recorded() -> Iterator[set[Form]]:
+    """Within, launches run nothing and are noted, as those of a Hopper GPU."""
+    forms: set[Form] = set()
+    facts = {hopper.is_hopper: lambda device: True, pdl.supports_pdl: lambda tensor: True}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [*sys.modules.values()]:
+            for name in ("is_hopper", "supports_pdl"):
+                found = getattr(module, name, None)
+                if found in facts:
+                    patch.setattr(module, name, facts[found])
+        for kind in (InterpretedFunction, JITFunction):
+            patch.setattr(
+                kind, "run", lambda kernel, *args, **given: forms.add(_form(kernel, args, given))
+            )
+        yield forms
+
+
+def _form(kernel, args, given) -> Form:
+    """A kernel and all that it is compiled for: constants, types, and what numbers allow."""
+    parameters = inspect.signature(kernel.fn).parameters
+    constants = {name for name, one in parameters.items() if "constexpr" in str(one.annotation)}
+    if isinstance(kernel, JITFunction):
+        free = {one.name for one in kernel.params if one.do_not_specialize}
+    else:
+        free = set(kernel.kwargs.get("do_not_specialize") or ())
+    bound = dict(zip(parameters, args, strict=False)) | given
+    del bound["grid"], bound["warmup"]
+    whole = constants | (bound.keys() - parameters.keys())
+    parts = {
+        name: repr(value) if name in whole else _of_argument(value, name in free)
+        for name, value in bound.items()
+    }
+    return kernel.fn.__name__, tuple(sorted(parts.items()))
+
+
+def _of_argument(value, is_free: bool):
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    if isinstance(value, int):
+        return "int" if is_free else "1" if value == 1 else f"multiple: {value % 16 == 0}"
+    if isinstance(value, tuple | list):
+        return tuple(_of_argument(one, is_free) for one in value)
+    if hasattr(value, "block_shape"):
+        return str(value.base.dtype), tuple(value.block_shape)
+    return type(value).__name__
+
+
+def step_on_meta(
+    path: Path, spec: SpeculativeConfig | None, max_num_seqs: int, max_len: int
+) -> Step:
+    """The step of a GPU engine for a model's config.json, without memory. In ``recorded``."""
+    backend = Backend(
+        TritonKernels(TuningTable(hopper=True)), step_ops, ngram.lookup, suffix.search
+    )
+    config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
+    aux_layers = required_aux_layers(spec, config, path, DUMMY)
+    quantization = read_quantization(config.extra, str(path))
+    reader = dummy_reader(path, backend.model, dtype, META, quantization=quantization)
+    target = model_class(config.architecture)(
+        config, reader, max_positions=max_len, aux_layers=aux_layers
+    )
+    placement = Placement(backend, dtype, META, max_len, max_num_seqs, DUMMY, path)
+    drafter = load_drafter(spec, target, placement)
+    k = spec.num_speculative_tokens if spec else 0
+
+    def allocated(caches) -> ModelCache | None:
+        sizes = {"num_blocks": 9, "block_size": 64, "max_num_seqs": max_num_seqs, "num_drafts": k}
+        return ModelCache.allocate(caches, **sizes, device=META) if caches else None
+
+    table = SamplingTable.allocate(max_num_seqs, META)
+    return Step(
+        sequences=Sequences.allocate(
+            max_num_seqs=max_num_seqs,
+            max_len=max_len,
+            num_drafts=k,
+            block_size=64,
+            reserved_block=0,
+            device=META,
+        ),
+        model=target,
+        kv=allocated(target.caches),
+        kernels=backend.model,
+        ops=step_ops,
+        table=table,
+        drafter=drafter.attach(allocated(drafter.caches), Coupling(backend.model.sample, table)),
+        results=torch.zeros(max_num_seqs, 5 + k + 1, dtype=torch.int64, device=META),
+        all_states=spec is not None and TABLE[spec.method].reads_last,
+    )
+
+
+def run_on_meta(step: Step, shapes) -> None:
+    """Run steps of these shapes."""
+    with torch.inference_mode():
+        for shape in shapes:
+            step.verify_and_propose(step.forward(layout_of(shape)))
+
+
+def layout_of(shape: StepShape) -> LayoutTable:
+    """A layout without numbers."""
+    size = TABLE_ROWS, shape.table_width
+    return LayoutTable(torch.empty(size, dtype=torch.int64, device=META), shape)

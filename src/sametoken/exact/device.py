@@ -67,7 +67,12 @@ class DeviceExperts:
         return self.gate_up.nbytes + self.down.nbytes
 
     def __call__(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        out_dtype: torch.dtype | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
         """See ``Experts``."""
         is_gated = self.gate_up.shape[1] != self.down.shape[2]
@@ -86,7 +91,8 @@ class DeviceExperts:
         ) -> tuple[Tensor | None, ...]:
             return expert_gradients(x, chosen, weights, gate_up, down, activation, of)
 
-        return derived(run, gradients_of, x, weights, self.gate_up, self.down)
+        out = derived(run, gradients_of, x, weights, self.gate_up, self.down)
+        return out if beside is None else out + beside
 
 
 class DeviceKernels(DifferentiableKernels):
@@ -125,7 +131,7 @@ class DeviceKernels(DifferentiableKernels):
         return derived(
             lambda x, weight: (self._kernels.rms_norm(x, weight, eps), (x, weight)),
             lambda x, weight, of: norm_gradients(x, weight, eps, of),
-            x,
+            x.contiguous(),
             weight,
         )
 

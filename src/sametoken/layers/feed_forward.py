@@ -62,10 +62,13 @@ class DividedExperts:
     parallel: TensorParallel
     experts: Experts
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, *, beside: Tensor | None = None
+    ) -> Tensor:
         """[T, hidden] -> [T, hidden] in the dtype of ``x``, the same bits on every rank."""
         part = self.experts(x, chosen, weights, torch.float32)
-        return self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
+        out = self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
+        return out if beside is None else out + beside
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +111,12 @@ class RoutedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return in_slices(self._mixture, x)
+        return in_slices(self.mixture, x)
 
-    def _mixture(self, x: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """Of the rows of one slice; ``beside`` is as in ``Experts``."""
         chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.bias)
-        return self.experts(x, chosen, weights)
+        return self.experts(x, chosen, weights, beside=beside)
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +156,7 @@ class SparseMoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return in_slices(lambda rows: self.routed(rows) + self.shared(rows), x)
+        return in_slices(lambda rows: self.routed.mixture(rows, self.shared(rows)), x)
 
     @property
     def nbytes(self) -> int:

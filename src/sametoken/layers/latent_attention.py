@@ -51,7 +51,7 @@ class LowRankQueries:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, q_lora_rank] -> [T, num_heads * (nope_dim + rope_dim)]."""
-        return self.heads(self.norm(x.contiguous()))
+        return self.heads(self.norm(x))
 
     @property
     def nbytes(self) -> int:

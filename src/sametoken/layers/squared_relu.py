@@ -33,17 +33,16 @@ class SquaredReluMLP:
 
 
 class Latent:
-    """The way into and out of a narrower space in which experts work; here there is none."""
+    """The narrower space in which experts work; here there is none."""
 
     nbytes = 0
 
-    def into(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, latent]."""
-        return x
-
-    def out_of(self, x: Tensor) -> Tensor:
-        """[T, latent] -> [T, hidden]."""
-        return x
+    def run(
+        self, experts: Experts | DividedExperts, x: Tensor, chosen: Tensor, weights: Tensor,
+        beside: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The experts of [T, hidden], and ``beside`` added to their sum: [T, hidden]."""
+        return experts(x, chosen, weights, beside=beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,12 @@ class ProjectedLatent:
     down: Linear
     up: Linear
 
-    def into(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, latent]."""
-        return self.down(x)
-
-    def out_of(self, x: Tensor) -> Tensor:
-        """[T, latent] -> [T, hidden]."""
-        return self.up(x)
+    def run(
+        self, experts: Experts | DividedExperts, x: Tensor, chosen: Tensor, weights: Tensor,
+        beside: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """See ``Latent.run``."""
+        return self.up(experts(self.down(x), chosen, weights)) + beside
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +93,7 @@ class SquaredReluMoE:
     def _mixture(self, x: Tensor) -> Tensor:
         logits = self.router.weight.matmul(x, out_dtype=torch.float32)
         chosen, weights = self.kernels.moe_gate(logits, self.routing, self.correction)
-        routed = self.experts(self.latent.into(x), chosen, weights)
-        return self.latent.out_of(routed) + self.shared(x)
+        return self.latent.run(self.experts, x, chosen, weights, self.shared(x))
 
     @property
     def nbytes(self) -> int:

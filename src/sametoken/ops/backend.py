@@ -203,7 +203,7 @@ class Kernels(Packing, Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` per row, rounded once: [T, H] -> [T, H].
 
-        All norm weights have x's dtype or are fp32.
+        All norm weights have x's dtype or are fp32. Rows of ``x`` may lie apart.
         """
         ...
 

@@ -225,7 +225,12 @@ class Experts(Protocol):
     def nbytes(self) -> int: ...
 
     def __call__(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        out_dtype: torch.dtype | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
         """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` over each row's experts.
 
@@ -235,8 +240,9 @@ class Experts(Protocol):
 
         Added in fp32, in an order that depends on the row only, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
-        products, so that tensor-parallel partial sums can be added first. ``chosen`` and
-        ``weights`` come from ``Kernels.moe_gate``.
+        products, so that tensor-parallel partial sums can be added first. ``beside``, [T, H] in
+        the result's dtype, is added to it, rounded again. ``chosen`` and ``weights`` come from
+        ``Kernels.moe_gate``.
         """
         ...
 

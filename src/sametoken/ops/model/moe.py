@@ -40,7 +40,12 @@ class SeparateExperts:
         return sum(weight.nbytes for weight in (*self.gate_up, *self.down)) + biases
 
     def __call__(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        out_dtype: torch.dtype | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
         """Weighted sum of every row's experts, added in fp32 in the order of their ids."""
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -49,7 +54,8 @@ class SeparateExperts:
             inner = self._inner(expert, x[rows])
             output = self._outer(expert, inner, out_dtype)
             out[rows] += output.float() * weights[rows, places, None]
-        return out.to(out_dtype or x.dtype)
+        out = out.to(out_dtype or x.dtype)
+        return out if beside is None else out + beside
 
     def _inner(self, expert: int, x: Tensor) -> Tensor:
         first, second, form = self.gate_up[expert], self.down[expert], self.form

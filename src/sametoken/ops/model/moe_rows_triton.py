@@ -65,18 +65,23 @@ class RowGroups:
         return min(self.members.shape)
 
 
-def combine(outputs: Tensor, weights: Tensor, out: Tensor) -> None:
+def combine(outputs: Tensor, weights: Tensor, out: Tensor, beside: Tensor | None = None) -> None:
     """Add each row's outputs by rank in fp32, each times its weight, into ``out``.
 
     Args:
         outputs: [T * top_k, H].
         weights: [T, top_k] fp32.
         out: [T, H], written.
+        beside: of the shape and dtype of ``out``, contiguous, added to the rounded sums.
     """
     (num_rows, hidden), top_k = out.shape, weights.shape[1]
+    if beside is not None:
+        assert beside.is_contiguous()
+        assert (beside.shape, beside.dtype) == (out.shape, out.dtype)
     _combine_kernel[(num_rows, cdiv(hidden, _COLUMNS))](
         outputs,
         weights,
+        beside,
         out,
         TOP_K=top_k,
         WIDTH=hidden,
@@ -128,6 +133,7 @@ def _group_kernel(
 def _combine_kernel(
     outputs,  # [T, TOP_K, WIDTH]
     weights,  # [T, TOP_K]
+    beside,  # [T, WIDTH], or None
     out,  # [T, WIDTH], written
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -142,4 +148,8 @@ def _combine_kernel(
         at = outputs + (row * TOP_K + rank) * WIDTH + column
         value = tl.load(at, column < WIDTH, other=0.0).to(tl.float32)
         total += tl.load(weights + row * TOP_K + rank) * value
-    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), column < WIDTH)
+    total = total.to(out.dtype.element_ty)
+    if beside is not None:
+        other = tl.load(beside + row * WIDTH + column, column < WIDTH, other=0.0)
+        total = (total.to(tl.float32) + other.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * WIDTH + column, total, column < WIDTH)

@@ -83,10 +83,15 @@ class StackedExperts:
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        out_dtype: torch.dtype | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
         """See ``moe_forward``."""
-        return moe_forward(x, self, chosen, weights, out_dtype)
+        return moe_forward(x, self, chosen, weights, out_dtype, beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +305,7 @@ def moe_forward(
     chosen: Tensor,
     weights: Tensor,
     dtype: torch.dtype | None = None,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of every row's experts, added by rank in fp32: [T, H] -> [T, H].
 
@@ -311,6 +317,7 @@ def moe_forward(
         chosen: [T, top_k] int64, below E.
         weights: [T, top_k] fp32.
         dtype: of the result; default x's.
+        beside: [T, H] in that dtype, added to the rounded sum; None: nothing.
     """
     num_rows, top_k = chosen.shape
     matrices = _matrix(experts.gate_up), _matrix(experts.down)
@@ -326,7 +333,7 @@ def moe_forward(
     _product(x, experts.gate_up, first, groups, features, top_k, _activation_of(experts))
     outputs = out.new_empty(num_rows * top_k, hidden)
     _product(features, experts.down, second, groups, outputs, 0, _Activation("none"))
-    combine(outputs, weights, out)
+    combine(outputs, weights, out, beside)
     return out
 
 

@@ -40,6 +40,7 @@ def store_normed(
 @triton.jit
 def _rms_norm_kernel(
     x,  # [T, WIDTH]
+    x_stride,  # elements from a row of x to the next; None: WIDTH
     residual,  # [T, WIDTH] or None
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
@@ -54,7 +55,8 @@ def _rms_norm_kernel(
     inside = columns < WIDTH
     factor = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     gdc_launch_and_wait(PDL)
-    value = tl.load(x + start + columns, inside, other=0.0).to(tl.float32)
+    x_start = start if x_stride is None else tl.program_id(0).to(tl.int64) * x_stride
+    value = tl.load(x + x_start + columns, inside, other=0.0).to(tl.float32)
     if residual is not None:
         added = value + tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
         rounded = added.to(total.dtype.element_ty)
@@ -65,7 +67,9 @@ def _rms_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``Kernels.rms_norm``."""
-    out = torch.empty_like(x)
+    if (x.stride(0) | x.shape[1]) % 16:
+        x = x.contiguous()  # Rows at other addresses would be compiled to code with other sums.
+    out = x.new_empty(x.shape)
     _launch_rms_norm(x, weight, eps, out)
     return out
 
@@ -208,9 +212,10 @@ def _launch_rms_norm(
     total: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
-    assert x.is_contiguous()
+    assert x.stride(1) == 1
     assert aligned(x, out, weight)
     if residual is not None:
+        assert x.is_contiguous()
         assert residual.is_contiguous()
         assert residual.shape == x.shape
         assert residual.dtype == x.dtype
@@ -218,8 +223,9 @@ def _launch_rms_norm(
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
+        x_stride = None if x.is_contiguous() else x.stride(0)
         _rms_norm_kernel[(num_rows,)](
-            x, residual, weight, out, total, eps, **row_program(width), **pdl_options(x)
+            x, x_stride, residual, weight, out, total, eps, **row_program(width), **pdl_options(x)
         )
 
 

@@ -84,7 +84,7 @@ class NativeKernels(ComposedKernels):
         return NativeLayer.of(self._library, parts)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normed(x, None, weight, eps)
+        return self._normed(x.contiguous(), None, weight, eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         by_head = (-1, weight.shape[0])

@@ -161,6 +161,11 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     expected = separate(x.cpu(), chosen.cpu(), weights.cpu())
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+    beside = noise(rows, hidden, seed=6, dtype=dtype)
+    both = experts.moe_forward(x, stacked, chosen, weights, beside=beside)
+    assert torch.equal(both, actual + beside)
+    both = separate(x.cpu(), chosen.cpu(), weights.cpu(), beside=beside.cpu())
+    assert torch.equal(both, expected + beside.cpu())
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     moved = experts.moe_forward(x[order], stacked, chosen[order], weights[order])
     assert torch.equal(moved, actual[order])

@@ -37,8 +37,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_rms_norm(rows, width, dtype):
     x, weight = noise(rows, width, dtype=dtype), noise(width, dtype=dtype, seed=1)
     before = x.clone()
-    close(norm_rope.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    normed = norm_rope.rms_norm(x, weight, 1e-5)
+    close(normed, reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
+    for wider in (64, 41):
+        part = torch.cat((x, noise(rows, wider, dtype=dtype)), dim=1)[:, :width]
+        assert torch.equal(norm_rope.rms_norm(part, weight, 1e-5), normed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

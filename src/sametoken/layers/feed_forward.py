@@ -139,7 +139,7 @@ class GatedExpert:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         out = self.mlp(x)
-        return self.kernels.sigmoid_mul(out, self.gate(x).expand_as(out).contiguous())
+        return self.kernels.sigmoid_mul(out, self.gate(x).expand_as(out))
 
     @property
     def nbytes(self) -> int:

@@ -145,9 +145,10 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 @triton.jit
 def _sigmoid_mul_kernel(
     x,  # [T, WIDTH]
-    gate,  # [T, WIDTH], rows gate_stride apart
+    gate,  # [T, WIDTH], rows gate_stride apart; or [T, 1]
     out,  # [T, WIDTH]
     gate_stride,
+    GATE_STEP: tl.constexpr,  # elements from a column of gate to the next
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -157,18 +158,19 @@ def _sigmoid_mul_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     place = row * WIDTH + columns
-    g = tl.load(gate + row * gate_stride + columns, inside, other=0.0).to(tl.float32)
+    gate_at = gate + row * gate_stride + columns * GATE_STEP
+    g = tl.load(gate_at, inside, other=0.0).to(tl.float32)
     value = tl.load(x + place, inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
     tl.store(out + place, value.to(out.dtype.element_ty), inside)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """See ``Kernels.sigmoid_mul``; ``gate`` may be strided."""
+    """See ``Kernels.sigmoid_mul``; ``gate`` may be strided, or expanded from [T, 1]."""
     num_rows, width = x.shape
     assert x.is_contiguous()
     assert gate.shape == x.shape
     # Contiguous tensors without rows may have any stride.
-    assert gate.stride(1) == 1 or not num_rows
+    assert gate.stride(1) in (0, 1) or not num_rows
     out = torch.empty_like(x)
     if num_rows:
         grid = (num_rows, cdiv(width, _BLOCK))
@@ -177,6 +179,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
             gate,
             out,
             gate.stride(0),
+            GATE_STEP=gate.stride(1),
             WIDTH=width,
             BLOCK=_BLOCK,
             num_warps=4,

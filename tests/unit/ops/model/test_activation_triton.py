@@ -67,6 +67,8 @@ def test_sigmoid_mul(rows, width, dtype):
     expected = reference.sigmoid_mul(x, gate).to(DEVICE)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(sigmoid_mul(x[-1:].to(DEVICE), gate[-1:].to(DEVICE)), actual[-1:])
+    one = gate[:, :1].to(DEVICE).expand_as(actual)
+    assert torch.equal(sigmoid_mul(x.to(DEVICE), one), sigmoid_mul(x.to(DEVICE), one.contiguous()))
 
 
 def test_sigmoid_mul_of_no_rows_takes_any_gate():

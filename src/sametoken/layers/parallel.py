@@ -53,7 +53,7 @@ SINGLE_RANK = Alone()
 
 
 def gather_columns(parallel: TensorParallel, x: Tensor) -> Tensor:
-    """Concatenate [R, C] of every rank in rank order: [R, size * C], contiguous."""
+    """Concatenate [R, C] of every rank in rank order: [R, size * C]; of one rank ``x`` itself."""
     if parallel.size == 1:
         return x
-    return torch.cat(parallel.gather(x).unbind(0), dim=1)
+    return torch.cat(parallel.gather(x.contiguous()).unbind(0), dim=1)

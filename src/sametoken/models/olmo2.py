@@ -46,7 +46,7 @@ class WideNormAttention:
     def _normed(self, part: Tensor, norm: RMSNorm) -> Tensor:
         """This rank's columns of the norm over all ranks' columns."""
         width = part.shape[1]
-        whole = norm(gather_columns(self.parallel, part.contiguous()))
+        whole = norm(gather_columns(self.parallel, part))
         first = self.parallel.rank * width
         return whole[:, first : first + width]
 

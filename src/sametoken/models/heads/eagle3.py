@@ -208,7 +208,7 @@ class Eagle3Head:
         if self.aux_norms:
             parts = auxiliary.chunk(len(self.aux_norms), dim=1)
             pairs = zip(self.aux_norms, parts, strict=True)
-            auxiliary = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
+            auxiliary = torch.cat([norm(part) for norm, part in pairs], dim=1)
         return self.fc(auxiliary)
 
     def forward(

@@ -38,6 +38,9 @@ EAGER = (
     (1, 1024, 48),
 )
 
+#: Rows of those with many decoding requests, as the memory of a pass is zeroed.
+EAGER_ROWS = 4096
+
 #: Decoding requests of captured steps: powers of two up to the first, then multiples of the other.
 REQUEST_STEPS = (64, 32)
 
@@ -131,7 +134,10 @@ def eager_shapes(
     Arguments as for ``captured_shapes``.
     """
     counts = {*_doubling(max_num_seqs), max(1, max_num_seqs - ROW_MULTIPLE)}
-    mixes = [(n, 1, max_rows, width, max_rows) for n in counts for width in {(k + 2) // 2, k + 1}]
+    rows = min(max_rows, EAGER_ROWS)
+    widths = {part for size in _doubling(k + 1) for part in (size, size * 3 // 4) if part}
+    mixes = [(n, 1, rows, width, rows) for n in counts for width in widths]
+    mixes.append((1, 1, max_rows, k + 1, max_rows))
     for prompts, rows, longest in EAGER:
         count = min(prompts or max_num_seqs, max_rows)
         mixes.append((1, count, max(min(rows, max_rows), count), k + 1, longest))

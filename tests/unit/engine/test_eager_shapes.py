@@ -28,7 +28,13 @@ HEADS = [
     ]
 ]  # fmt: skip
 #: Requests, drafts, rows of a step and the longest sequence.
-ENGINES = [(256, 0, 4096, 33024), (256, 3, 4096, 33024), (64, 7, 8192, 131072), (8, 0, 2048, 8192)]
+ENGINES = [
+    (256, 0, 4096, 33024),
+    (256, 3, 4096, 33024),
+    (64, 7, 8192, 131072),
+    (8, 0, 2048, 8192),
+    (256, 64, 131072, 131072),
+]
 
 
 def steps_of(engine, count: int, *, all_states: bool = False) -> list[StepShape]:

@@ -13,7 +13,8 @@ from sametoken.ops.model.attention.triton import AttentionConfig, attention
 from sametoken.ops.model.embedding_triton import embedding
 from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import GemmConfig, GemmShape
-from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
+from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm
+from sametoken.ops.model.rope_triton import rope_and_cache
 from sametoken.ops.sampling.sample_triton import token_keys
 from sametoken.ops.step.triton import prepare_inputs, verify
 from sametoken.ops.step.types import LayoutTable

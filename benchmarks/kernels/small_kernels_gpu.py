@@ -22,7 +22,8 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.embedding_triton import embedding
-from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
+from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm
+from sametoken.ops.model.rope_triton import rope_and_cache
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling.logits_rules import Truncation
 from sametoken.ops.sampling.logits_rules_triton import apply_rules

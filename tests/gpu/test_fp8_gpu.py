@@ -31,7 +31,7 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
 )
-from sametoken.ops.model.norm_rope_triton import rms_norm
+from sametoken.ops.model.norm_triton import rms_norm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,8 +20,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import Routing
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model import activation, activation_triton, norm_rope
-from sametoken.ops.model import norm_rope_triton as norm_rope_kernels
+from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.mamba2.triton import ScanTile
@@ -139,7 +138,7 @@ def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
     width, hidden, inner, count = RULE.out_features, 256, 232, 16
     x, gate = random(0, 300, width, dtype=dtype), random(1, 300, 2 * width, dtype=dtype)
     gate, weight = gate[:, width:], random(2, width, dtype=dtype)
-    normed = norm_rope_kernels.gated_group_norm(x, gate, weight, RULE.num_groups, 1e-5)
+    normed = norm_triton.gated_group_norm(x, gate, weight, RULE.num_groups, 1e-5)
     wanted = norm_rope.gated_group_norm(x.cpu(), gate.cpu(), weight.cpu(), RULE.num_groups, 1e-5)
     torch.testing.assert_close(normed.cpu(), wanted, rtol=2e-2, atol=1e-3)
     squared = activation_triton.relu_squared(x)
@@ -158,7 +157,7 @@ def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
         mixed[:9], separate(y[:9], chosen[:9], weights[:9]), rtol=2e-2, atol=2e-2
     )
     for rows in (1, 2, 17, 64, 256, 257):
-        again = norm_rope_kernels.gated_group_norm(
+        again = norm_triton.gated_group_norm(
             x[:rows].clone(), gate[:rows], weight, RULE.num_groups, 1e-5
         )
         assert torch.equal(again, normed[:rows])

@@ -32,7 +32,7 @@ from sametoken.ops.lookup import ngram as ngram_reference
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model import activation as activation_reference
 from sametoken.ops.model import norm_rope as norm_reference
-from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model import norm_triton, rope_triton
 from sametoken.ops.model.activation_triton import clamped_swiglu, gelu_mul, silu_mul, soft_cap
 from sametoken.ops.model.embedding_triton import (
     embed_beside,
@@ -74,18 +74,18 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", [99, 576, 4096, 5120])
 def test_norms(width):
     x, residual, weight = noise(ROWS, width), noise(ROWS, width, seed=1), noise(width, seed=2)
-    close(norm_rope.rms_norm(x, weight, 1e-6), norm_reference.rms_norm(x, weight, 1e-6))
+    close(norm_triton.rms_norm(x, weight, 1e-6), norm_reference.rms_norm(x, weight, 1e-6))
     expected, total = norm_reference.add_rms_norm(x, residual, weight, 1e-6)
-    normed, summed = norm_rope.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    normed, summed = norm_triton.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     close(normed, expected)
     assert torch.equal(summed, total)
     # A residual already added by the product before gives the same bits.
-    assert torch.equal(norm_rope.rms_norm(total, weight, 1e-6), normed)
+    assert torch.equal(norm_triton.rms_norm(total, weight, 1e-6), normed)
     for first, count in COMPANIES:
         some = slice(first, first + count)
-        part, _ = norm_rope.add_rms_norm(x[some].clone(), residual[some].clone(), weight, 1e-6)
+        part, _ = norm_triton.add_rms_norm(x[some].clone(), residual[some].clone(), weight, 1e-6)
         assert torch.equal(part, normed[some])
-        assert torch.equal(norm_rope.rms_norm(total[some].clone(), weight, 1e-6), normed[some])
+        assert torch.equal(norm_triton.rms_norm(total[some].clone(), weight, 1e-6), normed[some])
 
 
 @pytest.mark.parametrize("width", [97, 1536, 12288])
@@ -138,8 +138,8 @@ def test_embed_beside(width, norm_dtype):
     )
     whole = embed_beside(token_ids, matrix, left, hidden, right)
     close(whole, kernels.embed_beside(token_ids, kernels.pack(matrix), left, hidden, right))
-    embedded = norm_rope.rms_norm(embedding(token_ids, matrix), left.weight, left.eps)
-    normed = norm_rope.rms_norm(hidden, right.weight, right.eps)
+    embedded = norm_triton.rms_norm(embedding(token_ids, matrix), left.weight, left.eps)
+    normed = norm_triton.rms_norm(hidden, right.weight, right.eps)
     assert torch.equal(whole, torch.cat((embedded, normed), dim=1))
     for first, count in COMPANIES:
         some = slice(first, first + count)
@@ -182,7 +182,7 @@ def test_rope_and_cache(shape, with_norm):
     norm = norm if with_norm else None
     expected_kv, whole_kv = empty_kv(shape), empty_kv(shape)
     expected = norm_reference.rope_and_cache(qkv, shape, rotary, rows, expected_kv, norm)
-    whole = norm_rope.rope_and_cache(qkv, shape, rotary, rows, whole_kv, norm)
+    whole = rope_triton.rope_and_cache(qkv, shape, rotary, rows, whole_kv, norm)
     # A rotation may cancel, so the error is bounded by the operands, not by the result.
     torch.testing.assert_close(whole, expected, rtol=2**-7, atol=2e-2)
     torch.testing.assert_close(whole_kv.keys, expected_kv.keys, rtol=2**-7, atol=2e-2)
@@ -193,7 +193,7 @@ def test_rope_and_cache(shape, with_norm):
             rows.positions[some].clone(), rows.slots, rows.kv_slots[some].clone(), rows.block_table
         )
         kv = empty_kv(shape)
-        part = norm_rope.rope_and_cache(qkv[some].clone(), shape, rotary, part_rows, kv, norm)
+        part = rope_triton.rope_and_cache(qkv[some].clone(), shape, rotary, part_rows, kv, norm)
         assert torch.equal(part, whole[some])
         for mine, all_of_them in ((kv.keys, whole_kv.keys), (kv.values, whole_kv.values)):
             addresses = rows.kv_slots[some]

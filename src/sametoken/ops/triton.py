@@ -26,8 +26,9 @@ from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import embedding_triton, moe_gate_triton
-from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model import norm_triton as norm
 from sametoken.ops.model import partial_sum_triton as partial_sum
+from sametoken.ops.model import rope_triton as rope
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
@@ -212,15 +213,15 @@ class TritonKernels:
         return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.rms_norm(x, weight, eps)
+        return norm.rms_norm(x, weight, eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rope.gated_rms_norm(x, gate, weight, eps)
+        return norm.gated_rms_norm(x, gate, weight, eps)
 
     def gated_group_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
     ) -> Tensor:
-        return norm_rope.gated_group_norm(x, gate, weight, num_groups, eps)
+        return norm.gated_group_norm(x, gate, weight, num_groups, eps)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return activation.relu_squared(x)
@@ -228,7 +229,7 @@ class TritonKernels:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norm_rope.add_rms_norm(x, residual, weight, eps)
+        return norm.add_rms_norm(x, residual, weight, eps)
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)
@@ -272,7 +273,7 @@ class TritonKernels:
         kv: LayerKV,
         qk_norm: QKNorm | None,
     ) -> Tensor:
-        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+        return rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
 
     def attention(
         self,

@@ -17,11 +17,11 @@ PDL = """
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gated_delta_rule import prepare
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
-from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model import norm_triton, rope_triton
 from sametoken.ops.model.recurrent import runs
 from sametoken.ops.step import triton_drafts, triton_inputs
 writers = (triton_drafts, triton_inputs)
-for module in (attention, gated_delta_rule, norm_rope, prepare, runs, *writers):
+for module in (attention, gated_delta_rule, norm_triton, rope_triton, prepare, runs, *writers):
     module.pdl_options = lambda tensor, early=True: dict(PDL=True, launch_pdl=early)
 """
 ROWS = (
@@ -54,7 +54,7 @@ kv = LayerKV(*torch.zeros(2, 4, 2, 64, 64, dtype=torch.bfloat16))
 rotary = RotaryTable(torch.zeros(64, 32), torch.zeros(64, 32))
 ones = torch.ones(64, dtype=torch.bfloat16)
 qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
-q = norm_rope.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
+q = rope_triton.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
 attention.attention(q, shape, at, kv)
 attention.attention(q, shape, at, kv, config=attention.AttentionConfig("sequential", 16, 4, 3))
 """

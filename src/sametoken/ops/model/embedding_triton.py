@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import Norm
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.norm_rope_triton import aligned, row_program, store_normed
+from sametoken.ops.model.norm_triton import aligned, row_program, store_normed
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _BLOCK = 1024

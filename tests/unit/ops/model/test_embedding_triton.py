@@ -8,7 +8,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.layers.norm import RMSNorm
 from sametoken.ops.model.embedding_triton import embed_beside, embedding
-from sametoken.ops.model.norm_rope_triton import rms_norm
+from sametoken.ops.model.norm_triton import rms_norm
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
-from sametoken.ops.model.norm_rope_triton import aligned
+from sametoken.ops.model.norm_triton import aligned
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _HEADS_PER_PROGRAM = 16

@@ -9,7 +9,7 @@ import torch
 
 from helpers.compiled import compile_launches
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RotaryTable, RowRuns
-from sametoken.ops.model import norm_rope_triton
+from sametoken.ops.model import rope_triton
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales
 from sametoken.ops.model.attention.triton import AttentionConfig, attention
 from sametoken.ops.native.backend import NativeKernels
@@ -64,7 +64,7 @@ def test_every_implementation_stores_the_nearest_byte(dtype, scales):
     rows = rows_at(range(11, 20))
     parts = qkv.float().split((SHAPE.q_size, SHAPE.kv_size, SHAPE.kv_size), dim=1)
     found = []
-    writers = (*(one.rope_and_cache for one in KERNELS), norm_rope_triton.rope_and_cache)
+    writers = (*(one.rope_and_cache for one in KERNELS), rope_triton.rope_and_cache)
     for write in writers:
         kv = memory(scales, byte=0)
         write(qkv, SHAPE, NO_ROTATION, rows, kv, None)
@@ -159,7 +159,7 @@ def test_triton_s_forms_agree_and_are_the_reference_s(window, has_sinks):
 def test_the_kernels_compile_for_a_gpu(tmp_path):
     code = """
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RotaryTable, RowRuns
-from sametoken.ops.model import norm_rope_triton
+from sametoken.ops.model import rope_triton
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales
 from sametoken.ops.model.attention.triton import attention
 
@@ -169,7 +169,7 @@ kv, at = LayerKV(keys, keys.clone(), scales), torch.arange(2)
 rows = AttentionRows(at, at * 0, at, torch.arange(9)[None], RowRuns.even(1, 2))
 qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
 table = RotaryTable(torch.zeros(9, 32), torch.zeros(9, 32))
-q = norm_rope_triton.rope_and_cache(qkv, shape, table, rows, kv, None)
+q = rope_triton.rope_and_cache(qkv, shape, table, rows, kv, None)
 attention(q, shape, rows, kv)
 """
     compile_launches(code, tmp_path)

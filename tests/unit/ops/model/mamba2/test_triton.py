@@ -13,7 +13,7 @@ from helpers.recurrent import Slots
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model import activation, activation_triton, norm_rope, norm_rope_triton
+from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
@@ -205,7 +205,7 @@ def test_the_norm_and_the_activation_are_the_references(groups, size, dtype):
     wide = torch.randn(5, 2 * groups * size + 1, generator=generator).to(DEVICE, dtype)
     weight = torch.randn(groups * size, generator=generator).to(DEVICE)
     x, gate = wide[:, : groups * size].contiguous(), wide[:, groups * size : -1]
-    found = norm_rope_triton.gated_group_norm(x, gate, weight, groups, 1e-5)
+    found = norm_triton.gated_group_norm(x, gate, weight, groups, 1e-5)
     wanted = norm_rope.gated_group_norm(x.cpu(), gate.cpu(), weight.cpu(), groups, 1e-5)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2, atol=1e-5)
     x[0, 0], x[1, 1] = float("nan"), float("-inf")
@@ -235,14 +235,14 @@ def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
     code = """
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model import activation_triton, norm_rope_triton
+from sametoken.ops.model import activation_triton, norm_triton
 from sametoken.ops.model.mamba2 import prepare, triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent import runs
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.state.caches import ModelCache
 
-for module in (activation_triton, norm_rope_triton, prepare, runs, triton):
+for module in (activation_triton, norm_triton, prepare, runs, triton):
     module.pdl_options = lambda tensor, early=True: {"PDL": True, "launch_pdl": early}
 
 def zeros(*shape):
@@ -266,7 +266,7 @@ for sizes, drafts, taps in (((64, 64, 8, 128), 5, 4), ((1, 3, 1, 5), 1, 1)):
     for tile in (triton._LARGE, triton._SMALL):
         out = triton.advance(plan, params, raw, memory, tile)
     weight = zeros(rule.out_features)
-    norm_rope_triton.gated_group_norm(out, out, weight, rule.num_groups, 1e-5)
+    norm_triton.gated_group_norm(out, out, weight, rule.num_groups, 1e-5)
     activation_triton.relu_squared(out)
 """
     compile_launches(code, tmp_path)

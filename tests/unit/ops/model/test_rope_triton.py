@@ -1,4 +1,4 @@
-"""Norms, RoPE and the KV write in Triton against their references, in poisoned memory."""
+"""RoPE and the KV write in Triton against their reference, in poisoned memory."""
 
 from __future__ import annotations
 
@@ -7,85 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.poisoned import DEVICE, close, noise, poisoned
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model import norm_rope as reference
-from sametoken.ops.model import norm_rope_triton as norm_rope
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.float16: (2e-3, 1e-3)}
-
-
-def poisoned(x: torch.Tensor) -> torch.Tensor:
-    """The same values between NaNs."""
-    memory = torch.full((x.numel() + 512,), torch.nan, dtype=x.dtype, device=DEVICE)
-    memory[256 : 256 + x.numel()] = x.flatten()
-    return memory[256 : 256 + x.numel()].view(x.shape)
-
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return poisoned(torch.randn(shape, generator=generator).to(dtype))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99), (5, 576)])
-def test_rms_norm(rows, width, dtype):
-    x, weight = noise(rows, width, dtype=dtype), noise(width, dtype=dtype, seed=1)
-    before = x.clone()
-    normed = norm_rope.rms_norm(x, weight, 1e-5)
-    close(normed, reference.rms_norm(x, weight, 1e-5))
-    assert torch.equal(x, before)
-    for wider in (64, 41):
-        part = torch.cat((x, noise(rows, wider, dtype=dtype)), dim=1)[:, :width]
-        assert torch.equal(norm_rope.rms_norm(part, weight, 1e-5), normed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
-    x, residual = noise(4, 99, dtype=dtype), noise(4, 99, dtype=dtype, seed=1)
-    weight = noise(99, dtype=dtype, seed=2)
-    expected, total = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-    normed, summed = norm_rope.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(summed, total)
-    assert summed.data_ptr() == residual.data_ptr()
-    close(normed, expected)
-    # What is normed is the rounded sum: a product that added the residual gives these bits too.
-    assert torch.equal(normed, norm_rope.rms_norm(poisoned(total), weight, 1e-6))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 64), (3, 5, 99), (2, 32, 8)])
-def test_gated_rms_norm_and_fp32_weights(rows, heads, width, dtype):
-    """The gate is a part of a wider projection."""
-    x = noise(rows, heads * width, dtype=dtype)
-    gate = noise(rows, heads * width + 7, dtype=dtype, seed=1)[:, 3:-4]
-    weight = noise(width, seed=2)
-    expected = reference.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-5).to(DEVICE)
-    actual = norm_rope.gated_rms_norm(x, gate, weight, 1e-5)
-    close(actual, expected)
-    by_head = (x.view(-1, width), gate.reshape(-1, width))
-    heads_alone = reference.gated_rms_norm(*(t.cpu() for t in by_head), weight.cpu(), 1e-5)
-    close(heads_alone.view(x.shape).to(DEVICE), expected)
-    last = norm_rope.gated_rms_norm(x[-1:].clone(), gate[-1:].clone(), weight, 1e-5)
-    assert torch.equal(last, actual[-1:])
-
-
-def test_norm_rows_know_nothing_of_each_other():
-    x, residual, weight = noise(9, 99), noise(9, 99, seed=1), noise(99, seed=2)
-    alone = [
-        norm_rope.add_rms_norm(x[i : i + 1].clone(), residual[i : i + 1].clone(), weight, 1e-6)[0]
-        for i in range(9)
-    ]
-    together = norm_rope.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)[0]
-    assert torch.equal(torch.cat(alone), together)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    moved = norm_rope.add_rms_norm(x[order], residual[order], weight, 1e-6)[0]
-    assert torch.equal(moved, together[order])
+from sametoken.ops.model import rope_triton
 
 
 def attention_rows(kv_slots: list[int]) -> AttentionRows:
@@ -124,7 +49,7 @@ def test_rope_and_cache(shape, half, block_size, with_norm, dtype):
     qk_norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None
     actual_kv, expected_kv = (empty_kv(shape, block_size, dtype) for _ in range(2))
     expected = reference.rope_and_cache(qkv, shape, rotary, rows, expected_kv, qk_norm)
-    actual = norm_rope.rope_and_cache(qkv, shape, rotary, rows, actual_kv, qk_norm)
+    actual = rope_triton.rope_and_cache(qkv, shape, rotary, rows, actual_kv, qk_norm)
     close(actual, expected)
     written = ~expected_kv.keys.isnan()
     assert torch.equal(~actual_kv.keys.isnan(), written)
@@ -133,7 +58,7 @@ def test_rope_and_cache(shape, half, block_size, with_norm, dtype):
 
     one = AttentionRows(rows.positions[2:3], rows.slots[2:3], rows.kv_slots[2:3], rows.block_table)
     alone_kv = empty_kv(shape, block_size, dtype)
-    alone = norm_rope.rope_and_cache(qkv[2:3].clone(), shape, rotary, one, alone_kv, qk_norm)
+    alone = rope_triton.rope_and_cache(qkv[2:3].clone(), shape, rotary, one, alone_kv, qk_norm)
     assert torch.equal(alone, actual[2:3])
     mine = ~alone_kv.keys.isnan()
     assert torch.equal(alone_kv.keys[mine], actual_kv.keys[mine])
@@ -144,12 +69,12 @@ def test_a_layer_that_reads_another_s_kv_rotates_q_alone():
     rows, kv = attention_rows([1, 5, 9]), empty_kv(shape, 4, torch.float32)
     rotary, qk_norm = RotaryTable(noise(40, 8), noise(40, 8, seed=1)), QKNorm(weight, weight, 1e-6)
     qkv, own = noise(3, 128), replace(shape, num_kv_heads=0)
-    whole = norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+    whole = rope_triton.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
     q = qkv[:, : shape.q_size].contiguous()
-    for operation in (norm_rope.rope_and_cache, reference.rope_and_cache):
+    for operation in (rope_triton.rope_and_cache, reference.rope_and_cache):
         no_kv = empty_kv(own, 4, torch.float32)
         close(operation(q, own, rotary, rows, no_kv, qk_norm), whole)
-    assert torch.equal(norm_rope.rope_and_cache(q, own, rotary, rows, no_kv, qk_norm), whole)
+    assert torch.equal(rope_triton.rope_and_cache(q, own, rotary, rows, no_kv, qk_norm), whole)
 
 
 def test_padding_rows_may_share_one_address():
@@ -157,7 +82,7 @@ def test_padding_rows_may_share_one_address():
     rows = attention_rows([19, 19, 3])
     kv = empty_kv(shape, 4, torch.float32)
     rotary = RotaryTable(noise(40, 8), noise(40, 8, seed=1))
-    norm_rope.rope_and_cache(noise(3, 128), shape, rotary, rows, kv, None)
+    rope_triton.rope_and_cache(noise(3, 128), shape, rotary, rows, kv, None)
     assert kv.keys.isfinite().any(dim=(1, 3)).nonzero().tolist() == [[0, 3], [4, 3]]
 
 
@@ -173,11 +98,11 @@ def test_dead_rows_of_nan_write_their_own_address_alone(with_norm):
     qkv[[1, 3, 4]] = torch.nan
     rotary = RotaryTable(noise(10, 8), noise(10, 8, seed=1))
     kv, alone_kv = empty_kv(shape, 4, torch.float32), empty_kv(shape, 4, torch.float32)
-    got = norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+    got = rope_triton.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
     alone_rows = AttentionRows(
         *(at[live] for at in (rows.positions, rows.slots, rows.kv_slots)), rows.block_table
     )
-    alone = norm_rope.rope_and_cache(qkv[live], shape, rotary, alone_rows, alone_kv, qk_norm)
+    alone = rope_triton.rope_and_cache(qkv[live], shape, rotary, alone_rows, alone_kv, qk_norm)
     assert torch.equal(got[live], alone)
     assert torch.equal(kv.keys.nan_to_num(7.0), alone_kv.keys.nan_to_num(7.0))
     # Their values are finite where they are written.
@@ -194,16 +119,12 @@ def test_a_value_that_is_not_finite_is_stored_as_0_beside_a_key_of_nan(value, wi
     rows = attention_rows([3, 7])
     rotary = RotaryTable(noise(10, 8), noise(10, 8, seed=1))
     qkv, kv, clean_kv = noise(2, 192), *(empty_kv(shape, 4, torch.float32) for _ in range(2))
-    clean = norm_rope.rope_and_cache(qkv, shape, rotary, rows, clean_kv, qk_norm)
+    clean = rope_triton.rope_and_cache(qkv, shape, rotary, rows, clean_kv, qk_norm)
     # The last element of the first row's second value head.
     qkv[0, -1] = value
-    assert torch.equal(norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm), clean)
+    assert torch.equal(rope_triton.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm), clean)
     assert kv.keys[0, 1, 3].isnan().all()
     clean_kv.keys[0, 1, 3] = torch.nan
     clean_kv.values[0, 1, 3, -1] = 0.0
     assert torch.equal(kv.keys.nan_to_num(7.0), clean_kv.keys.nan_to_num(7.0))
     assert torch.equal(kv.values.nan_to_num(7.0), clean_kv.values.nan_to_num(7.0))
-
-
-def test_no_rows():
-    assert norm_rope.rms_norm(noise(0, 64), noise(64), 1e-5).shape == (0, 64)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from helpers.compiled import compile_launches
 from helpers.poisoned import DEVICE, close, noise, poisoned
 from sametoken.ops.model import norm_rope as reference
 from sametoken.ops.model import norm_triton as norm
@@ -64,6 +67,29 @@ def test_norm_rows_know_nothing_of_each_other():
     order = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     moved = norm.add_rms_norm(x[order], residual[order], weight, 1e-6)[0]
     assert torch.equal(moved, together[order])
+
+
+NORMS = """
+from sametoken.ops.model import norm_triton as norm
+wide, (weight, _) = torch.zeros(2, 2112, dtype=torch.bfloat16), torch.zeros(2, {width}).bfloat16()
+norm.rms_norm({rows}, weight, 1e-6)
+"""
+#: The layout of what is added up: which thread holds which elements.
+ADDED = re.compile(r'"tt.reduce"(?:(?!"tt.reduce").)*?arith.addf.*?: \(tensor<\w+, (#\w+)>\)', re.S)
+
+
+@pytest.mark.parametrize("width", [512, 1536])
+def test_rows_that_lie_apart_are_added_in_the_order_of_others(tmp_path, width):
+    layouts = []
+    for rows in ("wide[:, :{}].contiguous()", "wide[:, :{}]"):
+        cache = tmp_path / str(len(layouts))
+        cache.mkdir()
+        compile_launches(NORMS.format(width=width, rows=rows.format(width)), cache)
+        (file,) = cache.rglob("_rms_norm_kernel.ttgir")
+        code = file.read_text()
+        (name,) = ADDED.findall(code)
+        layouts.append(re.search(rf"^{name} = (.*)$", code, re.M)[1])
+    assert layouts[0] == layouts[1]
 
 
 def test_no_rows():

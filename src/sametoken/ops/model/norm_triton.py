@@ -65,7 +65,7 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``Kernels.rms_norm``."""
     if (x.stride(0) | x.shape[1]) % 16 or not aligned(x):
-        x = x.contiguous()  # Rows at other addresses would be compiled to code with other sums.
+        x = x.contiguous()  # Rows at other addresses may be compiled to code with other sums.
     out = x.new_empty(x.shape)
     _launch_rms_norm(x, weight, eps, out)
     return out

@@ -33,7 +33,7 @@ MIXED_FULL_BATCH = (4, range(384, MOST_ROWS + 1, 128))
 #: longest chunk, every form of attention; None: as many prompts as there are requests.
 EAGER = (
     (None, 512, 1),
-    *((1, 64, longest) for longest in (1, 6, 10, 24, 48)),
+    *((1, 64, longest) for longest in (1, 2, 3, 4, 6, 9, 10, 14, 18, 24, 36, 48)),
     *((1, 512, longest) for longest in (8, 12)),
     (1, 1024, 48),
 )
@@ -133,7 +133,7 @@ def eager_shapes(
 
     Arguments as for ``captured_shapes``.
     """
-    counts = {*_doubling(max_num_seqs), max(1, max_num_seqs - ROW_MULTIPLE)}
+    counts = {0, *_doubling(max_num_seqs), max(1, max_num_seqs - ROW_MULTIPLE)}
     rows = min(max_rows, EAGER_ROWS)
     widths = {part for size in _doubling(k + 1) for part in (size, size * 3 // 4) if part}
     mixes = [(n, 1, rows, width, rows) for n in counts for width in widths]

@@ -93,16 +93,19 @@ PRODUCTS = ("_product_kernel", "streamed_kernel")
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "k"),
+    ("name", "method", "engine"),
     [
-        ("qwen3-8b", "eagle3", 3),
-        ("qwen35-9b", "mtp", 3),
-        ("glm-4.7-flash", "mtp", 3),
-        ("lightning-30b-a3b", "mtp", 5),
-        ("qwen3-30b-a3b", None, 0),
+        ("qwen3-8b", "eagle3", (256, 3, 4096, 33024)),
+        ("qwen3-8b", "eagle3", (17, 5, 300, 8192)),  # Fewer requests than a step is padded to.
+        ("qwen35-9b", "mtp", (256, 3, 4096, 33024)),
+        ("glm-4.7-flash", "mtp", (256, 3, 4096, 33024)),
+        ("glm-4.7-flash", None, (100, 0, 512, 8192)),
+        ("lightning-30b-a3b", "mtp", (256, 5, 4096, 33024)),
+        ("qwen3-30b-a3b", None, (256, 0, 4096, 33024)),
     ],
+    ids=str,
 )
-def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, k):
+def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine):
     with imported("under_load", "shapes") as modules:
         shapes = modules.shapes.SHAPES
         for folder in (name, f"eagle3-{name}"):
@@ -114,8 +117,7 @@ def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, k):
     if method:
         head = tmp_path / f"eagle3-{name}" if method == "eagle3" else None
         model = None if head is None else str(head)
-        spec = SpeculativeConfig(method=method, model=model, num_speculative_tokens=k)
-    engine = (256, k, 4096, 33024)
+        spec = SpeculativeConfig(method=method, model=model, num_speculative_tokens=engine[1])
     with recorded() as forms:
         step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], engine[0], engine[3])
         options = {"all_states": step.all_states}

@@ -133,13 +133,13 @@ def eager_shapes(
 
     Arguments as for ``captured_shapes``.
     """
-    counts = {0, *_doubling(max_num_seqs), max(1, max_num_seqs - ROW_MULTIPLE)}
-    rows = min(max_rows, EAGER_ROWS)
+    most, rows = min(max_num_seqs, max_rows), min(max_rows, EAGER_ROWS)
+    counts = {*_doubling(most), max(1, most - ROW_MULTIPLE)}
     widths = {part for size in _doubling(k + 1) for part in (size, size * 3 // 4) if part}
     mixes = [(n, 1, rows, width, rows) for n in counts for width in widths]
-    mixes.append((1, 1, max_rows, k + 1, max_rows))
+    mixes += [(0, 1, max_rows, 1, max_rows), (1, 1, max_rows, k + 1, max_rows)]
     for prompts, rows, longest in EAGER:
-        count = min(prompts or max_num_seqs, max_rows)
+        count = prompts or most
         mixes.append((1, count, max(min(rows, max_rows), count), k + 1, longest))
     shapes = (
         StepShape(windows + chunks, rows, 1, windows, width, longest, all_states)

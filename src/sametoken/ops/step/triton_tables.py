@@ -32,15 +32,19 @@ def write_tables(writes: Sequence[TableWrite]) -> None:
         return
     firsts = accumulate(lengths, initial=0)
     # A number more, so that the words behind them are aligned.
-    runs = np.array([(*run, 0) for run in zip(addresses, firsts, lengths, strict=False)])
+    runs = np.array(
+        [
+            (address + 4 * word, first + word, min(length - word, _BLOCK), 0)
+            for address, first, length in zip(addresses, firsts, lengths, strict=False)
+            for word in range(0, length, _BLOCK)
+        ]
+    )
     packed = torch.from_numpy(np.concatenate((runs.view(np.int32).ravel(), *words)))
     device = writes[0].part.device
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
     size = 2 * runs.size
-    _write_kernel[(len(writes), triton.cdiv(max(lengths), _BLOCK))](
-        packed[:size].view(torch.int64), packed[size:], BLOCK=_BLOCK
-    )
+    _write_kernel[(len(runs),)](packed[:size].view(torch.int64), packed[size:], BLOCK=_BLOCK)
 
 
 def _share_memory(addresses: list[int], lengths: list[int]) -> bool:
@@ -51,12 +55,12 @@ def _share_memory(addresses: list[int], lengths: list[int]) -> bool:
 
 @triton.jit
 def _write_kernel(
-    runs,  # [writes, 4]: address, first word, number of words
+    runs,  # [R, 4]: address, first word, number of words
     words,  # int32
     BLOCK: tl.constexpr,
 ):
     run = runs + tl.program_id(0) * 4
     to = tl.load(run).to(tl.pointer_type(tl.int32))
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.arange(0, BLOCK)
     inside = word < tl.load(run + 2)
     tl.store(to + word, tl.load(words + tl.load(run + 1) + word, inside), inside)

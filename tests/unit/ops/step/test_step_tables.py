@@ -75,5 +75,5 @@ def test_a_plan_of_many_admissions_is_one_launch(monkeypatch):
     table = torch.zeros(9, 3, dtype=torch.int64, device=DEVICE)
     triton_tables.write_tables([TableWrite(table[slot], (slot, 2, 3)) for slot in range(9)])
     triton_tables.write_tables([])
-    assert launches == [(9, 1)]
+    assert launches == [(9,)]
     assert table.tolist() == [[slot, 2, 3] for slot in range(9)]

@@ -260,19 +260,29 @@ def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_i
     served.run(scenario())
 
 
+async def begun(llm, prompt: str, name: str):
+    """A stream that has begun and has not ended, however late this process reads its first."""
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    has_ended, numbers = True, itertools.count()
+    while has_ended:
+        request_id = f"{name} {next(numbers)}"
+        stream = llm.generate(prompt, params, request_id)
+        has_ended = (await anext(stream)).finished
+    return request_id, stream
+
+
 def test_an_abort_ends_the_request_and_frees_the_engine(served):
     async def scenario():
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-        aborted = served.llm.generate("the cat", params, "aborted")
-        closed = served.llm.generate("the mat", params, "closed")
+        request_id, aborted = await begun(served.llm, "the cat", "aborted")
+        await served.llm.abort(request_id)
+        _, closed = await begun(served.llm, "the mat", "closed")
+        await closed.aclose()
         cancelled = asyncio.create_task(
             last_of(served.llm.generate("the log", params, "cancelled"))
         )
-        await asyncio.gather(anext(aborted), anext(closed))
-        await served.llm.abort("aborted")
-        await closed.aclose()
-        cancelled.cancel()
         last = await last_of(aborted)
+        cancelled.cancel()
         assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
         assert len(last.outputs[0].token_ids) < 200
         assert [output async for output in closed] == []

@@ -30,7 +30,7 @@ from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.model.gemm.tuning import TuningTable
 from sametoken.ops.step import triton as step_ops
-from sametoken.ops.step.types import LayoutTable
+from sametoken.ops.step.types import NUM_COUNTS, LayoutTable
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.step import Step
 from sametoken.state.caches import ModelCache
@@ -130,7 +130,7 @@ def step_on_meta(
         ops=step_ops,
         table=table,
         drafter=drafter.attach(allocated(drafter.caches), Coupling(backend.model.sample, table)),
-        results=torch.zeros(max_num_seqs, 5 + k + 1, dtype=torch.int64, device=META),
+        results=torch.zeros(max_num_seqs, NUM_COUNTS + k + 1, dtype=torch.int64, device=META),
         all_states=spec is not None and TABLE[spec.method].reads_last,
     )
 

@@ -51,7 +51,7 @@ def steps_of(engine, count: int, *, all_states: bool = False) -> list[StepShape]
         rows = sum(lengths) + windows + sum(drafts)
         if rows <= max_rows:
             requests, widest = windows + prompts, max(drafts, default=0) + 1
-            sizes = (requests, rows, min(sampled, rows), windows, widest, max(lengths))
+            sizes = (requests, rows, sampled, windows, widest, max(lengths))
             drawn.append(padded(StepShape(*sizes, all_states), ROW_MULTIPLE))
     return drawn
 
@@ -63,11 +63,8 @@ def attend(shapes, heads: AttentionShape, engine) -> None:
     memory = torch.empty(1, heads.num_kv_heads, 64, heads.head_dim, device=META).bfloat16()
     table, counters = numbers(max_num_seqs + 1, -(-max_len // 64)), numbers(hopper.MAX_COUNTERS)
     for shape in shapes:
-        layout, rows, sampled = (
-            layout_of(shape),
-            numbers(shape.num_rows),
-            numbers(shape.num_sampled),
-        )
+        layout, rows = layout_of(shape), numbers(shape.num_rows)
+        sampled = numbers(shape.num_sampled)
         index = None if shape.all_sampled else sampled
         kept = layout.kept(SampledRows(index, *[sampled] * 4), table)
         for asked in (AttentionRows(rows, rows, rows, table, layout.runs), kept):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -54,16 +55,22 @@ def run_test(test: str, steps: str) -> Record:
     """Run one test in this process, its steps in one of ``helpers.static_steps.STEPS``.
 
     Its module and the helpers are loaded anew, so that they import what is planted, and
-    are gone afterwards, so that no other test does.
+    are gone afterwards, so that no other test does. Its files have a directory of their own:
+    of the common one, sessions of two workers at a time remove each other's.
     """
     path = test.partition("::")[0].removesuffix(".py").replace("/", ".")
     record = Record()
     loaded = _taken_out(path)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            pytest.MonkeyPatch.context() as patch,
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as files,
+        ):
             patch.setenv(CHOICE, steps)
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-            pytest.main([str(ROOT / test), f"--rootdir={ROOT}", *OPTIONS], plugins=[record])
+            own = (f"--rootdir={ROOT}", f"--basetemp={files}")
+            pytest.main([str(ROOT / test), *own, *OPTIONS], plugins=[record])
     finally:
         _taken_out(path)
         sys.modules.update(loaded)

@@ -17,12 +17,12 @@ from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_requested
 from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
-from sametoken.engine.load import validate
+from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sampling_defaults import default_sampling_params
+from sametoken.engine.unloaded import UnloadedModel, inputs_of
 from sametoken.engine.user_inputs import (
     OnFinished,
     Prompt,
@@ -36,13 +36,7 @@ from sametoken.engine.user_inputs import (
 from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
-from sametoken.text.tokenizer import (
-    Messages,
-    Tokenizer,
-    all_eos_ids,
-    load_tokenizer_of,
-    require_own_end,
-)
+from sametoken.text.tokenizer import Messages, Tokenizer, require_own_end
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.vllm_arguments import takes_vllm_arguments
@@ -67,6 +61,9 @@ class LLM:
         announce: called with a line of text on each slow phase; logs it by default.
         options: the fields of ``EngineConfig``, and vLLM's options that have no effect here.
 
+    Attributes:
+        inputs: tokenizes prompts and checks requests.
+
     Raises:
         ConfigError: an option is unknown or impossible, or this is a fork of a process with an LLM.
         CheckpointError: the checkpoint or its tokenizer cannot be read.
@@ -85,13 +82,16 @@ class LLM:
         if notice is not None:
             _logger.warning(notice)
         config = EngineConfig.from_options(model=at_revision(model, revision), **options)
-        requested = validate(config, announce)
-        # Before the weights, which may take minutes.
-        tokenizer = load_tokenizer_of(requested.config, requested.path)
-        require_own_end(tokenizer, requested.architecture.vocab_size)
-        for what in config.synthetic:
-            announce(f"{what}: only times mean anything")
-        self._start(build_requested(requested, announce), tokenizer)
+        self._load(UnloadedModel.of(config, announce), announce)
+
+    @classmethod
+    def from_unloaded(
+        cls, unloaded: UnloadedModel, announce: Callable[[str], None] = _logger.info
+    ) -> LLM:
+        """Load a model that has been looked at."""
+        llm = cls.__new__(cls)
+        llm._load(unloaded, announce)
+        return llm
 
     @classmethod
     def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:
@@ -101,21 +101,18 @@ class LLM:
         llm._start(engine, tokenizer)
         return llm
 
+    def _load(self, unloaded: UnloadedModel, announce: Callable[[str], None]) -> None:
+        for what in unloaded.requested.config.synthetic:
+            announce(f"{what}: only times mean anything")
+        self._start(build_requested(unloaded.requested, announce), unloaded.inputs.tokenizer)
+
     def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
-        model = engine.resolved.model
+        resolved = engine.resolved
         self._engine = engine
         self._exclusive = Exclusive()
         # From loading to writing: one set of new weights is held at most.
         self._updating = threading.Lock()
-        self._tokenizer = tokenizer
-        self._inputs = InputProcessor(
-            tokenizer,
-            vocab_size=model.vocab_size,
-            max_model_len=engine.resolved.max_model_len,
-            eos_token_ids=all_eos_ids(model.eos_token_ids, tokenizer),
-            num_speculative_tokens=engine.resolved.config.num_speculative_tokens,
-            seed=engine.resolved.config.seed,
-        )
+        self.inputs = inputs_of(tokenizer, resolved.model, resolved.config, resolved.max_model_len)
         self._outputs = OutputProcessor(tokenizer)
         self._latest: dict[str, RequestOutput] = {}
         self._request_ids = map(str, itertools.count())
@@ -145,9 +142,9 @@ class LLM:
         Raises:
             RequestError: ``skip_tokenizer_init`` is set.
         """
-        if self._tokenizer is None:
+        if self.inputs.tokenizer is None:
             raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
-        return self._tokenizer.hf
+        return self.inputs.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults from the file that ``generation_config`` names, else those of SamplingParams.
@@ -186,11 +183,11 @@ class LLM:
             EngineDeadError: the engine failed, or this is a fork.
             KeyboardInterrupt: Ctrl-C, after the current step.
         """
-        tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
+        tokenized = [self.inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_of(given, len(tokenized))
         requests = [
-            self._inputs.process(next(self._request_ids), prompt, chosen)
+            self.inputs.process(next(self._request_ids), prompt, chosen)
             for prompt, chosen in zip(tokenized, params, strict=True)
         ]
         return self._run(requests, on_finished, use_tqdm=use_tqdm)
@@ -219,8 +216,7 @@ class LLM:
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
         """The prompt that ``chat`` completes, with the generation prompt added."""
-        options = {"add_generation_prompt": True, **template_options}
-        return self._inputs.tokenize_chat(messages, **options)
+        return self.inputs.tokenize_chat(messages, **template_options)
 
     @takes_vllm_arguments
     def generate_stream(
@@ -234,9 +230,9 @@ class LLM:
         Raises:
             RequestError: the prompt or a parameter is invalid.
         """
-        tokens = self._inputs.tokenize(prompt)
+        tokens = self.inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self._inputs.process(next(self._request_ids), tokens, params)
+        request = self.inputs.process(next(self._request_ids), tokens, params)
         return self._stream(request)
 
     @property

@@ -7,7 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +110,6 @@ class Chat:
             SametokenError: as ``LLM``.
         """
         llm = self._load()
-        if not llm.get_tokenizer().chat_template:
-            raise UnsupportedError(
-                f"{self._config.model} has no chat template: it continues texts, and was not "
-                "trained to answer",
-                f"use sametoken generate {self._config.model} --prompt TEXT",
-            )
         recommended = llm.get_default_sampling_params()
         reads_file = self._config.generation_config != NO_FILE
         usual = SamplingParams(max_tokens=recommended.max_tokens)
@@ -283,12 +277,20 @@ class Chat:
 
     def _load(self) -> LLM:
         """Load the model by the current config, after freeing the one before."""
+        from sametoken.engine.unloaded import UnloadedModel
         from sametoken.llm import LLM
 
+        unloaded = UnloadedModel.of(self._config, self._announce)
+        tokenizer = unloaded.inputs.tokenizer
+        if tokenizer is None or not tokenizer.hf.chat_template:
+            raise UnsupportedError(
+                f"{self._config.model} has no chat template: it continues texts, and was not "
+                "trained to answer",
+                f"use sametoken generate {self._config.model} --prompt TEXT",
+            )
         self._llm = None
         gc.collect()
-        options = {one.name: getattr(self._config, one.name) for one in fields(self._config)}
-        self._llm = LLM(announce=self._announce, **options)
+        self._llm = LLM.from_unloaded(unloaded, self._announce)
         return self._llm
 
     def _drafts_shown(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -23,6 +24,7 @@ from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from sametoken.engine.unloaded import UnloadedModel
     from sametoken.engine.user_inputs import PromptTokens
     from sametoken.llm import LLM
     from sametoken.types.outputs import RequestOutput
@@ -62,23 +64,24 @@ def generate(
     is_asked = _require_one_source((prompt, file, chat), or_none=show_settings)
     text = _read(file) if file is not None else prompt
     engine, sampling = split_options(options)
-    # What is impossible is refused before a model is loaded.
+    # What is impossible is refused before a model is looked at, and then before it is loaded.
     sampling_params(SamplingParams(), sampling)
     if json_output and not is_asked:
         raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
     if compare and (json_output or not engine.get("speculative_config")):
         raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
+    unloaded = _look_at(EngineConfig.from_options(model=model, **engine))
+    asked = _ask(unloaded, text, chat, sampling) if is_asked else None
     plain = None
-    if compare and is_asked:
-        _require_drafter(model, engine)
-        plain = _answer(_load(model, engine | {"speculative_config": None}), text, chat, sampling)
-    llm = _load(model, engine)
+    if compare and asked is not None:
+        plain = _stream(_load(_without_drafts(unloaded)), asked, _ignore)
+    llm = _load(unloaded)
     if show_settings:
         # Beside an answer, which has stdout for itself.
         typer.echo(explain(llm.resolved), err=is_asked)
-    if not is_asked:
+    if asked is None:
         return
-    output = _answer(llm, text, chat, sampling, _ignore if json_output else _write)
+    output = _stream(llm, asked, _ignore if json_output else _write)
     synthetic = llm.resolved.config.synthetic
     if json_output:
         typer.echo(json.dumps(as_json(output, synthetic), ensure_ascii=False))
@@ -101,46 +104,52 @@ def _require_one_source(sources: Sequence[str | None], *, or_none: bool) -> bool
     return num_given == 1
 
 
-def _require_drafter(model: str, options: dict[str, Any]) -> None:
-    """Refuse a drafter that does not fit the model, before the model answers without it."""
+def _look_at(config: EngineConfig) -> UnloadedModel:
+    from sametoken.engine.unloaded import UnloadedModel
+
+    return UnloadedModel.of(config, announce)
+
+
+def _without_drafts(unloaded: UnloadedModel) -> UnloadedModel:
     from sametoken.engine.load import validate
 
-    validate(EngineConfig.from_options(model=model, **options), announce)
+    plain = dataclasses.replace(unloaded.requested.located, speculative_config=None)
+    return dataclasses.replace(unloaded, requested=validate(plain, announce))
 
 
-def _answer(
-    llm: LLM,
-    text: str | None,
-    chat: str | None,
-    sampling: dict[str, Any],
-    show: Callable[[str], None] | None = None,
-) -> RequestOutput:
-    """Complete the text or answer the message, and stream the text to ``show``.
-
-    Raises:
-        NumericalError: the request failed.
-    """
-    params = sampling_params(llm.get_default_sampling_params(), sampling)
-    source: str | PromptTokens = text or ""
-    if chat is not None:
-        source = llm.render_chat([{"role": "user", "content": chat}])
-    return _stream(llm, source, params, show or _ignore)
-
-
-def _load(model: str, options: dict[str, Any]) -> LLM:
+def _load(unloaded: UnloadedModel) -> LLM:
     from sametoken.llm import LLM
 
-    return LLM(model, announce=announce, **options)
+    return LLM.from_unloaded(unloaded, announce)
 
 
-def _stream(llm: LLM, source: Any, params: Any, show: Callable[[str], None]) -> RequestOutput:
+def _ask(
+    unloaded: UnloadedModel, text: str | None, chat: str | None, sampling: dict[str, Any]
+) -> tuple[PromptTokens, SamplingParams]:
+    """Make a request of the text or the message.
+
+    Raises:
+        RequestError: the model cannot serve it.
+    """
+    params = sampling_params(unloaded.get_default_sampling_params(), sampling)
+    if chat is not None:
+        prompt = unloaded.inputs.tokenize_chat([{"role": "user", "content": chat}])
+    else:
+        prompt = unloaded.inputs.tokenize(text or "")
+    unloaded.inputs.process("", prompt, params)
+    return prompt, params
+
+
+def _stream(
+    llm: LLM, asked: tuple[PromptTokens, SamplingParams], show: Callable[[str], None]
+) -> RequestOutput:
     """Run one request and stream its text.
 
     Raises:
         NumericalError: the request failed.
     """
     num_shown = 0
-    for output in llm.generate_stream(source, params):
+    for output in llm.generate_stream(*asked):
         completion = output.outputs[0]
         show(completion.text[num_shown:])
         num_shown = len(completion.text)

@@ -315,22 +315,24 @@ def _write_text(
     import torch
     from rich.progress import Progress
 
+    from sametoken.engine.unloaded import UnloadedModel
     from sametoken.llm import LLM
-    from sametoken.train.generate import read_prompts, write_text
+    from sametoken.train.generate import ask, read_prompts, write_text
     from sametoken.types.sampling_params import SamplingParams
 
     require_seconds(max_seconds)
     requests, sampling = read_prompts(prompts), SamplingParams(**params)
     config = EngineConfig.from_options(model=model, **options)
     with _answers(output, config, sampling) as kept:
-        llm = LLM(model, announce=announce, **options)
+        unloaded = UnloadedModel.of(config, announce)
+        asked = ask(unloaded.inputs, requests, sampling)
+        llm = LLM.from_unloaded(unloaded, announce)
         with Progress(console=status_console()) as progress:
             task = progress.add_task("answers", total=len(requests))
             written = write_text(
                 llm,
-                requests,
+                asked,
                 output,
-                sampling,
                 kept,
                 max_seconds=max_seconds,
                 advance=lambda count: progress.advance(task, count),

@@ -90,7 +90,7 @@ class InputProcessor:
         seed: int,
         trials: GrammarTrials | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -218,12 +218,12 @@ class InputProcessor:
             )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer but skip_tokenizer_init is set",
                 'give {"prompt_token_ids": [...]}, or load the tokenizer',
             )
-        return self._tokenizer
+        return self.tokenizer
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:

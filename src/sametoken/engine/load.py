@@ -96,6 +96,13 @@ class Requested:
         return resolve_max_model_len(self.config, self.architecture)
 
     @property
+    def located(self) -> EngineConfig:
+        """The user's options with paths in place of names: they are not looked up again."""
+        names = ("speculative_config", "tokenizer")
+        found = {name: getattr(self.config, name) for name in names}
+        return replace(self.given, model=str(self.path), **found)
+
+    @property
     def all_states(self) -> bool:
         """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers

@@ -199,6 +199,8 @@ def _part_text(part: Any) -> str:
 def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a chat template, with those in ``chat_template_kwargs`` beside the others.
 
+    The generation prompt is added unless ``add_generation_prompt`` says otherwise.
+
     Raises:
         RequestError: ``chat_template_kwargs`` is no mapping.
     """
@@ -208,7 +210,7 @@ def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(
             f"chat_template_kwargs={shown(inner)} is not possible", "map names to values"
         )
-    return {**inner, **others}
+    return {"add_generation_prompt": True, **inner, **others}
 
 
 def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:

@@ -191,8 +191,7 @@ class AsyncLLM:
         Raises:
             RequestError: there is no tokenizer or chat template, or it refuses the messages.
         """
-        options = {"add_generation_prompt": True, **template_options}
-        return self._inputs.tokenize_chat(messages, **options)
+        return self._inputs.tokenize_chat(messages, **template_options)
 
     async def start_grammar_trials(self) -> None:
         """Start the grammar processes; otherwise the first grammar's request waits for seconds."""

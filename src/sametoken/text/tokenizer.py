@@ -135,7 +135,7 @@ class Tokenizer:
         template = options.get("chat_template") or self.hf.chat_template
         if not template:
             raise RequestError(
-                "the model has no chat template", "use generate, or give chat_template"
+                "the model has no chat template", "give a text to continue, or chat_template"
             )
         try:
             has_developers = any(message.get("role") == _DEVELOPER for message in messages)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from sametoken.engine.input_processor import InputProcessor
+    from sametoken.engine.user_inputs import PromptTokens
     from sametoken.llm import LLM
 
 # Requests per slot in one call of the engine. With fewer, slots idle while the last ones end.
@@ -111,11 +114,37 @@ def open_answers(output: Path, config: EngineConfig, params: SamplingParams) -> 
     return Journal(output.with_name(f"{output.name}.parts"), settings)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as the engine takes it, its parameters, and the key of its answer."""
+
+    prompt: PromptTokens
+    params: SamplingParams
+    key: str
+    place: str
+
+
+def ask(
+    inputs: InputProcessor, prompts: Sequence[TextPrompt], params: SamplingParams
+) -> list[Asked]:
+    """Make requests of prompts.
+
+    Args:
+        inputs: of the target, which need not be loaded.
+        prompts: what to answer, in this order.
+        params: of every answer; a prompt's own temperature and seed take precedence.
+
+    Raises:
+        RequestError: a prompt is too long or outside the vocabulary, or it is a conversation and
+            the target has no chat template.
+    """
+    return [_asked(inputs, prompt, _params(prompt, i, params)) for i, prompt in enumerate(prompts)]
+
+
 def write_text(
     llm: LLM,
-    prompts: Sequence[TextPrompt],
+    asked: Sequence[Asked],
     output: Path,
-    params: SamplingParams,
     kept: Journal,
     *,
     max_seconds: float | None = None,
@@ -125,9 +154,8 @@ def write_text(
 
     Args:
         llm: the target.
-        prompts: what to answer, in this order.
+        asked: what to answer.
         output: the file; it is written whole, once the answers are there.
-        params: of every answer; a prompt's own temperature and seed take precedence.
         kept: from ``open_answers``. What an earlier run answered is not answered again; of an
             interrupted run the finished answers stay there.
         max_seconds: start no more answers after this time.
@@ -136,12 +164,13 @@ def write_text(
 
     Raises:
         ConfigError: a file cannot be written, or ``max_seconds`` is not above 0.
-        RequestError: a prompt is too long or outside the vocabulary, or it is a conversation and
-            the target has no chat template; nothing was answered.
+        RequestError: memory leaves no room for a prompt of this length; nothing was answered.
         SametokenError: none of the first prompts could be answered.
     """
     require_seconds(max_seconds)
-    asked = [_asked(llm, prompt, index, params) for index, prompt in enumerate(prompts)]
+    for one in asked:
+        with _placed(one.place):
+            llm.inputs.process("", one.prompt, one.params)
     num_before = sum(one.key in kept for one in asked)
     left = list({one.key: one for one in asked if one.key not in kept}.values())
     advance(len(asked) - len(left))
@@ -160,15 +189,6 @@ def write_text(
     return Written(num_new, keeper.tokens, seconds, num_before, keeper.errors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A prompt as the engine takes it, its parameters, and the key of its answer."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    key: str
-
-
 class _Keeper:
     """Answers prompts, and keeps the answers on disk soon after each is finished."""
 
@@ -180,7 +200,7 @@ class _Keeper:
         self._finished: list[tuple[str, bytes]] = []
         self._kept_at = time.monotonic()
 
-    def answer(self, llm: LLM, asked: Sequence[_Asked]) -> None:
+    def answer(self, llm: LLM, asked: Sequence[Asked]) -> None:
         """Answer prompts in one call of the engine; an answer that fails is not kept.
 
         Raises:
@@ -217,23 +237,23 @@ class _Keeper:
         self._kept_at = time.monotonic()
 
 
-def _asked(llm: LLM, prompt: TextPrompt, index: int, params: SamplingParams) -> _Asked:
-    own = _params(prompt, index, params)
-    asked = _answerable(llm, prompt, own)
-    return _Asked(asked, own, hashlib.sha256(f"{asked} {own}".encode()).hexdigest())
+def _asked(inputs: InputProcessor, prompt: TextPrompt, params: SamplingParams) -> Asked:
+    with _placed(prompt.place):
+        tokens = _tokens_of(inputs, prompt)
+        inputs.process("", tokens, params)
+    key = hashlib.sha256(f"{tokens.token_ids} {params}".encode()).hexdigest()
+    return Asked(tokens, params, key, prompt.place)
 
 
-def _answerable(llm: LLM, prompt: TextPrompt, params: SamplingParams) -> dict[str, Any]:
-    """A prompt for ``LLM.generate``, which will not refuse it."""
+@contextmanager
+def _placed(place: str) -> Iterator[None]:
+    """Name the line of a prompt that cannot be answered."""
     try:
-        asked = _prompt_of(llm, prompt)
-        # Checks the request, which would begin with the first ``next``.
-        llm.generate_stream(asked, params)
-        return asked
+        yield
     except RequestError as error:
-        if not prompt.place:
+        if not place:
             raise
-        cause = f"{prompt.place} cannot be answered ({error.cause})"
+        cause = f"{place} cannot be answered ({error.cause})"
         raise RequestError(cause, error.remedy) from error
 
 
@@ -258,10 +278,10 @@ def _params(prompt: TextPrompt, index: int, params: SamplingParams) -> SamplingP
     return replace(params, temperature=temperature, seed=seed)
 
 
-def _prompt_of(llm: LLM, prompt: TextPrompt) -> dict[str, Any]:
+def _tokens_of(inputs: InputProcessor, prompt: TextPrompt) -> PromptTokens:
     if prompt.token_ids:
-        return {"prompt_token_ids": prompt.token_ids}
-    if prompt.text and not llm.get_tokenizer().chat_template:
-        return {"prompt": prompt.text}
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-    return {"prompt_token_ids": list(llm.render_chat(messages).token_ids)}
+        return inputs.tokenize({"prompt_token_ids": prompt.token_ids})
+    tokenizer = inputs.tokenizer
+    if prompt.text and not (tokenizer and tokenizer.hf.chat_template):
+        return inputs.tokenize(prompt.text)
+    return inputs.tokenize_chat(prompt.messages or [{"role": "user", "content": prompt.text}])

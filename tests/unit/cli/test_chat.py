@@ -21,6 +21,7 @@ from sametoken.cli.chat import default_drafts
 from sametoken.cli.conversation import CALM, COMMANDS, Chat, Consoles
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
+from sametoken.engine import unloaded as unloaded_module
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import (
     EngineDeadError,
@@ -49,18 +50,23 @@ class EchoLLM:
     template: ClassVar[str | None] = "{{ messages }}"
     recommended: ClassVar[SamplingParams] = SamplingParams()
 
-    def __init__(self, *, announce, **options) -> None:
-        self.config = EngineConfig.from_options(**options)
+    def __init__(self, unloaded, announce) -> None:
+        self.config = unloaded.config
         self.asked: list = []
         self.fail: BaseException | None = None
         self.resolved = SimpleNamespace(config=self.config, max_model_len=CONTEXT)
         announce(f"loading {self.config.model}")
         self.loaded.append(self)
 
-    def get_tokenizer(self):
+    @classmethod
+    def from_unloaded(cls, unloaded, announce):
+        return cls(unloaded, announce)
+
+    @classmethod
+    def get_tokenizer(cls):
         backend = Backend(models.BPE({chr(i): i for i in range(33, 127)}, []))
         backend.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=self.template)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=cls.template)
 
     def get_default_sampling_params(self):
         return self.recommended
@@ -93,8 +99,21 @@ class EchoLLM:
                 raise self.fail
 
 
+class Unloaded:
+    """What is known of the model before it is loaded."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.inputs = SimpleNamespace(tokenizer=SimpleNamespace(hf=EchoLLM.get_tokenizer()))
+
+    @classmethod
+    def of(cls, config, announce):
+        return cls(config)
+
+
 @pytest.fixture(autouse=True)
 def model(monkeypatch):
+    monkeypatch.setattr(unloaded_module, "UnloadedModel", Unloaded)
     monkeypatch.setattr(llm_module, "LLM", EchoLLM)
     monkeypatch.setattr(EchoLLM, "loaded", [])
     return EchoLLM
@@ -216,7 +235,7 @@ def test_impossible_drafts_leave_the_engine_as_it_is():
 def test_drafts_that_cannot_be_loaded_are_undone(monkeypatch):
     talk = Talk()
 
-    def refuse(self, **options):
+    def refuse(self, unloaded, announce):
         raise UnsupportedError("no such drafter", "take another")
 
     with monkeypatch.context() as patch:
@@ -352,11 +371,24 @@ def test_help_lists_every_command():
     assert [line.split()[0] for line in shown.splitlines()] == [*COMMANDS]
 
 
-def test_a_base_model_is_sent_to_generate(monkeypatch):
+def test_a_base_model_is_sent_to_generate_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(EchoLLM, "template", None)
     with pytest.raises(UnsupportedError, match="m has no chat template") as caught:
         Talk()
     assert caught.value.remedy == "use sametoken generate m --prompt TEXT"
+    assert EchoLLM.loaded == []
+
+
+def test_drafts_that_do_not_fit_leave_the_model_loaded(monkeypatch):
+    talk = Talk()
+
+    def refuse(config, announce):
+        raise UnsupportedError("no such drafter", "take another")
+
+    monkeypatch.setattr(Unloaded, "of", refuse)
+    assert talk.say("/drafts suffix") == "error: no such drafter. take another\n"
+    assert "tokens/s" in talk.say("abc")
+    assert len(EchoLLM.loaded) == 1
 
 
 def test_a_pipe_gets_answers_alone_and_stops_at_an_error():

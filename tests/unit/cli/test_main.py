@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import sametoken
-from helpers.checkpoints import write_llama
+from helpers.chat_model import write_chat_model
+from helpers.hub import cache_snapshot
 from sametoken.cli import generate as generate_module
 from sametoken.cli.main import NO_COMMAND, app
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -42,14 +43,38 @@ def test_a_model_given_as_an_option_is_told_where_it_stands(command, model):
     assert f"{' '.join(command)} MODEL" in " ".join(result.output.split())
 
 
+class FakeInputs:
+    """Takes every prompt as it is."""
+
+    def tokenize(self, text):
+        return text
+
+    def tokenize_chat(self, messages):
+        return ("chat", messages[0]["content"])
+
+    def process(self, request_id, prompt, params):
+        pass
+
+
+class FakeUnloaded:
+    """What is known of a model before it is loaded."""
+
+    inputs = FakeInputs()
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    def get_default_sampling_params(self):
+        return SamplingParams(temperature=0.6)
+
+
 class FakeLLM:
     """Says three words, and notes how it was asked."""
 
-    def __init__(self, model: str, *, announce, **options) -> None:
-        config = EngineConfig.from_options(model=model, **options)
+    def __init__(self, config: EngineConfig) -> None:
         self.asked: dict = {}
         self.error: Exception | None = None
-        announce(f"loading {model}")
+        generate_module.announce(f"loading {config.model}")
         self.resolved = SimpleNamespace(
             config=config,
             reasons={"dtype": "the checkpoint is fp32"},
@@ -65,12 +90,6 @@ class FakeLLM:
             kept_states_bytes=2**20,
             num_kept_states=3,
         )
-
-    def get_default_sampling_params(self):
-        return SamplingParams(temperature=0.6)
-
-    def render_chat(self, messages):
-        return ("chat", messages[0]["content"])
 
     def generate_stream(self, prompt, params):
         self.asked.update(prompt=prompt, params=params)
@@ -93,12 +112,17 @@ def llm(monkeypatch):
     """The last FakeLLM that a command loaded."""
     loaded = SimpleNamespace(last=None, error=None, all=[])
 
-    def load(model, options):
-        loaded.last = FakeLLM(model, announce=generate_module.announce, **options)
+    def load(unloaded):
+        loaded.last = FakeLLM(unloaded.config)
         loaded.last.error = loaded.error
         loaded.all.append(loaded.last)
         return loaded.last
 
+    def without_drafts(unloaded):
+        return FakeUnloaded(dataclasses.replace(unloaded.config, speculative_config=None))
+
+    monkeypatch.setattr(generate_module, "_look_at", FakeUnloaded)
+    monkeypatch.setattr(generate_module, "_without_drafts", without_drafts)
     monkeypatch.setattr(generate_module, "_load", load)
     return loaded
 
@@ -146,7 +170,6 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
         yield from map(changed, outputs) if self is llm.all[0] else outputs
 
     monkeypatch.setattr(FakeLLM, "generate_stream", slower_and_maybe_wrong)
-    monkeypatch.setattr(generate_module, "_require_drafter", lambda model, options: None)
     result = run(
         *("generate", "--chat", "x", "--compare", "--seed", "3"),
         *("--speculative-config", SPECULATION),
@@ -162,13 +185,46 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
     assert result.stderr.splitlines()[-1] == line
 
 
-def test_compare_refuses_a_drafter_before_any_answer(llm, tmp_path):
-    drafter = json.dumps({"method": "eagle3", "model": str(tmp_path / "none")})
-    asked = ("generate", str(write_llama(tmp_path / "target")), "--prompt", "x", "--compare")
-    result = run(*asked, "--speculative-config", drafter)
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory):
+    """A checkpoint with a tokenizer and without a chat template."""
+    directory = write_chat_model(tmp_path_factory.mktemp("models") / "base")
+    (directory / "chat_template.jinja").unlink()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--chat", "hi"], "the model has no chat template. give a text to continue"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a" * 2000], "2000 tokens"),
+        (
+            ["--prompt", "x", "--compare", "--speculative-config", '{"model": "./none"}'],
+            "'./none' is neither a path",
+        ),
+    ],
+)
+def test_what_the_model_cannot_answer_is_refused_before_it_is_loaded(
+    base_model, monkeypatch, arguments, cause
+):
+    monkeypatch.setattr(LLM, "from_unloaded", None)
+    result = run("generate", str(base_model), *arguments)
     assert result.exit_code == 2
-    assert "none' is neither a path" in result.stderr
-    assert llm.all == []
+    assert cause in result.stderr
+
+
+def test_compare_looks_the_model_up_once(base_model, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    files = {path.name: path.read_bytes() for path in base_model.iterdir()}
+    folder = cache_snapshot(tmp_path, "tiny/base", files)
+    asked = ("generate", "tiny/base", "--prompt", "the", "--max-tokens", "3", "--compare")
+    result = run(*asked, "--speculative-config", SPECULATION)
+    assert result.exit_code == 0
+    assert result.stderr.count(f"using tiny/base from {folder}\n") == 1
+    assert "the same 3 tokens" in result.stderr
 
 
 @pytest.mark.parametrize("others", [[], ["--json", "--speculative-config", SPECULATION]])
@@ -281,7 +337,7 @@ def test_a_typed_error_is_one_line(llm):
 
 
 def test_what_is_not_supported_exits_with_3(llm, monkeypatch):
-    def refuse(model, options):
+    def refuse(unloaded):
         raise UnsupportedError("no such device", "use cpu")
 
     monkeypatch.setattr(generate_module, "_load", refuse)

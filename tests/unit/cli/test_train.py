@@ -92,7 +92,7 @@ def test_text_then_a_head(target, prompts, tmp_path):
 def test_options_and_prompts_are_checked_before_the_model_loads(
     tmp_path, monkeypatch, row, options, cause
 ):
-    monkeypatch.setattr("sametoken.llm.validate", None)
+    monkeypatch.setattr("sametoken.engine.unloaded.validate", None)
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"a thing"\n{json.dumps(row)}\n')
     refused = run("text", "model", tmp_path / "text.jsonl", "--prompts", path, *options)
@@ -100,7 +100,10 @@ def test_options_and_prompts_are_checked_before_the_model_loads(
     assert cause.format(path=path) in refused.stderr
 
 
-def test_a_prompt_that_the_model_refuses_is_placed(target, tmp_path):
+def test_a_prompt_that_the_model_refuses_is_placed_before_it_is_loaded(
+    target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sametoken.llm.build_requested", None)
     path = tmp_path / "prompts.jsonl"
     calls = {"role": "assistant", "tool_calls": 3}
     path.write_text(f'"a thing"\n{json.dumps({"messages": [calls]})}\n')
@@ -179,7 +182,7 @@ def test_a_llama_needs_no_word_about_the_module(tmp_path):
 
 
 def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.llm.validate", None)
+    monkeypatch.setattr("sametoken.engine.unloaded.validate", None)
     text = tmp_path / "text.jsonl"
     text.write_text("hours of answers\n")
     refused = run("text", target, text, "--prompts", prompts, "--device", "cpu")
@@ -242,7 +245,7 @@ def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
     trained = run(*command)
     assert trained.exit_code == 0, trained.output
     answers = (head / "text.jsonl").read_bytes()
-    monkeypatch.setattr("sametoken.llm.validate", None)
+    monkeypatch.setattr("sametoken.engine.unloaded.validate", None)
     resumed = run(*command, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert f"the answers in {head / 'text.jsonl'} are there" in resumed.stderr

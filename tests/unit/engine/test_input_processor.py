@@ -58,9 +58,7 @@ def test_a_list_of_numpy_s_integers_is_one_prompt(tokenizer):
 
 
 def test_chat_goes_through_the_template(tokenizer):
-    prompt = make(tokenizer).tokenize_chat(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True
-    )
+    prompt = make(tokenizer).tokenize_chat([{"role": "user", "content": "hi"}])
     assert prompt.text == "<|user|>hi<|end|>"
     assert prompt.token_ids == tokenizer.encode("<|user|>hi<|end|>")
 
@@ -109,7 +107,7 @@ def test_content_in_parts_is_their_text_and_none_is_empty(tokenizer):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for content, text in ((parts, "a\nb"), (None, "")):
         prompt = make(tokenizer).tokenize_chat([{"role": "user", "content": content}])
-        assert prompt.text == f"<|user|>{text}"
+        assert prompt.text == f"<|user|>{text}<|end|>"
 
 
 def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer, caplog):
@@ -133,9 +131,9 @@ def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer, caplog):
 
 def test_variables_of_the_template_may_come_in_chat_template_kwargs(tokenizer):
     hi = [{"role": "user", "content": "hi"}]
-    options = {"add_generation_prompt": True}
+    options = {"add_generation_prompt": False}
     prompt = make(tokenizer).tokenize_chat(hi, chat_template_kwargs=options)
-    assert prompt.text == "<|user|>hi<|end|>"
+    assert prompt.text == "<|user|>hi"
     with pytest.raises(RequestError, match="chat_template_kwargs='x'"):
         make(tokenizer).tokenize_chat(hi, chat_template_kwargs="x")
 

@@ -17,7 +17,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, NumericalError, RequestError
 from sametoken.io.journal import Journal
 from sametoken.train import generate
-from sametoken.train.generate import TextPrompt, open_answers, read_prompts, write_text
+from sametoken.train.generate import TextPrompt, ask, open_answers, read_prompts, write_text
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ def write_prompts(path, rows):
 
 def answer(llm, prompts, output, params=GREEDY, **options):
     with open_answers(output, llm.resolved.config, params) as kept:
-        return write_text(llm, prompts, output, params, kept, **options)
+        return write_text(llm, ask(llm.inputs, prompts, params), output, kept, **options)
 
 
 def test_answers_are_the_engine_s(target, tmp_path):
@@ -126,7 +126,7 @@ def test_a_prompt_that_cannot_be_answered_is_placed_before_any_is_answered(targe
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf")])
 def test_a_time_in_which_nothing_can_be_done_is_refused(seconds):
     with pytest.raises(ConfigError, match=r"max_seconds=.* is not possible"):
-        write_text(None, [TextPrompt([1])], None, GREEDY, None, max_seconds=seconds)
+        write_text(None, [], None, None, max_seconds=seconds)
 
 
 def test_an_output_that_cannot_be_written_is_found_first(tmp_path):

@@ -61,6 +61,7 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.runner.routed_experts import recording
+from sametoken.text.tokenizer import load_tokenizer_of, require_own_end
 from sametoken.types.speculative_methods import TABLE
 from sametoken.types.units import in_units
 
@@ -131,7 +132,29 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     device = resolve_device(config)
     require_quantization(config, device)
     given, config = config, resolve_sizes(config, device)
-    path = resolve_model(config.model, announce, Needed.of(config.load_format))
+
+    def check(folder: Path) -> None:
+        """Refuse what the target's small files show, before its weights are downloaded."""
+        one, architecture, _ = _resolve_names(config, device, folder, announce)
+        require_own_end(load_tokenizer_of(one, folder), architecture.vocab_size)
+
+    path = resolve_model(config.model, announce, Needed.of(config.load_format), check)
+    config, architecture, reasons = _resolve_names(config, device, path, announce)
+    dtype = resolve_dtype(config, architecture.dtype)
+    spec, draft_format = config.speculative_config, config.draft_load_format
+    layers = required_aux_layers(spec, architecture, path, draft_format)
+    require_drafter_files(spec, draft_format)
+    _builders.add(os.getpid())
+    return Requested(given, config, device, path, architecture, dtype, layers, reasons)
+
+
+def _resolve_names(
+    config: EngineConfig, device: torch.device, path: Path, announce: Callable[[str], None]
+) -> tuple[EngineConfig, ModelConfig, dict[str, str]]:
+    """The config with paths in place of names, the target's own, and reasons for what changed.
+
+    Of a target's directory it needs the small files alone.
+    """
     spec, shipped = resolve_drafter(
         config.speculative_config, path, announce, config.draft_load_format
     )
@@ -144,19 +167,14 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     architecture = read_config(path, load_format=config.load_format)
     # Programs and servers read it once the model is loaded.
     default_sampling_params(path, config.generation_config)
-    dtype = resolve_dtype(config, architecture.dtype)
     max_len = resolve_max_model_len(config, architecture)
     require_room(config)
     require_ranks(config, architecture, device)
     require_swap(config)
     require_drafter_fits(spec, architecture, max_len)
-    config, reasons = resolve_extraction(config, device)
+    config, extracting = resolve_extraction(config, device)
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
-    layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    require_drafter_files(spec, config.draft_load_format)
-    reasons = shipped | completed | reasons | stored
-    _builders.add(os.getpid())
-    return Requested(given, config, device, path, architecture, dtype, layers, reasons)
+    return config, architecture, shipped | completed | extracting | stored
 
 
 def _refuse_forks() -> None:

@@ -96,6 +96,7 @@ def find_on_hub(
     needed: Needed,
     announce: Callable[[str], None],
     hint: Callable[[], str] = str,
+    check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """The directory of a repository's files, or the path of its GGUF file.
 
@@ -107,6 +108,7 @@ def find_on_hub(
         needed: which files.
         announce: called with a sentence on what is used or downloaded.
         hint: makes a sentence for the error if there is no such repository.
+        check: refuses a model by a directory of its small files, before its weights come.
 
     Raises:
         CheckpointError: the repository or the needed files do not exist, or cannot be had.
@@ -117,7 +119,7 @@ def find_on_hub(
         announce(f"using {hub_id} from {found}")
         return found
     with _errors(hub_id, hint):
-        return _download(hub_id, needed, announce)
+        return _download(hub_id, needed, announce, check)
 
 
 def cached_repositories() -> list[str]:
@@ -165,7 +167,12 @@ def _has_weights(folder: Path) -> bool:
         return False
 
 
-def _download(hub_id: HubId, needed: Needed, announce: Callable[[str], None]) -> Path:
+def _download(
+    hub_id: HubId,
+    needed: Needed,
+    announce: Callable[[str], None],
+    check: Callable[[Path], object],
+) -> Path:
     from huggingface_hub import HfApi, constants
 
     # Imports torch, which the command's help does without.
@@ -185,6 +192,7 @@ def _download(hub_id: HubId, needed: Needed, announce: Callable[[str], None]) ->
         if needed is Needed.MODEL:
             # Refuses a model that is not supported before its weights come.
             read_config(found)
+            check(found)
         if needed in (Needed.MODEL, Needed.HEAD):
             weights = _weights(hub_id, sizes, found)
             found = _fetch(hub_id, weights)

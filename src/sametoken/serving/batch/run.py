@@ -28,8 +28,9 @@ from sametoken.serving.batch.lines import (
 )
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.in_process import AppRequest, whole_answer
+from sametoken.serving.http.served import require_served, served_names
 from sametoken.serving.limits import ServingLimits
 
 _FORMAT = "sametoken-batch-1"
@@ -75,8 +76,12 @@ def run_batch(
     with Journal(parts, settings) as journal:
         valid = [line for line in lines if isinstance(line.parse(), BatchRequest)]
         pending = [line for line in valid if line.key not in journal]
-        if pending:
-            answer_pending(config, batch_config, pending, journal.append)
+        refused = dict(_refused(pending, config, batch_config))
+        left = [line for line in pending if line.key not in refused]
+        if left:
+            answer_pending(config, batch_config, left, journal.append)
+        # Afterwards: an engine that cannot start leaves no parts.
+        journal.append(refused.items())
         counts: Counter[str] = Counter()
         new = frozenset(line.key for line in pending)
         write_whole(output, _counted(lines, journal, new, counts))
@@ -94,6 +99,23 @@ def _require_free(output: Path, source: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{output} cannot be used ({error})", "choose another output") from error
     raise ConfigError(f"{output} is {kind}", "remove it, or choose another output")
+
+
+def _refused(
+    lines: Iterable[InputLine], config: EngineConfig, batch_config: BatchConfig
+) -> Iterator[Answer]:
+    """Results of lines that no engine need be loaded for: none would serve them."""
+    server = batch_server_config(batch_config.served_model_name)
+    names = served_names(server, config.model)
+    for line in lines:
+        body = _request_of(line).body
+        try:
+            if body.get("stream"):
+                raise invalid("a batch has no streams. Leave stream out", "stream", "unsupported")
+            if isinstance(body.get("model"), str):
+                require_served(body["model"], names)
+        except ApiError as error:
+            yield _to_answer(line, error.status, error.body)
 
 
 def answer_pending(
@@ -206,19 +228,24 @@ async def answers_of(
 
 
 async def _answer(app: ASGIApp, line: InputLine) -> Answer:
+    return _to_answer(line, *await _respond(app, _request_of(line), line.key))
+
+
+def _request_of(line: InputLine) -> BatchRequest:
     request = line.parse()
     assert isinstance(request, BatchRequest)
-    status, body = await _respond(app, request, line.key)
+    return request
+
+
+def _to_answer(line: InputLine, status: int, body: dict[str, Any]) -> Answer:
     request_id = body.get("id") or f"req_{line.key}"
     response = BatchResponse(status_code=status, request_id=request_id, body=body)
-    result = BatchResult(id=line.result_id, custom_id=request.custom_id, response=response)
+    custom_id = _request_of(line).custom_id
+    result = BatchResult(id=line.result_id, custom_id=custom_id, response=response)
     return line.key, to_line(result)
 
 
 async def _respond(app: ASGIApp, request: BatchRequest, key: str) -> tuple[int, dict[str, Any]]:
-    if request.body.get("stream"):
-        error = invalid("a batch has no streams. Leave stream out", "stream", "unsupported")
-        return error.status, error.body
     body = json.dumps(_with_seed(request.body, key)).encode()
     headers = ((b"content-type", b"application/json"),)
     sent = AppRequest("POST", request.url, headers=headers, body=body)

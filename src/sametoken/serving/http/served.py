@@ -88,14 +88,7 @@ class Served:
         """
         if requested is None:
             return self.names[0]
-        if requested not in self.names:
-            known = " or ".join(map(repr, self.names))
-            raise ApiError(
-                404,
-                f"the model {shown(requested)} does not exist. Use {known}",
-                param="model",
-                code="model_not_found",
-            )
+        require_served(requested, self.names)
         return requested
 
     def cards(self) -> list[ModelCard]:
@@ -262,6 +255,22 @@ class Served:
         found = positions(completion.token_ids_from(start), logprobs)
         form = LogprobsForm(num_top or 0, as_ids, self.engine.get_tokenizer().token_bytes)
         return chat_logprobs(found, form)
+
+
+def require_served(requested: str, names: Sequence[str]) -> None:
+    """Refuse a request for another model.
+
+    Raises:
+        ApiError: the name is not among the served ones.
+    """
+    if requested not in names:
+        known = " or ".join(map(repr, names))
+        raise ApiError(
+            404,
+            f"the model {shown(requested)} does not exist. Use {known}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:

@@ -194,6 +194,51 @@ def test_nothing_to_do_needs_no_engine(tmp_path, monkeypatch):
     assert output.read_bytes() == b""
 
 
+@pytest.mark.parametrize(
+    ("body", "batch", "status", "message"),
+    [
+        ({"model": "other"}, BATCH, 404, "the model 'other' does not exist. Use 'toy'"),
+        ({"model": "toy"}, BatchConfig(("a", "b")), 404, "Use 'a' or 'b'"),
+        ({"stream": True}, BATCH, 400, "a batch has no streams. Leave stream out"),
+    ],
+)
+def test_lines_that_no_engine_would_serve_need_none(
+    source, tmp_path, monkeypatch, body, batch, status, message
+):
+    monkeypatch.setattr(module.AsyncLLM, "start", None)
+    lines = [json.loads(one) for one in source.read_text().splitlines()]
+    changed = [json.dumps(one | {"body": one["body"] | body}) + "\n" for one in lines]
+    source.write_text("".join(changed))
+    output = tmp_path / "out.jsonl"
+    assert run_batch(CONFIG, source, output, batch) == BatchSummary(0, 0, NUM_LINES)
+    for result, one in zip(output.read_text().splitlines(), lines, strict=True):
+        response = json.loads(result)["response"]
+        assert json.loads(result)["custom_id"] == one["custom_id"]
+        assert response["status_code"] == status
+        assert message in response["body"]["error"]["message"]
+
+
+def test_lines_for_another_model_stand_beside_answers_and_leave_no_parts(
+    engine, source, tmp_path, monkeypatch
+):
+    first, *others = source.read_text().splitlines()
+    other = json.loads(first)
+    other["body"]["model"] = "other"
+    source.write_text("\n".join([json.dumps(other), *others]) + "\n")
+    output, start = tmp_path / "out.jsonl", module.AsyncLLM.start
+
+    async def fail(config, limits):
+        raise ConfigError("no memory", "use less")
+
+    monkeypatch.setattr(module.AsyncLLM, "start", fail)
+    with pytest.raises(ConfigError, match="no memory"):
+        run_batch(CONFIG, source, output, BATCH)
+    assert sorted(tmp_path.iterdir()) == [source]
+    monkeypatch.setattr(module.AsyncLLM, "start", start)
+    assert run_batch(CONFIG, source, output, BATCH) == BatchSummary(NUM_LINES - 1, 0, 1)
+    assert sorted(engine.prompts) == [f"p{i}" for i in range(1, NUM_LINES)]
+
+
 def test_an_output_that_is_there_is_not_touched(engine, source, tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("mine")
@@ -242,11 +287,10 @@ def test_lines_get_what_the_server_answers(serve):
 
 def test_a_request_that_the_endpoint_refuses_has_its_answer_as_response():
     bad = [line(1, prompt=3), line(2), line(3, prompt="a", model="no"), line(4, prompt="a", n=0)]
-    found = answered(FakeEngine(), [*bad, line(5, prompt="a", stream=True)])
+    found = answered(FakeEngine(), bad)
     statuses = {name: one["response"]["status_code"] for name, one in found.items()}
-    assert statuses == {"c1": 400, "c2": 400, "c3": 404, "c4": 400, "c5": 400}
+    assert statuses == {"c1": 400, "c2": 400, "c3": 404, "c4": 400}
     assert all(one["response"]["body"]["error"]["message"] for one in found.values())
-    assert found["c5"]["response"]["body"]["error"]["param"] == "stream"
 
 
 async def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():

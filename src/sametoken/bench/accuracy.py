@@ -14,6 +14,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.types.option_values import closest
 
 if TYPE_CHECKING:
+    from sametoken.engine.unloaded import UnloadedModel
     from sametoken.llm import LLM
 
 GSM8K = "gsm8k"
@@ -92,6 +93,24 @@ def require_harness() -> None:
     """
     if importlib.util.find_spec(_HARNESS) is None:
         raise UnsupportedError("lm-eval is not installed", "pip install 'sametoken[eval]'")
+
+
+def require_usable(model: UnloadedModel, settings: EvalSettings) -> None:
+    """Refuse a model that cannot answer as the settings say, before it is loaded.
+
+    Raises:
+        ConfigError: it has no tokenizer, no chat template, or too short a context.
+    """
+    tokenizer, longest = model.inputs.tokenizer, model.requested.max_model_len
+    if tokenizer is None:
+        raise ConfigError("an evaluation needs a tokenizer", "give --tokenizer")
+    if settings.chat and not tokenizer.hf.chat_template:
+        raise ConfigError("the model has no chat template", "leave --chat out")
+    if settings.max_tokens is not None and settings.max_tokens >= longest:
+        raise ConfigError(
+            f"max_tokens={settings.max_tokens} leaves no room for a prompt in {longest} tokens",
+            "lower max_tokens",
+        )
 
 
 def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = False) -> Evaluation:

@@ -10,6 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sametoken.errors import NumericalError, UnsupportedError
 from sametoken.llm import LLM
+from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -64,14 +65,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation as prompt text."""
-        text: str = self.tokenizer.apply_chat_template(
+        """Render a conversation as prompt text.
+
+        Raises:
+            RequestError: the chat template refuses it.
+        """
+        return Tokenizer(self.tokenizer).apply_chat_template(
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any

@@ -66,7 +66,9 @@ def evaluate(
         load_tasks,
         require_harness,
         require_metric,
+        require_usable,
     )
+    from sametoken.engine.unloaded import UnloadedModel
     from sametoken.llm import LLM
 
     require_harness()
@@ -75,14 +77,16 @@ def evaluate(
     settings = EvalSettings(tuple(task.split(",")), **take(options, _TaskOptions))
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")
-    # Before the model is loaded: options, tasks and their data.
-    EngineConfig.from_options(model=model, **options)
+    # Before the model is looked at: options, tasks and their data.
+    config = EngineConfig.from_options(model=model, **options)
     status = status_console(markup=False)
     status.print(f"loading the data of {task}")
     tasks = load_tasks(settings)
     if metric is not None:
         require_metric(tasks, metric)
-    llm = LLM(model, announce=status.print, **options)
+    unloaded = UnloadedModel.of(config, status.print)
+    require_usable(unloaded, settings)
+    llm = LLM.from_unloaded(unloaded, status.print)
     found = _found(llm, tasks, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
     if not found["passed"]:

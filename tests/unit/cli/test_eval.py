@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
-from sametoken import llm as llm_module
 from sametoken.bench import accuracy
 from sametoken.bench.accuracy import Evaluation
 from sametoken.cli.main import app
+from sametoken.engine import unloaded
+from sametoken.llm import LLM
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
 
@@ -101,13 +103,39 @@ def test_without_speculation_there_is_nothing_to_compare(model):
     ],
 )
 def test_tasks_files_and_metrics_are_checked_before_the_model_loads(monkeypatch, arguments, why):
-    monkeypatch.setattr(llm_module, "validate", None)
+    monkeypatch.setattr(unloaded, "validate", None)
     # Reading all of lm-eval's tasks takes long.
     few = tasks.TaskManager(include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: few)
     result = CliRunner().invoke(app, ["eval", arguments[0], "some-model", *arguments[1:]])
     assert (result.exit_code, result.stdout) == (2, "")
     assert why in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--chat", "the model has no chat template. leave --chat out"),
+        ("--max-tokens=1024", "max_tokens=1024 leaves no room for a prompt in 1024 tokens"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_it_is_loaded(
+    model, tmp_path, monkeypatch, option, why
+):
+    monkeypatch.setattr(LLM, "from_unloaded", None)
+    base = shutil.copytree(model, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    result = run(str(base), option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: {why}" in result.stderr
+
+
+def test_a_chat_template_that_refuses_the_questions_is_told(model, tmp_path):
+    picky = shutil.copytree(model, tmp_path / "picky")
+    (picky / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    result = run(str(picky), "--chat", "--limit", "1")
+    assert result.exit_code == 2
+    assert "error: the chat template refuses the messages: no" in result.stderr
 
 
 def test_a_missing_harness_exits_with_3(model, monkeypatch):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from helpers.commands import run_command
 from helpers.http_server import running_server
+from helpers.hub import cache_snapshot
 from helpers.serving import build_corrupt, build_noisy
 from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION
@@ -84,6 +85,19 @@ def test_an_audit_of_servers_loads_no_tensors(model, plain, drafting):
     shown, loaded = run_command([*asked, str(model)], ("torch", "triton", "xgrammar"))
     assert loaded == []
     assert IDENTICAL in shown
+
+
+def test_an_audit_of_servers_needs_no_weights(model, plain, drafting, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    small = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix == ".json"}
+    cache_snapshot(tmp_path, "tiny/chat", small)
+    asked = ["audit", "tiny/chat", "--url", drafting, "--baseline-url", plain]
+    result = CliRunner().invoke(app, [*asked, "--limit", "1", "--max-tokens", "4"])
+    assert result.exit_code == 0, result.output
+    assert IDENTICAL in result.stdout
 
 
 def test_a_planted_defect_is_corruption(model, plain):

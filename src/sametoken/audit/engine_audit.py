@@ -23,7 +23,6 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.load import validate
 from sametoken.errors import ConfigError, RequestError
 from sametoken.types.speculative_methods import LOOKUPS
 
@@ -88,7 +87,7 @@ def audit_engine(
         RequestError: a request is longer than the engine allows.
         CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
-    speculative = _require_speculation(config)
+    speculative = require_speculation(config)
     announce("plain decoding")
     plain = build(replace(config, speculative_config=None))
     baseline = _baseline(plain, requests, settings)
@@ -117,16 +116,12 @@ def audit_engine(
     )
 
 
-def require_possible(
-    config: EngineConfig, requests: Sequence[AuditRequest], announce: Callable[[str], None]
-) -> None:
-    """Refuse a drafter and requests that do not fit the model, before an engine runs any.
+def require_fitting(requests: Sequence[AuditRequest], longest: int) -> None:
+    """Refuse requests of more than ``longest`` tokens, before an engine runs any.
 
     Raises:
         RequestError: a request is longer than the model's context, or ``max_model_len``.
-        ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
-    longest = validate(config, announce).max_model_len
     for one in requests:
         prompt_len = len(one.prompt_token_ids)
         if prompt_len + one.max_tokens > longest:
@@ -137,7 +132,12 @@ def require_possible(
             )
 
 
-def _require_speculation(config: EngineConfig) -> SpeculativeConfig:
+def require_speculation(config: EngineConfig) -> SpeculativeConfig:
+    """The speculation to audit.
+
+    Raises:
+        ConfigError: there is none, or it is synthetic.
+    """
     if config.speculative_config is None:
         raise ConfigError("there is no speculation to audit", "give --speculative-config")
     if config.synthetic:

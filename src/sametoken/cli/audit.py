@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sametoken.audit.trainer_verdict import TrainerVerdict
     from sametoken.audit.verdict import Verdict
     from sametoken.bench.datasets import DatasetItem
+    from sametoken.engine.load import Requested
     from sametoken.text.tokenizer import Tokenizer
 
 DIFFERENT = 1
@@ -75,6 +76,11 @@ class _Prompts:
             max_tokens=self.max_tokens,
             templated=templated,
         )
+
+    def as_chosen(self, tokenizer: Tokenizer | None) -> list[AuditRequest]:
+        """Make the requests, through the chat template if there is one and it is wanted."""
+        has_template = tokenizer is not None and bool(tokenizer.hf.chat_template)
+        return self.requests(tokenizer, templated=has_template and not self.raw)
 
     def workload(self, model: str | None) -> dict[str, Any]:
         """Describe what was run, for ``Verdict``."""
@@ -259,9 +265,9 @@ def _audit_trainer(
     from sametoken.audit.trainer_rollouts import read_rollouts
 
     rollouts = read_rollouts(trainer, limit)
-    path, tokenizer = _tokenizer(config)
+    requested, tokenizer = _look_at(replace(config, speculative_config=None))
     return audit_trainer(
-        replace(config, model=str(path)),
+        requested.located,
         rollouts,
         checkpoints=checkpoint or (),
         tokenizer=tokenizer,
@@ -285,30 +291,53 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: dict[str, Any]) -> Verdict:
     """The verdict on this engine; ``settings`` are arguments of ``AuditSettings``."""
-    from sametoken.audit.engine_audit import AuditSettings, audit_engine, require_possible
+    from sametoken.audit.engine_audit import (
+        AuditSettings,
+        audit_engine,
+        require_fitting,
+        require_speculation,
+    )
     from sametoken.text.tokenizer import all_eos_ids
 
-    path, tokenizer = _tokenizer(config)
-    has_template = bool(tokenizer.hf.chat_template)
-    requests = prompts.requests(tokenizer, templated=has_template and not prompts.raw)
-    others = prompts.requests(tokenizer, templated=True) if has_template and prompts.raw else []
-    config = replace(config, model=str(path))
-    require_possible(config, [*requests, *others], announce)
+    require_speculation(config)
+    requested, tokenizer = _look_at(config)
+    requests = prompts.as_chosen(tokenizer)
+    is_raw = prompts.raw and bool(tokenizer.hf.chat_template)
+    others = prompts.requests(tokenizer, templated=True) if is_raw else []
+    require_fitting([*requests, *others], requested.max_model_len)
     chosen = AuditSettings(**settings, stop_token_ids=all_eos_ids((), tokenizer))
-    verdict = audit_engine(config, requests, chosen, templated=others, announce=announce)
+    located = requested.located
+    verdict = audit_engine(located, requests, chosen, templated=others, announce=announce)
     return replace(verdict, texts=_texts(verdict, tokenizer))
 
 
-def _tokenizer(config: EngineConfig) -> tuple[Path, Tokenizer]:
+def _look_at(config: EngineConfig) -> tuple[Requested, Tokenizer]:
+    """Refuse a model that cannot be audited, before it is loaded.
+
+    Raises:
+        RequestError: it has no tokenizer.
+        ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
+    """
+    from sametoken.engine.unloaded import UnloadedModel
+
+    unloaded = UnloadedModel.of(config, announce)
+    return unloaded.requested, _require_tokenizer(unloaded.inputs.tokenizer)
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer:
+    """Load the tokenizer alone: two servers need no model here, nor torch."""
     from sametoken.models.hub import Needed
     from sametoken.models.names import resolve_model
     from sametoken.text.tokenizer import load_tokenizer_of
 
-    path = resolve_model(config.model, announce, Needed.of(config.load_format))
-    tokenizer = load_tokenizer_of(config, path)
+    path = resolve_model(config.model, announce, Needed.TOKENIZER)
+    return _require_tokenizer(load_tokenizer_of(config, path))
+
+
+def _require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
-        raise RequestError("an audit needs a tokenizer", "leave skip_tokenizer_init out")
-    return path, tokenizer
+        raise RequestError("an audit needs a tokenizer", "give --tokenizer")
+    return tokenizer
 
 
 def _texts(verdict: Verdict, tokenizer: Tokenizer) -> dict[int | str, str]:
@@ -327,41 +356,37 @@ def _audit_servers(
     from sametoken.audit.server_audit import audit_sides
 
     subject = servers.side(str(servers.url))
-    if model is None and servers.baseline_url is None:
-        raise ConfigError("there is no baseline", "give --baseline-url, or MODEL")
     config = None if model is None else _config(model, options)
-    servers.check()
-    if config is None:
-        requests = prompts.requests(None, templated=False)
-        baseline = servers.side(str(servers.baseline_url))
-        return audit_sides(subject, baseline, requests, announce=announce)
-    path, tokenizer = _tokenizer(config)
-    templated = bool(tokenizer.hf.chat_template) and not prompts.raw
-    requests = prompts.requests(tokenizer, templated=templated)
-    if servers.baseline_url is None:
-        plain = replace(config, model=str(path), speculative_config=None)
-        baseline = _engine_side(plain, requests, tokenizer, servers.concurrency)
-    else:
+    if servers.baseline_url is not None:
+        servers.check()
+        requests = prompts.as_chosen(None if config is None else _tokenizer(config))
         baseline = servers.side(servers.baseline_url)
+    elif config is not None:
+        servers.check()
+        requested, tokenizer = _look_at(replace(config, speculative_config=None))
+        requests = prompts.as_chosen(tokenizer)
+        baseline = _engine_side(requested, requests, tokenizer, servers.concurrency)
+    else:
+        raise ConfigError("there is no baseline", "give --baseline-url, or MODEL")
     return audit_sides(subject, baseline, requests, announce=announce)
 
 
 def _engine_side(
-    config: EngineConfig, requests: Sequence[AuditRequest], tokenizer: Tokenizer, concurrency: int
+    requested: Requested, requests: Sequence[AuditRequest], tokenizer: Tokenizer, concurrency: int
 ) -> Side:
     """Make a side of this engine without speculation, as the baseline of a server."""
-    from sametoken.audit.engine_audit import require_possible
+    from sametoken.audit.engine_audit import require_fitting
     from sametoken.audit.engine_runs import RunSettings, run_requests
     from sametoken.audit.server_audit import Side
-    from sametoken.engine.build import build_engine
+    from sametoken.engine.build import build_requested
     from sametoken.text.tokenizer import all_eos_ids
 
-    require_possible(config, requests, announce)
-    core = build_engine(config, announce)
+    require_fitting(requests, requested.max_model_len)
+    core = build_requested(requested, announce)
     eos = frozenset(all_eos_ids(core.resolved.model.eos_token_ids, tokenizer))
     settings = RunSettings(concurrency, top=True)
     return Side(
-        f"{config.model}, plain, in this engine",
+        f"{requested.path}, plain, in this engine",
         lambda requests: run_requests(core, requests, settings, eos),
         text_of=tokenizer.decode_token,
     )

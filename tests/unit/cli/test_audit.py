@@ -16,7 +16,7 @@ def no_model(monkeypatch):
     def load(config):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(command, "_tokenizer", load)
+    monkeypatch.setattr(command, "_look_at", load)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,11 @@ def no_model(monkeypatch):
         (("--trainer", "/no/file"), "there is nothing to audit"),
         (("model", "--trainer", "x", "--url", NOBODY), "--trainer takes no --url"),
         (("model", "--checkpoint", "x"), "--checkpoint is of use with --trainer alone"),
+        (("model",), "there is no speculation to audit"),
+        (
+            ("model", "--load-format", "dummy", "--speculative-config", "ngram"),
+            "an audit of dummy weights is meaningless",
+        ),
     ],
 )
 def test_servers_options_and_files_come_first(arguments, why):

@@ -88,7 +88,7 @@ class LLM:
     def from_unloaded(
         cls, unloaded: UnloadedModel, announce: Callable[[str], None] = _logger.info
     ) -> LLM:
-        """Load a model that has been looked at."""
+        """Load a model whose options and tokenizer are checked already; errors as above."""
         llm = cls.__new__(cls)
         llm._load(unloaded, announce)
         return llm

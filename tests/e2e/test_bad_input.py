@@ -416,14 +416,26 @@ def test_a_head_size_that_the_kernels_cannot_run_is_refused_at_load(tmp_path):
     refused(UnsupportedError, "head_dim 12", "SAMETOKEN_KERNELS", LLM, str(path), **SIZES)
 
 
-def test_a_draft_model_that_does_not_fit_is_refused_before_anything_is_loaded(
-    target, tmp_path, monkeypatch
-):
-    other = write_llama(tmp_path / "other", vocab_size=29)
-
-    def nothing_may_load(*_, **__):
+@pytest.fixture
+def nothing_may_load(monkeypatch):
+    def load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("sametoken.engine.load.load_model", nothing_may_load)
+    monkeypatch.setattr("sametoken.engine.load.load_model", load)
+
+
+@pytest.mark.parametrize("memory", [{"num_kv_blocks": 5}, {"kv_cache_memory_bytes": 5000}])
+def test_kv_for_less_than_a_request_is_refused_before_anything_is_loaded(
+    target, nothing_may_load, memory
+):
+    cause = "max_model_len=48 takes .* of KV for a request"
+    options = SIZES | {"num_kv_blocks": None} | memory
+    refused(ConfigError, cause, f"{next(iter(memory))}=", LLM, str(target), **options)
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_before_anything_is_loaded(
+    target, tmp_path, nothing_may_load
+):
+    other = write_llama(tmp_path / "other", vocab_size=29)
     options = SIZES | speculative("draft_model", model=str(other))
     refused(DrafterMismatchError, "29 tokens", "vocabulary", LLM, str(target), **options)

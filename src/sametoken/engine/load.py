@@ -97,6 +97,15 @@ class Requested:
         return resolve_max_model_len(self.config, self.architecture)
 
     @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """Of the target's layers, on one rank."""
+        architecture, (dtype, _) = self.architecture, self.dtype
+        family = model_class(architecture.architecture)
+        declared = family.caches_of(architecture, dtype, str(self.path))
+        size = self.config.tensor_parallel_size
+        return stored_in((one.divided(size) for one in declared), kv_dtype(self.config, dtype))
+
+    @property
     def located(self) -> EngineConfig:
         """The user's options with paths in place of names: they are not looked up again."""
         names = ("speculative_config", "tokenizer")
@@ -144,8 +153,10 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     spec, draft_format = config.speculative_config, config.draft_load_format
     layers = required_aux_layers(spec, architecture, path, draft_format)
     require_drafter_files(spec, draft_format)
+    requested = Requested(given, config, device, path, architecture, dtype, layers, reasons)
+    _require_kv(requested)
     _builders.add(os.getpid())
-    return Requested(given, config, device, path, architecture, dtype, layers, reasons)
+    return requested
 
 
 def _resolve_names(
@@ -175,6 +186,20 @@ def _resolve_names(
     config, extracting = resolve_extraction(config, device)
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
     return config, architecture, shipped | completed | extracting | stored
+
+
+def _require_kv(requested: Requested) -> None:
+    """Refuse KV memory for less than one request, where its size does not follow from weights.
+
+    Raises:
+        ConfigError: as ``plan_memory``.
+    """
+    config, device = requested.config, requested.device
+    if device.type == "cpu" or config.kv_cache_memory_bytes is not None:
+        budget = resolve_kv_bytes(config, device)
+        # Kept states and a drafter only take from it.
+        alone = replace(config, enable_prefix_caching=False)
+        plan_memory(alone, requested.architecture, requested.caches, 0, budget)
 
 
 def _refuse_forks() -> None:
@@ -264,9 +289,7 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
     layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
-    declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
-    stored = kv_dtype(config, dtype)
-    own = stored_in((cache.divided(ranks.parallel.size) for cache in declared), stored)
+    own = requested.caches
     require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
@@ -286,5 +309,5 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )
     drafter = load_drafter(spec, target, placement)
-    drafter = replace(drafter, caches=stored_in(drafter.caches, stored))
+    drafter = replace(drafter, caches=stored_in(drafter.caches, kv_dtype(config, dtype)))
     return target, drafter, backend

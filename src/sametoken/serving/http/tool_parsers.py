@@ -8,14 +8,15 @@ Qwen3-Coder and Qwen3.5 write calls as XML::
     </parameter>
     </function>
 
-A value has no quotes and no escapes: the function's JSON Schema decides between text and number.
+A value has no quotes and no escapes: it ends at its ``</parameter>``, and the function's JSON
+Schema decides between text and number.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -77,7 +78,8 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
 def qwen3_coder_parser(schemas: Schemas) -> Parser:
     """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
-    The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there.
+    The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there. A
+    closing tag in a value is text.
     """
 
     @cache
@@ -88,8 +90,7 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
         found = read_call(body, is_whole, types_of)
         return () if found is None else (FoundCall(*found),)
 
-    # Values have no quotes, so the first closing tag is the end.
-    syntax = _Syntax(calls_in, lambda text, mark, start: (text.find(mark, start), True))
+    syntax = _Syntax(calls_in, _find_outside_values)
 
     def parse(text: str, finished: bool) -> Parsed:
         return _parse_marked(text, finished, syntax)
@@ -265,8 +266,8 @@ def _may_become_call(span: ObjectSpan) -> bool:
 #: The JSON Schema of each function's parameters, by the function's name.
 Schemas = Mapping[str, Mapping[str, Any]]
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _PARAMETER_END = "</parameter>"
 _FUNCTION_END = re.compile(r"\s*</function>")
 #: The templates write scalars of earlier calls in Python's form.
@@ -290,19 +291,42 @@ def read_call(
         return None
     members = []
     place = head.end()
-    while opening := _PARAMETER.match(body, place):
-        start, end = opening.end(), body.find(_PARAMETER_END, opening.end())
+    for name, start, end in _parameters(body, place):
         is_open = end < 0 and not is_whole
         shown = num_safe(body, _PARAMETER_END) if is_open else len(body) if end < 0 else end
         text = body[start:shown].removesuffix("\n")
-        value = _value(text, types_of(head[1], opening[1]), is_open=is_open)
+        value = _value(text, types_of(head[1], name), is_open=is_open)
         if value is not None:
-            members.append(f"{json.dumps(opening[1], ensure_ascii=False)}: {value}")
+            members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
         if end < 0:
             return head[1], _object(members, is_closed=is_whole)
         place = end + len(_PARAMETER_END)
     is_closed = is_whole or _FUNCTION_END.match(body, place) is not None
     return head[1], _object(members, is_closed=is_closed)
+
+
+def _find_outside_values(text: str, mark: str, start: int) -> tuple[int, bool]:
+    """Where the first mark outside of parameters' values is, and whether that is final.
+
+    In a value that has no end, the first mark counts unless the end may still come.
+    """
+    head = _FUNCTION.match(text, start)
+    place = start if head is None else head.end()
+    for _, value, end in _parameters(text, place):
+        if end < 0:
+            return text.find(mark, value), False
+        place = end + len(_PARAMETER_END)
+    return text.find(mark, place), True
+
+
+def _parameters(text: str, place: int) -> Iterator[tuple[str, int, int]]:
+    """Names, starts and ends of the consecutive parameters' values; without an end, -1."""
+    while opening := _PARAMETER.match(text, place):
+        end = text.find(_PARAMETER_END, opening.end())
+        yield opening[1], opening.end(), end
+        if end < 0:
+            return
+        place = end + len(_PARAMETER_END)
 
 
 def _object(members: list[str], *, is_closed: bool) -> str:

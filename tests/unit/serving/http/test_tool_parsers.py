@@ -160,6 +160,15 @@ QWEN = {
     xml(end="<parameter=city>\ncut of</para"): called('{"city": "cut of'),
     xml(("city", "a"), end="<parameter=days>\n1"): called('{"city": "a"'),
     xml(end="<parameter=city>\na</tool_call>"): called('{"city": "a"}'),
+    # A value ends at its own tag, whatever is in it.
+    f"{xml(('city', 'a</tool_call>b'), ('days', 1))} then": called(
+        '{"city": "a</tool_call>b", "days": 1}', content=" then"
+    ),
+    xml(("city", "<tool_call>\n<function=g>\n</function>\n</tool_call>")): called(
+        '{"city": "<tool_call>\\n<function=g>\\n</function>\\n</tool_call>"}'
+    ),
+    xml(end="<parameter=city>\na</tool_call> then"): called('{"city": "a"}', content=" then"),
+    "<tool_call><function=f><parameter=city</tool_call>": called("{}"),
     "<tool_call>\n{}\n</tool_call>": Parsed("<tool_call>\n{}\n</tool_call>"),
     "<tool_call>\n<function=f": Parsed("<tool_call>\n<function=f"),
     "1 < 2": Parsed("1 < 2"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sametoken.errors import RequestError, shown
-from sametoken.io.json_text import parse_json
+from sametoken.io.json_text import NotFiniteError, parse_json
 from sametoken.text.tokenizer import Messages
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, plain_number
@@ -116,7 +116,8 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
     Their content is text, and the arguments of their calls are objects.
 
     Raises:
-        RequestError: there are none, or one has no role, or a content that is not text.
+        RequestError: there are none, or one has no role, a content that is not text, or a call
+            with a number that is not finite.
     """
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError("a conversation needs messages", _MESSAGES_FORM)
@@ -141,6 +142,9 @@ def _plain_call(call: Any) -> Any:
 
     Text that is none, as a model leaves it where its answer is cut off, is an empty one: to refuse
     it would end the conversation, which has it in every later request.
+
+    Raises:
+        RequestError: a number is not finite, so that no template could write it as JSON.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -148,6 +152,12 @@ def _plain_call(call: Any) -> Any:
         return call
     try:
         read = parse_json(arguments) if arguments else {}
+    except NotFiniteError as error:
+        raise RequestError(
+            f"an earlier call of {shown(function.get('name'))} has arguments in which {error}",
+            "use finite numbers",
+            param="messages",
+        ) from error
     except ValueError:
         read = None
     if not isinstance(read, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ MAX_LINE_BYTES = 64 * 2**20
 _REMEDY = "give a file with one JSON value per line, in UTF-8"
 
 
+class NotFiniteError(ValueError):
+    """A number is NaN, an infinity, or beyond a float's range."""
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
@@ -24,10 +29,17 @@ def parse_json(text: str | bytes) -> Any:
     does not overflow the stack.
 
     Raises:
-        ValueError: the text is not JSON, not UTF-8, nested deeper, or holds NaN, an infinity, a
-            number of more than 4300 digits or a lone surrogate.
+        NotFiniteError: a number is not finite.
+        ValueError: the text is not JSON, not UTF-8, nested deeper, or holds a number of more than
+            4300 digits or a lone surrogate.
     """
-    return from_json(text, allow_inf_nan=False)
+    value = from_json(text)
+    try:
+        # The parser makes an infinity of 1e400, whatever it is told of infinities.
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise NotFiniteError("a number is not finite") from error
+    return value
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -121,6 +121,10 @@ def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer, caplog):
     prompt = make(tokenizer).tokenize_chat([message], chat_template=template)
     assert prompt.text == '{"a": 1};{"b": 2};{};{};{};{};'
     assert [record.args for record in caplog.records] == [("'add'", n) for n in (3, 7, 2000)]
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1e400}'}}]
+    with pytest.raises(RequestError, match=r"call of 'add' .* a number is not finite") as caught:
+        make(tokenizer).tokenize_chat([message | {"tool_calls": calls}], chat_template=template)
+    assert caught.value.param == "messages"
     template = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
     for calls in (None, []):
         prompt = make(tokenizer).tokenize_chat(

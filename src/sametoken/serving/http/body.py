@@ -21,14 +21,15 @@ from sametoken.serving.http.errors import ApiError, invalid, invalid_field
 #: Members, objects and lists of a body. Parsing one costs far more than its bytes.
 MAX_NODES = 2**16
 #: Digits of a number. Parsing takes quadratic time.
-MAX_DIGITS = 300
+MAX_DIGITS = 200
 #: Bytes up to which a body is parsed on the event loop, which is faster than a thread.
 _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
 _FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool", "NamedFunctionTool"))
 _NOT_FINITE = re.compile(rb"[NI]")
-# Anchored at the start of a number, so that the time is linear in the text.
+# Both are anchored at the start of a number, so that the time is linear in the text. Up to
+# MAX_DIGITS digits with an exponent of one or two are finite.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 _LARGE_NUMBER = re.compile(rb"(?<![0-9.])[0-9]++(?:\.[0-9]++)?[eE]\+?[0-9]{3,}")
 # One thread, so that only one large body is parsed at a time.
@@ -45,14 +46,17 @@ def read_json(body: bytes) -> Any:
     return parse_json(body)
 
 
-def require_bounded(body: bytes) -> None:
+def require_bounded(text: bytes) -> None:
     """Check the limits of a JSON text before it is parsed.
 
     Raises:
-        ValueError: it has more than ``MAX_NODES`` members, objects and lists, a number of more
-            than ``MAX_DIGITS`` digits, or a number beyond a float's range.
+        ValueError: it has more than ``MAX_NODES`` members, objects and lists, or a number of more
+            than ``MAX_DIGITS`` digits.
     """
-    bare = _without_strings(body)
+    _require_bounded(_without_strings(text))
+
+
+def _require_bounded(bare: bytes) -> None:
     num_nodes = sum(bare.count(bytes([opening])) for opening in _OPENINGS)
     if num_nodes > MAX_NODES:
         raise ValueError(
@@ -60,6 +64,10 @@ def require_bounded(body: bytes) -> None:
         )
     if _LONG_NUMBER.search(bare):
         raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+
+
+def _require_finite(bare: bytes) -> None:
+    """Refuse infinities in the text of a body, since a model may take any value for a field."""
     large = any(float(found[0]) == float("inf") for found in _LARGE_NUMBER.finditer(bare))
     if large or _NOT_FINITE.search(bare):
         raise ValueError("a number is not finite")
@@ -107,7 +115,9 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
         ApiError: it is not JSON, beyond a limit, or invalid for the model.
     """
     try:
-        require_bounded(body)
+        bare = _without_strings(body)
+        _require_bounded(bare)
+        _require_finite(bare)
         # Some clients put a byte order mark first.
         return model.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:

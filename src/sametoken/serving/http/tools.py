@@ -125,7 +125,7 @@ def _bounded(call: MessageToolCall) -> MessageToolCall:
     except ValueError as error:
         raise invalid(
             f"a tool call of an earlier message has arguments that cannot be read: {error}. Send "
-            "less, in finite numbers",
+            "less",
             "messages",
         ) from error
     return call

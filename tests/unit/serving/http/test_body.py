@@ -14,7 +14,7 @@ from sametoken.serving.http.body import (
     read_model,
 )
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.schemas import CompletionRequest
+from sametoken.serving.http.schemas import ChatRequest, CompletionRequest
 
 VALUES = st.recursive(
     st.none()
@@ -68,6 +68,7 @@ def test_what_stands_in_strings_is_not_looked_at(texts):
         (b"[0." + b"0" * MAX_DIGITS + b"1]", "digits"),
         (b"[1e309]", "not finite"),
         (b"[-1.5E+00400]", "not finite"),
+        (b"9" * MAX_DIGITS + b"e400", "not finite"),
         (b"[NaN]", "not finite"),
         (b"-Infinity", "not finite"),
     ],
@@ -75,10 +76,20 @@ def test_what_stands_in_strings_is_not_looked_at(texts):
 def test_what_is_beyond_a_bound_is_refused(body, cause):
     with pytest.raises(ValueError, match=cause):
         read_json(body)
+    in_any_field = b'{"messages": [], "tools": %b}' % body
+    with pytest.raises(ApiError, match=cause):
+        read_model(ChatRequest, in_any_field)
 
 
 @pytest.mark.parametrize(
-    "body", [b"9" * MAX_DIGITS, b"[1e308, 1e-999]", b'["NaN", "1e400", "' + b"9" * 999 + b'"]']
+    "body",
+    [
+        b"9" * MAX_DIGITS,
+        # The largest exponent that is not looked at.
+        b"[%be99]" % (b"9" * MAX_DIGITS),
+        b"[1e308, 1e-999]",
+        b'["NaN", "1e400", "' + b"9" * 999 + b'"]',
+    ],
 )
 def test_what_is_within_the_bounds_is_read(body):
     assert read_json(body)

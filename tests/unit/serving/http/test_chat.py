@@ -176,6 +176,35 @@ def test_the_template_sees_tools_and_earlier_calls(serve):
     assert params.max_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [("1e400", 400), ("9" * 200 + "e400", 400), ("9" * 300 + "e9", 400), ("1e308", 200)],
+)
+def test_a_number_beyond_a_float_in_an_earlier_call_is_refused(serve, number, status):
+    """Python reads it as an infinity, which the template would write for it."""
+    arguments = f'{{"a": {number}}}'
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    answer = serve().post("/v1/chat/completions", json={"messages": messages, "tools": [ADD]})
+    assert answer.status_code == status
+    if status == 400:
+        error = answer.json()["error"]
+        assert error["param"] == "messages"
+        assert "call" in error["message"]
+        assert ("finite" in error["message"]) != ("digits" in error["message"])
+
+
+def test_what_is_no_json_in_an_earlier_call_is_no_infinity(serve):
+    """Words outside of strings, as broken quotes leave them, are not read as numbers."""
+    arguments = '{"a": "5" wide IN}'
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}], "tools": [ADD]}
+    engine = FakeEngine()
+    assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    ((prompt, _),) = engine.seen
+    assert '<tool_call>{"name": "add", "arguments": {}}</tool_call>' in prompt.text
+
+
 def test_the_first_chunk_names_the_role_and_the_last_the_reason(serve):
     _, chunks = both(serve, "hi", stream_options=None)
     first, *_, last = chunks

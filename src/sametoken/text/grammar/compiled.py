@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar.json_schema import compilable
+from sametoken.text.grammar.json_strings import with_escapes
 from sametoken.text.grammar.regular_expressions import plain_regex
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -27,9 +28,6 @@ MAX_KEPT_BYTES = 256 * 2**20
 MAX_LIVE_BYTES = 2**30
 #: White space between two JSON elements: a line break and an indentation.
 MAX_WHITESPACE = 20
-#: The compiler's rule for a character of a string of bounded length, and the rule without control
-#: characters, which JSON has to escape.
-_CHARACTER, _JSON_CHARACTER = r" ::= (([^\"\\\r\n]))", r" ::= (([^\0-\x1f\"\\]))"
 
 
 class Vocabulary:
@@ -215,9 +213,8 @@ def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
 
     grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
     rules = str(grammar)
-    if _CHARACTER not in rules:
-        return grammar
-    return xgrammar.Grammar.from_ebnf(rules.replace(_CHARACTER, _JSON_CHARACTER))
+    escaped = with_escapes(rules)
+    return grammar if escaped == rules else xgrammar.Grammar.from_ebnf(escaped)
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

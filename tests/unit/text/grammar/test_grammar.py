@@ -114,6 +114,31 @@ def test_strings_of_a_schema_have_no_character_that_json_escapes(
             assert not accepts(grammar, tokenizer, form % f'"{text}"'), text
 
 
+#: Characters as JSON may write them; pairs of surrogates are one.
+WRITTEN = ("a", "🎉", r"\n", r"\"", r"\\", r"\u00E9", r"\ud7ff", r"\ud83d\ude00", r"\uDBFF\uDFFF")
+
+
+@pytest.mark.parametrize(
+    ("least", "most"), [(0, 1), (1, 1), (2, 3), (3, None), (0, 33), (32, 32), (31, 65), (64, None)]
+)
+def test_escapes_of_a_string_are_one_character_each(least, most, compiler, tokenizer):
+    # A property's name that looks like a rule of the compiler's is text.
+    name = 'root_prop_0_characters{0, 3} [^"\\\r\n]'
+    value = {"type": "string", "minLength": least, **({} if most is None else {"maxLength": most})}
+    schema = {"type": "object", "properties": {name: value}, "required": [name]}
+    grammar = compiler.compile(StructuredOutputs(json_schema=json.dumps(schema)))
+    form = json.dumps(name).join(("{", ": %s}"))
+    for length in (0, 1, 2, 3, 4, 30, 31, 32, 33, 34, 63, 64, 65, 66, 100):
+        for written in WRITTEN:
+            text = f'"{written * length}"'
+            assert len(json.loads(text)) == length
+            is_right = least <= length and (most is None or length <= most)
+            assert accepts(grammar, tokenizer, form % text) == is_right, (length, written)
+        for broken in (r"\x", r"\u12", r"\ud83d", r"\ude00", r"\ud83d\n", "\t"):
+            text = f'"{"a" * max(length - 1, 0)}{broken}"'
+            assert not accepts(grammar, tokenizer, form % text), (length, broken)
+
+
 def test_a_mask_allows_exactly_the_tokens_that_can_be_accepted(compiler, tokenizer, vocab_size):
     matcher = compiler.compile(StructuredOutputs(regex="th[a-e ]+cat|Grüße")).new_matcher()
     for token_id in tokenizer.encode("the "):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.checkpoints import VOCAB, write_llama
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculators
 from helpers.harness import ScriptedDrafter, Shape, build, replayed_by, request, run
 from helpers.recorded import RecordedLogits
 from helpers.toy import ToyModel
@@ -71,15 +71,19 @@ def test_a_chat_hits_what_was_freed_behind_its_window_and_not_taken(num_idle_hos
     assert core.scheduler.prefix_cache_hits >= (3 * 20 if num_idle_host_blocks else 20)
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3"])
 def test_the_bits_of_a_windowed_model_stay_as_they_were(method, tmp_path):
     target = write_llama(
-        tmp_path,
+        tmp_path / "target",
         architectures=["MistralForCausalLM"],
         sliding_window=20,
         max_position_embeddings=128,
     )
     spec = {"method": method, "num_speculative_tokens": 3} if method else None
+    if method == "eagle3":
+        layer = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+        aux = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        spec["model"] = str(write_speculators(tmp_path / "head", head_tensors(), layer, **aux))
 
     def logits(prompts, **options):
         common = {"max_model_len": 96, "max_num_seqs": 4, "block_size": 4, "device": "cpu"}

@@ -62,11 +62,12 @@ def rotated(y, width: int = 8, theta: float = 10000.0):
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
 
 
-def attended(q, k, v):
-    """[T, heads * 8]: causal, over the whole sequence; q and k are already turned."""
+def attended(q, k, v, window: int | None = None):
+    """[T, heads * 8]: causal, over the sequence or a window; q and k are already turned."""
     scores = q @ k.transpose(1, 2) / 8**0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+    every = torch.ones(scores.shape[1:], dtype=torch.bool)
+    unseen = every.triu(1) | every.tril(-(window or len(every)))
+    return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
 def require_defined_states(head, definition, lm_head, tolerance: float = 1e-4) -> None:

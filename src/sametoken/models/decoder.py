@@ -364,10 +364,7 @@ class Decoder:
         """The cache of an attention layer over all ranks, as its kernels see it."""
         cache = self._declared[index]
         assert isinstance(cache, PagedKV)
-        if cache.window is not None and cache.window >= self._max_positions:
-            # A window longer than any request is full attention.
-            return replace(cache, window=None)
-        return cache
+        return cache.within(self._max_positions)
 
     def _own_cache(self, weights: WeightReader, index: int, declared: LayerCache) -> LayerCache:
         """A layer's declaration on this rank, with its scales."""

@@ -264,8 +264,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         config, form = self.config, self._forms[index]
         prefix, is_own = f"{self._prefix}.layers.{index}.self_attn", form.source == index
-        window = None if form.window and form.window >= self._max_positions else form.window
-        read = _kv_of(form._replace(window=window), weights.dtype, form.num_kv_heads)
+        read = _kv_of(form, weights.dtype, form.num_kv_heads).within(self._max_positions)
         whole, shape = attention_shapes(config, weights, read)
         shape = replace(shape, score_factor=1.0)
         parts = [Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS)]

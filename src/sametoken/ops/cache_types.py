@@ -61,6 +61,11 @@ class PagedKV:
         """The shard of one of ``size`` ranks: its heads."""
         return replace(self, num_kv_heads=self.num_kv_heads // size)
 
+    def within(self, max_positions: int) -> PagedKV:
+        """The cache of requests up to a length: a window that is no shorter is full attention."""
+        whole = self.window is not None and self.window >= max_positions
+        return replace(self, window=None) if whole else self
+
     def part(self, keys: Tensor, values: Tensor) -> LayerKV:
         """The layer's view of its memory."""
         return LayerKV(keys, values, self.scales if self.dtype == FLOAT8 else None)

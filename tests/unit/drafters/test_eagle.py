@@ -128,7 +128,8 @@ def load_both(directory, version: str, seed: int, **flags):
     if version == EAGLE1:
         head = write_eagle1(directory / "head", eagle1_tensors(seed, **flags))
         return target, Eagle1Checkpoint(head).load(target, **OPTIONS)
-    head = write_speculators(directory / "head", head_tensors(seed, **flags), **flags)
+    layer = flags.pop("layer", None)
+    head = write_speculators(directory / "head", head_tensors(seed, **flags), layer, **flags)
     return target, Eagle3Checkpoint(head).load(target, **OPTIONS)
 
 
@@ -141,6 +142,7 @@ def load_both(directory, version: str, seed: int, **flags):
         (EAGLE3, 1, 0.0, {}),
         (EAGLE3, 3, 0.0, {"norm_before_residual": True}),
         (EAGLE3, 4, 0.8, {"norm_before_fc": True, "norm_output": True}),
+        (EAGLE3, 3, 0.0, {"layer": {"layer_types": ["sliding_attention"], "sliding_window": 5}}),
     ],
 )
 def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, version, k, temperature, flags):

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from reprlib import repr as short
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from sametoken.config import DUMMY
-from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.errors import DrafterMismatchError, UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
-from sametoken.models.heads.stored_names import NamedAsStored, NamedSource, head_source
+from sametoken.models.heads.stored_names import NamedSource, head_source
 from sametoken.models.load.dummy import dummy_reader
-from sametoken.models.load.huggingface import model_config, open_weights
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
@@ -252,44 +249,6 @@ class HeadCheckpoint(ABC, Generic[Head]):
         head = self._build(reader, shared, max_positions, token_ids)
         reader.require_all_read(allowed=self.unused_tensors)
         return head
-
-
-def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
-    """The decoder layer's sizes, nested in ``speculators`` configs, at the top in SafeAILab's.
-
-    Raises:
-        CheckpointError: a key is missing or impossible.
-        UnsupportedError: the layer needs an operation that is not implemented.
-    """
-    nested = config.get("transformer_layer_config", config)
-    if not isinstance(nested, dict):
-        raise CheckpointError(
-            f"{location}: transformer_layer_config is not an object",
-            "compare with the original checkpoint's",
-        )
-    named = Settings({"architectures": ["EagleHead"], **nested}, str(location))
-    # Heads for Qwen3.5 rotate a part of each attention head, as their targets do.
-    layer = model_config(named, rotates_parts=True)
-    settings = Settings(layer.extra, str(location))
-    activation = settings.get("hidden_act", "silu")
-    latent = "deepseek" in str(config.get("architectures")).lower()
-    windowed = "sliding_attention" in settings.names("layer_types") or (
-        settings.get("use_sliding_window") and settings.get("sliding_window")
-    )
-    refuse(
-        location,
-        (activation != "silu", f"activation {short(activation)}"),
-        (windowed, "sliding-window attention"),
-        (latent, "DeepSeek's latent attention"),
-    )
-    return layer
-
-
-def read_head_quantization(config: Mapping[str, Any], location: Path) -> Quantization:
-    """The formats of a head's linears, from its config or its layer's; errors as there."""
-    nested = Settings(config, str(location)).nested("transformer_layer_config")
-    formats = read_quantization({**nested, **config}, str(location))
-    return formats if formats is UNQUANTIZED else NamedAsStored(formats)
 
 
 def refuse(location: Path, *features: tuple[object, str]) -> None:

@@ -47,7 +47,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import Biases, load_attention, load_mlp
+from sametoken.models.blocks import Biases, attention_cache, load_attention, load_mlp
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -56,10 +56,13 @@ from sametoken.models.heads.base import (
     load_norm,
     load_own_lm_head,
     own_or_shared,
-    read_head_quantization,
-    read_layer_config,
     refuse,
     require_sizes,
+)
+from sametoken.models.heads.layer_config import (
+    layer_windows,
+    read_head_quantization,
+    read_layer_config,
 )
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.weights import Part, WeightReader
@@ -75,10 +78,12 @@ class Eagle1Config:
 
     Attributes:
         layer: sizes and number of its decoder layers; hidden size and vocabulary are the target's.
+        windows: of the layers' attention, in positions; None: full attention.
         fc_bias: whether ``fc`` must have a bias; it may have one anyway.
     """
 
     layer: ModelConfig
+    windows: tuple[int | None, ...]
     fc_bias: bool
 
 
@@ -97,7 +102,8 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
     layer = read_layer_config(config, location)
     if "speculators_model_type" in config:
         layer = dataclasses.replace(layer, num_layers=1)
-    return Eagle1Config(layer, fc_bias=bool(config.get("fusion_bias", config.get("bias", False))))
+    fc_bias = bool(config.get("fusion_bias", config.get("bias", False)))
+    return Eagle1Config(layer, tuple(layer_windows(layer, location)), fc_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +117,17 @@ class Eagle1Layer:
 
 
 def _load_layer(
-    reader: WeightReader, layer: ModelConfig, index: int, rotary: RotaryTable
+    reader: WeightReader, config: Eagle1Config, index: int, rotary: RotaryTable, max_positions: int
 ) -> Eagle1Layer:
-    prefix = f"layers.{index}"
+    prefix, layer = f"layers.{index}", config.layer
+    cache = attention_cache(layer, reader.dtype, config.windows[index]).within(max_positions)
     qkv_bias = layer.attention_bias or bool(layer.extra.get("qkv_bias"))
     biases = Biases(
         qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
     )
     return Eagle1Layer(
         load_norm(reader, f"{prefix}.input_layernorm", layer) if index else None,
-        load_attention(layer, reader, f"{prefix}.self_attn", rotary, biases=biases),
+        load_attention(layer, reader, f"{prefix}.self_attn", rotary, cache=cache, biases=biases),
         load_norm(reader, f"{prefix}.post_attention_layernorm", layer),
         load_mlp(layer, reader, f"{prefix}.mlp"),
     )
@@ -136,6 +143,7 @@ class Eagle1Head:
         token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
     """
 
+    config: Eagle1Config
     kernels: Kernels
     embedding: UnquantizedWeight
     fc: Linear
@@ -152,10 +160,8 @@ class Eagle1Head:
     @property
     def caches(self) -> tuple[PagedKV, ...]:
         """KV of each layer, in the dtype of its weights."""
-        first = self.layers[0]
-        shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
-        cache = PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
-        return (cache,) * len(self.layers)
+        layer, dtype = self.config.layer, self.layers[0].post_attention_norm.weight.dtype
+        return tuple(attention_cache(layer, dtype, window) for window in self.config.windows)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` does not write to them."""
@@ -216,12 +222,16 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         )
         fc_bias = self.config.fc_bias or "fc.bias" in reader
         return Eagle1Head(
+            config=self.config,
             kernels=reader.kernels,
             embedding=own_or_shared(
                 reader, "embed_tokens", vocab_size, hidden_size, lambda: shared.embedding
             ),
             fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
-            layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
+            layers=tuple(
+                _load_layer(reader, self.config, i, rotary, max_positions)
+                for i in range(layer.num_layers)
+            ),
             lm_head=load_own_lm_head(reader, vocab_size, hidden_size, shared, token_ids),
             token_ids=token_ids,
         )

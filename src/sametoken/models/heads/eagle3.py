@@ -14,6 +14,8 @@ p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), vLLM
 - ``norm_before_fc`` normalizes the whole concatenation, ``fc_norm`` each part.
 - ``lm_head`` covers the draft vocabulary; draft id d is target id ``d + d2t[d]``.
 - RoPE positions of rows need only be consistent: row p gets position p, as in vLLM.
+- The layer may have a sliding window, by its config's ``layer_types`` or ``use_sliding_window``
+  (vllm-project/speculators#684: what helps in contexts beyond those of its training).
 
 Two checkpoint layouts are published:
 
@@ -39,7 +41,7 @@ layers). All default to (2, n // 2, n - 3) as inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -54,7 +56,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import load_attention, load_mlp
+from sametoken.models.blocks import attention_cache, load_attention, load_mlp
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -63,11 +65,14 @@ from sametoken.models.heads.base import (
     load_norm,
     load_own_lm_head,
     own_or_shared,
-    read_head_quantization,
-    read_layer_config,
     refuse,
     require_layers,
     require_sizes,
+)
+from sametoken.models.heads.layer_config import (
+    layer_windows,
+    read_head_quantization,
+    read_layer_config,
 )
 from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_json_object
@@ -88,6 +93,7 @@ class Eagle3Config:
 
     Attributes:
         layer: sizes of its decoder layer; ``layer.vocab_size`` is the target's vocabulary.
+        window: of the layer's attention, in positions; None: full attention.
         draft_vocab_size: number of tokens that the head can propose.
         target_hidden_size: width of one auxiliary state.
         aux_layer_ids: target layers whose inputs it reads, None for the default; the number of
@@ -95,6 +101,7 @@ class Eagle3Config:
     """
 
     layer: ModelConfig
+    window: int | None
     draft_vocab_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...] | None
@@ -131,8 +138,10 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
         (not nested.get("use_aux_hidden_state", True), "no auxiliary hidden states"),
         (config.get("fc_norm") and config.get("norm_before_fc"), "norms in two places before fc"),
     )
+    (window,) = layer_windows(replace(layer, num_layers=1), location)
     return Eagle3Config(
         layer=layer,
+        window=window,
         draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=settings.integer("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_aux_layer_ids(config, nested, location),
@@ -196,8 +205,7 @@ class Eagle3Head:
     @property
     def caches(self) -> tuple[PagedKV, ...]:
         """KV of the one layer, in the dtype of its weights."""
-        shape, dtype = self.attention.shape, self.norm.weight.dtype
-        return (PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype),)
+        return (attention_cache(self.config.layer, self.norm.weight.dtype, self.config.window),)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, mapped to the head's hidden size."""
@@ -248,8 +256,8 @@ def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...
     return ()
 
 
-def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> Attention:
-    prefix, qk_norm = f"{LAYER}.self_attn", None
+def _attention(reader: WeightReader, config: Eagle3Config, max_positions: int) -> Attention:
+    prefix, layer, qk_norm = f"{LAYER}.self_attn", config.layer, None
     if f"{prefix}.q_norm.weight" in reader:
         q_weight = reader.vector(f"{prefix}.q_norm.weight", layer.head_dim)
         k_weight = reader.vector(f"{prefix}.k_norm.weight", layer.head_dim)
@@ -257,7 +265,16 @@ def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> 
     rotary = rotary_table(
         layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
     )
-    return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=2 * layer.hidden_size)
+    cache = attention_cache(layer, reader.dtype, config.window).within(max_positions)
+    return load_attention(
+        layer,
+        reader,
+        prefix,
+        rotary,
+        qk_norm,
+        in_features=2 * layer.hidden_size,
+        cache=cache,
+    )
 
 
 class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
@@ -309,7 +326,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
             input_layernorm=load_norm(reader, f"{LAYER}.input_layernorm", layer),
             hidden_norm=load_norm(reader, f"{LAYER}.hidden_norm", layer),
-            attention=_attention(reader, layer, max_positions),
+            attention=_attention(reader, config, max_positions),
             post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
             norm=load_norm(reader, "norm", layer),

@@ -44,14 +44,14 @@ def load(directory, target=None):
     return Eagle1Checkpoint(directory).load(target or SharedTarget(), **OPTIONS)
 
 
-def attention(tensors, x, prefix):
+def attention(tensors, x, prefix, window=None):
     """Two heads of 8 that share one key-value head."""
     projected = [linear(tensors, x, f"{prefix}.{name}_proj") for name in "qkv"]
     q, k, v = (y.view(len(y), -1, 8).transpose(0, 1) for y in projected)
-    return linear(tensors, attended(rotated(q), rotated(k), v), f"{prefix}.o_proj")
+    return linear(tensors, attended(rotated(q), rotated(k), v, window), f"{prefix}.o_proj")
 
 
-def defined_head(tensors, embedding, token_ids, hidden):
+def defined_head(tensors, embedding, token_ids, hidden, windows=(None,) * 3):
     """The whole sequence at once: what logits are made from and what is fed back."""
 
     def norm(x, name):
@@ -61,7 +61,7 @@ def defined_head(tensors, embedding, token_ids, hidden):
     while f"layers.{index}.mlp.up_proj.weight" in tensors:
         layer = f"layers.{index}"
         inner = norm(x, f"{layer}.input_layernorm") if index else x
-        x = x + attention(tensors, inner, f"{layer}.self_attn")
+        x = x + attention(tensors, inner, f"{layer}.self_attn", windows[index])
         inner = norm(x, f"{layer}.post_attention_layernorm")
         x, index = x + gated_mlp(tensors, inner, f"{layer}.mlp"), index + 1
     return x
@@ -84,6 +84,16 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     embedding = tensors.get("embed_tokens.weight", target.embedding_matrix)
     lm_head = tensors.get("lm_head.weight", target.head_matrix)
     require_defined_states(head, partial(defined_head, tensors, embedding), lm_head)
+
+
+def test_each_layer_sees_its_own_window(tmp_path):
+    tensors, target = eagle1_tensors(5, num_layers=3), SharedTarget()
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    head = load(write_eagle1(tmp_path, tensors, layer_types=kinds, sliding_window=3), target)
+    windows = [cache.window for cache in head.caches]
+    assert windows == [3, None, 3]
+    definition = partial(defined_head, tensors, target.embedding_matrix, windows=windows)
+    require_defined_states(head, definition, target.head_matrix)
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
@@ -142,7 +152,7 @@ def test_a_head_for_another_target_is_refused(tmp_path):
     ("settings", "what"),
     [
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
         ({"layernorms": True}, "layernorms"),
         ({"add_para_norm": True}, "add_para_norm"),
         ({"speculators_model_type": "mtp"}, "mtp"),

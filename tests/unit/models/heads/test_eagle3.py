@@ -59,7 +59,7 @@ def defined_head(tensors, embedding, token_ids, hidden, flags):
     if f"{layer}.self_attn.q_norm.weight" in tensors:
         q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
     width = flags.get("rotated", 8)
-    x = attended(rotated(q, width), rotated(k, width), v)
+    x = attended(rotated(q, width), rotated(k, width), v, flags.get("window"))
     x = residual + linear(tensors, x, f"{layer}.self_attn.o_proj")
     x = x + gated_mlp(tensors, norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
     last = norm(x, "norm")
@@ -175,6 +175,64 @@ def test_a_head_that_rotates_a_part_as_those_for_qwen3_5(tmp_path, settings, ker
     torch.testing.assert_close(head.compute_logits(states.last), logits, atol=1e-4, rtol=1e-4)
 
 
+SLIDING = {"layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        (SLIDING | {"sliding_window": 3}, 3),
+        ({"use_sliding_window": True, "sliding_window": 2}, 2),
+        ({"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}, None),
+        (SLIDING | {"sliding_window": 40}, 40),
+        # To a Llama's layers it means nothing.
+        ({"sliding_window": 3}, None),
+        ({"layer_types": ["full_attention"], "sliding_window": 3}, None),
+    ],
+)
+def test_a_head_sees_its_layer_s_window(tmp_path, settings, window, layout, kernels):
+    tensors, target = head_tensors(6), SharedTarget(kernels=kernels)
+    if layout == "safeailab":
+        write_safeailab(tmp_path, tensors, **settings)
+    else:
+        write_speculators(tmp_path, tensors, settings)
+    head = Eagle3Checkpoint(tmp_path).load(target, **OPTIONS | {"kernels": kernels})
+    assert [cache.window for cache in head.caches] == [window]
+    token_ids, hidden = torch.arange(9), torch.randn(9, HIDDEN)
+    flags = {"window": window}
+    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
+    found = torch.cat([head.compute_logits(states.last) for states in (first, rest)])
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_of_no_width_or_of_other_layers_is_refused(tmp_path):
+    for number, settings in enumerate((SLIDING, {"layer_types": [*SLIDING["layer_types"] * 2]})):
+        write_safeailab(tmp_path / str(number), head_tensors(), **settings)
+        with pytest.raises(CheckpointError, match=r"sliding_window=None|2 layer_types for 1 lay"):
+            Eagle3Checkpoint(tmp_path / str(number))
+
+
+def test_rope_settings_by_layer_type_are_those_of_the_layer(tmp_path):
+    ropes = {
+        "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
+        "sliding_attention": {"rope_theta": 10_000.0},
+    }
+    tensors, target = head_tensors(6), SharedTarget()
+    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
+    for kind, flags in (("full", {"rotated": 4}), ("sliding", {"window": 4})):
+        types = {"layer_types": [f"{kind}_attention"], "sliding_window": 4}
+        head = load(write_speculators(tmp_path / kind, tensors, types | {"rope_parameters": ropes}))
+        logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
+        states = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 6), empty_kv(head))
+        found = head.compute_logits(states.last)
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
@@ -249,7 +307,11 @@ def test_a_head_for_another_target_is_refused(tmp_path):
         ({"num_hidden_layers": 2, "eagle_config": {"next_layer_regular": True}}, "2 decoder"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 4}, "latent attention"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
+        (
+            {"layer_types": ["full_attention"] * 2, "rope_parameters": {"sliding_attention": {}}},
+            "rope settings per layer type",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "no auxiliary"),
         ({"fc_norm": True, "norm_before_fc": True}, "two places"),
     ],

@@ -33,9 +33,10 @@ Two checkpoint layouts are published:
 Auxiliary layer ids: at the top of the config, i means the input of target layer i, as in vLLM
 (``hidden_states + residual`` before the layer) and in ``load_model(aux_layers=...)``. With
 ``"eagle_aux_layer_semantics": "sglang"`` i means the output of layer i (vLLM ``eagle3_utils.py``).
-Under ``eagle_config`` trainers write either; as in SGLang, ids that begin with 1 mean outputs, and
-others inputs (sgl-project/sglang#25454; nvidia/gpt-oss-120b-Eagle3-v3 reads 24, 30 and 36 of 36
-layers). All default to (2, n // 2, n - 3) as inputs.
+Under ``eagle_config`` trainers write either; ids that begin with 1 mean outputs, and others inputs
+(sgl-project/sglang#25454). NVIDIA's heads for gpt-oss have both: long-context says 1, 17 and 32 of
+36, its trainer's default, which are outputs (NVIDIA/Model-Optimizer ``plugins/hf_eagle.py``), v3
+says 24, 30 and 36, which only inputs can be. All default to (2, n // 2, n - 3) as inputs.
 """
 
 from __future__ import annotations

@@ -289,6 +289,16 @@ def test_auxiliary_layers(tmp_path, settings, layers):
     assert Eagle3Checkpoint(tmp_path).aux_layers(32) == layers
 
 
+@pytest.mark.parametrize("n", [24, 32, 36, 61])
+def test_the_default_of_nvidia_s_trainer_is_the_reference_s(tmp_path, n):
+    """It counts outputs; nvidia/gpt-oss-120b-Eagle3-long-context says 1, 17 and 32 of 36."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, n // 2 - 1, n - 4]}
+    nvidia = write_safeailab(tmp_path / "nvidia", head_tensors(), eagle_config=ids)
+    default = write_safeailab(tmp_path / "default", head_tensors())
+    layers = Eagle3Checkpoint(nvidia).aux_layers(n)
+    assert layers == Eagle3Checkpoint(default).aux_layers(n) == (2, n // 2, n - 3)
+
+
 def test_a_layer_that_the_target_lacks_is_refused(tmp_path):
     write_safeailab(tmp_path, head_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 9])
     with pytest.raises(DrafterMismatchError, match=r"\(1, 5, 9\), the target has 8 layers"):

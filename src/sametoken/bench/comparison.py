@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 
 import sametoken
 from sametoken.bench.documents import read_json
+from sametoken.bench.names import EngineNames, numbered
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_config import cascade_label
 
 HIGHER, LOWER = "higher", "lower"
 THROUGHPUT, LATENCY, SPECULATION = "throughput", "latency", "speculation"
@@ -102,7 +102,7 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         raise ConfigError(
             f"{len(labels)} labels were given for {len(sources)} runs", "give one for each"
         )
-    names = list(labels) or _unique([source.stem for source in sources])
+    names = list(labels) or numbered([source.stem for source in sources])
     if len(set(names)) != len(names):
         raise ConfigError("two runs have the same label", "give different ones")
     runs, cells, failures = [], [], []
@@ -111,9 +111,11 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         done = [document for document in documents if "results" in document]
         failed = [document for document in documents if "error" in document]
         try:
-            failures += [_failure(name, document) for document in failed]
+            asked = [document["settings"]["asked"] for document in done]
+            engines = EngineNames.of([*asked, *(one.get("cell", {}) for one in failed)])
+            failures += [_failure(name, document, engines) for document in failed]
             runs.append(_run(name, done))
-            cells += _cells(name, done)
+            cells += _cells(name, done, engines)
         except (LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"run {name!r}, {source}, is no measurement ({type(error).__name__}: {error})",
@@ -139,18 +141,10 @@ def _documents(source: Path) -> list[dict[str, Any]]:
     return [read_json(path) for path in sorted(source.glob("*.json"))]
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    """Number names that repeat."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
-        for i, name in enumerate(names)
-    ]
-
-
-def _failure(run: str, document: Mapping[str, Any]) -> dict[str, str]:
+def _failure(run: str, document: Mapping[str, Any], engines: EngineNames) -> dict[str, str]:
     """Describe a sweep's cell that has no result."""
     cell = document.get("cell", {})
-    drafter, k = _drafts(cell.get("speculative_config"), {})
+    drafter, k = _drafts(cell.get("speculative_config"), engines)
     about = {"model": cell.get("model"), "drafter": drafter, "num_speculative_tokens": k}
     about |= {name: cell.get(name) for name in ("output_len", "concurrency", "temperature")}
     names = ENGINE | WORKLOAD
@@ -180,11 +174,12 @@ def _joined(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
     return ", ".join(values) or None
 
 
-def _cells(run: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _cells(
+    run: str, documents: Sequence[Mapping[str, Any]], engines: EngineNames
+) -> list[dict[str, Any]]:
     """Collect a run's cells, no two of them with the same engine and workload."""
-    names = _Names.of(documents)
     cells = [
-        _cell(run, document, result, names)
+        _cell(run, document, result, engines)
         for document in documents
         for result in document["results"]
     ]
@@ -198,40 +193,12 @@ def _cells(run: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return cells
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """What the models and the drafters' models of a run are called, by path."""
-
-    models: Mapping[str, str]
-    drafters: Mapping[str, str]
-
-    @classmethod
-    def of(cls, documents: Sequence[Mapping[str, Any]]) -> _Names:
-        asked = [document["settings"]["asked"] for document in documents]
-        specs = [one.get("speculative_config") or {} for one in asked]
-        drafters = {str(spec["model"]) for spec in specs if spec.get("model")}
-        return cls(_short_names({one["model"] for one in asked}), _short_names(drafters))
-
-
-def _short_names(paths: Set[str]) -> dict[str, str]:
-    """The last part of each path, after as many as tell it from the others."""
-    parts = {path: Path(path).parts for path in paths}
-
-    def short(path: str) -> str:
-        own = parts[path]
-        others = [other for name, other in parts.items() if name != path]
-        sizes = (n for n in range(1, len(own) + 1) if all(o[-n:] != own[-n:] for o in others))
-        return str(Path(*own[-next(sizes, len(own)) :]))
-
-    return {path: short(path) for path in paths}
-
-
 def _cell(
-    run: str, document: Mapping[str, Any], result: Mapping[str, Any], names: _Names
+    run: str, document: Mapping[str, Any], result: Mapping[str, Any], engines: EngineNames
 ) -> dict[str, Any]:
     requested, workload = document["settings"]["asked"], document["workload"]
     resolved = document["settings"].get("resolved", document["settings"].get("server", {}))
-    drafter, k = _drafts(requested.get("speculative_config"), names.drafters)
+    drafter, k = _drafts(requested.get("speculative_config"), engines)
     if drafter == _PLAIN and result.get("acceptance_per_position"):
         # Another engine's server: it counts drafts but does not report its drafter.
         drafter, k = _UNKNOWN, len(result["acceptance_per_position"])
@@ -239,7 +206,7 @@ def _cell(
     return {
         "run": run,
         "engine": {
-            "model": names.models[requested["model"]],
+            "model": engines.models[requested["model"]],
             "drafter": drafter,
             "num_speculative_tokens": k,
             "tensor_parallel_size": requested.get("tensor_parallel_size", 1),
@@ -285,20 +252,8 @@ def _number(value: Any) -> float:
     return value
 
 
-def _drafts(spec: Mapping[str, Any] | None, names: Mapping[str, str]) -> tuple[str, int]:
-    """Return the drafter's label and k.
-
-    Args:
-        spec: the speculative config.
-        names: of drafters' models by path; others have their last part.
-
-    Raises:
-        KeyError: it names neither a method nor a model.
-    """
+def _drafts(spec: Mapping[str, Any] | None, engines: EngineNames) -> tuple[str, int]:
+    """The drafter's name and k."""
     if not spec:
         return _PLAIN, 0
-    path = str(spec.get("model") or "")
-    model = names.get(path, Path(path).name)
-    method = spec.get("method") or "" if model else spec["method"]
-    drafter = cascade_label(spec.get("cascade"), f"{method} {model}".strip())
-    return drafter, int(_number(spec.get("num_speculative_tokens") or 0))
+    return engines.drafter(spec), int(_number(spec.get("num_speculative_tokens") or 0))

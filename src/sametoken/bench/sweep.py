@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.bench.documents import read_json, write_json
-from sametoken.bench.sweep_spec import Cell, Sweep, drafter_name
+from sametoken.bench.names import EngineNames
+from sametoken.bench.sweep_spec import Cell, Sweep
 from sametoken.errors import ConfigError
 from sametoken.io.files import DirectoryLock, make_directory
 
@@ -105,13 +106,15 @@ def run_sweep(
     store = CellStore(directory)
     launch = launch or launch_engine
     engines = list(sweep.engines())
+    names = EngineNames.of([cells[0].engine_options() for cells in engines])
     with DirectoryLock(directory, "wait for that sweep's end"):
         for cells in engines:
             if retry_failed:
                 for cell in _with_status(store, cells, FAILED):
                     store.forget(cell)
             pending = _with_status(store, cells, None)
-            announce(f"{_engine_name(cells[0])}: {len(pending)} of {len(cells)} cells to measure")
+            count = f"{len(pending)} of {len(cells)} cells to measure"
+            announce(f"{_engine_name(cells[0], names)}: {count}")
             _run_engine(store, pending, launch)
             for cell in _with_status(store, cells, FAILED):
                 announce(f"failed: {cell.name}: {store.error(cell)}")
@@ -177,7 +180,7 @@ def _with_status(store: CellStore, cells: Iterable[Cell], status: str | None) ->
     return [cell for cell in cells if store.status(cell) == status]
 
 
-def _engine_name(cell: Cell) -> str:
+def _engine_name(cell: Cell, names: EngineNames) -> str:
     spec = cell.speculative_config
-    drafts = f"{drafter_name(spec)}, k={spec.get('num_speculative_tokens')}" if spec else "plain"
+    drafts = f"{names.drafter(spec)}, k={spec.get('num_speculative_tokens')}" if spec else "plain"
     return f"{cell.model}, {drafts}, TP {cell.tensor_parallel_size}"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sametoken.bench.names import EngineNames
 from sametoken.bench.sweep_spec import (
     PRESETS,
     Sweep,
     changed_engine_options,
-    drafter_name,
     make_sweep,
 )
 from sametoken.cli.options import AsJson, engine_options, numbers, options_of, take, with_options
@@ -155,6 +155,7 @@ def _rows(planned: Sweep, directory: Path) -> list[dict[str, Any]]:
 def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
+    names = EngineNames.of([row["cell"] for row in rows])
     table = Table()
     for heading in ("model", "drafts", "TP", "in", "out", "at once", "T", "status"):
         table.add_column(heading, no_wrap=True)
@@ -163,13 +164,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         cell, spec = row["cell"], row["cell"]["speculative_config"]
         k = spec.get("num_speculative_tokens", "") if spec else ""
-        drafts = f"{drafter_name(spec)} {k}" if spec else "plain"
-        names = ("tensor_parallel_size", "input_len", "output_len", "concurrency", "temperature")
+        drafts = f"{names.drafter(spec)} {k}" if spec else "plain"
+        shown = ("tensor_parallel_size", "input_len", "output_len", "concurrency", "temperature")
         numbers = (row[name] for name in ("tokens_per_second", "tpot_median", "acceptance_length"))
         table.add_row(
-            Path(cell["model"]).name,
+            names.models[cell["model"]],
             drafts,
-            *(f"{cell[name]:g}" for name in names),
+            *(f"{cell[name]:g}" for name in shown),
             row["status"],
             *("-" if number is None else f"{number:.1f}" for number in numbers),
         )

@@ -89,6 +89,20 @@ def test_models_of_one_name_are_told_apart_by_their_directories(tmp_path):
     ]
 
 
+def test_drafters_that_differ_in_options_are_numbered_and_failures_have_their_names(tmp_path):
+    for number, more in enumerate(({}, {"token_map": "ids.json"})):
+        value = asked("m", "one/head")
+        value["settings"]["asked"]["speculative_config"] |= more
+        write_json(tmp_path / "s" / f"{number}.json", value)
+    spec = {"method": "eagle3", "num_speculative_tokens": 2, "model": "two/head"}
+    failed = {"cell": {"model": "m", "speculative_config": spec}, "error": "does not fit"}
+    write_json(tmp_path / "s" / "failed.json", failed)
+    data = compare_runs([tmp_path / "s"])
+    engines = [cell["engine"]["drafter"] for cell in data["cells"][::2]]
+    assert engines == ["eagle3 one/head (1)", "eagle3 one/head (2)"]
+    assert "drafter eagle3 two/head" in data["failures"][0]["cell"]
+
+
 def test_cells_that_differ_in_nothing_shown_are_numbered(tmp_path):
     for name in ("1", "2", "3"):
         write_json(tmp_path / "s" / f"{name}.json", document())

@@ -53,6 +53,18 @@ def test_a_finished_cell_is_not_measured_again(tmp_path):
     assert told[0] == "m, plain, TP 1: 0 of 3 cells to measure"
 
 
+def test_no_two_engines_are_announced_alike(tmp_path):
+    heads = [{"method": "eagle3", "model": f"{name}/head"} for name in ("a/one", "b/two")]
+    told = []
+    sweep = replace(SWEEP, drafter=(*heads, {**heads[0], "token_map": "ids.json"}))
+    run_sweep(sweep, tmp_path, launch=FakeEngine(), announce=told.append)
+    assert [line.split(", ")[1] for line in told] == [
+        "eagle3 one/head (1)",
+        "eagle3 two/head",
+        "eagle3 one/head (2)",
+    ]
+
+
 def test_a_sweep_that_was_cut_goes_on(tmp_path):
     class Interrupted(FakeEngine):
         def __call__(self, directory, cells):

@@ -56,6 +56,19 @@ def test_a_dry_run_shows_the_preset_and_measures_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_heads_and_models_of_one_name_are_told_apart_in_the_table(tmp_path):
+    heads = [json.dumps({"method": "eagle3", "model": f"{one}/head"}) for one in ("a/x", "b/y")]
+    arguments = [("--drafter", one) for one in (*heads, "ngram")]
+    models = ("--model", "1/target", "--model", "2/target", "--dry-run")
+    found = run(tmp_path, *models, *(word for pair in arguments for word in pair))
+    assert found.exit_code == 0, found.output
+    rows = [line.split("│")[1:3] for line in found.stdout.splitlines() if "to measure" in line]
+    drafters = ("eagle3 x/head 3", "eagle3 y/head 3", "ngram 3")
+    assert [[one.strip() for one in row] for row in rows] == [
+        [model, drafter] for model in ("1/target", "2/target") for drafter in drafters
+    ]
+
+
 def test_a_drafter_is_a_method_s_name_or_json(tmp_path):
     arguments = ("--model", "m", "--dry-run", "--json")
     named = run(tmp_path, *arguments, "--drafter", "ngram")

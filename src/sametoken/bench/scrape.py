@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from sametoken.types.outputs import SpeculationMetrics
+
 Key = TypeVar("Key", str, int)
 
 _PREFIXES = ("sametoken:", "vllm:")
 ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 _OFFERED_PER_POSITION = "spec_decode_num_draft_tokens_per_pos_total"
+_STEPS = "spec_decode_num_steps_total"
 _DRAFTS = "spec_decode_num_drafts_total"
 _DRAFT_TOKENS = "spec_decode_num_draft_tokens_total"
 _ACCEPTED = "spec_decode_num_accepted_tokens_total"
@@ -57,27 +60,32 @@ class Counters:
     def speculation(self) -> dict[str, Any] | None:
         """Compute acceptance under the names of ``SpeculationStats``; None without drafts.
 
-        The length is 1 + accepted / windows with drafts, as in vLLM. The rate at a position
-        divides by the drafts offered there, or by all windows if the server does not count
-        those.
+        vLLM counts no steps without drafts, so its length is over windows with drafts. The rate at
+        a position divides by the drafts offered there, or by all windows if the server does not
+        count those.
         """
         drafts, offered = self.totals.get(_DRAFTS, 0), self.totals.get(_DRAFT_TOKENS, 0)
         if drafts <= 0 or offered <= 0:
             return None
-        accepted = self.totals.get(_ACCEPTED, 0)
+        steps, accepted = self.totals.get(_STEPS, drafts), self.totals.get(_ACCEPTED, 0)
         there = self.positions.get(_OFFERED_PER_POSITION, {})
         by_position = self.positions.get(ACCEPTED_PER_POSITION, {})
-        return {
-            "num_steps": int(drafts),
-            "num_draft_tokens": int(offered),
-            "num_accepted_tokens": int(accepted),
-            "acceptance_length": 1 + accepted / drafts,
-            "acceptance_rate": accepted / offered,
-            "acceptance_per_position": [
-                by_position[i] / n if (n := there.get(i, drafts)) else 0.0
-                for i in sorted(by_position)
-            ],
-        }
+        rates = [
+            by_position[i] / n if (n := there.get(i, drafts)) else 0.0 for i in sorted(by_position)
+        ]
+        return speculation_of(SpeculationMetrics(int(steps), int(offered), int(accepted)), rates)
+
+
+def speculation_of(counted: SpeculationMetrics, rates: Sequence[float]) -> dict[str, Any]:
+    """Totals and acceptance under the names of ``SpeculationStats``, and rates by position."""
+    return {
+        "num_steps": counted.num_steps,
+        "num_draft_tokens": counted.num_draft_tokens,
+        "num_accepted_tokens": counted.num_accepted_tokens,
+        "acceptance_length": counted.acceptance_length,
+        "acceptance_rate": counted.acceptance_rate,
+        "acceptance_per_position": list(rates),
+    }
 
 
 def _combined(one: Mapping[Key, float], other: Mapping[Key, float], sign: int) -> dict[Key, float]:

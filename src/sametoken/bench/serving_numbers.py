@@ -12,8 +12,9 @@ from typing import Any
 
 from sametoken.bench.openai_stream import LoadRun, ServedRequest
 from sametoken.bench.report import percentile
-from sametoken.bench.scrape import Counters
+from sametoken.bench.scrape import Counters, speculation_of
 from sametoken.errors import ConfigError
+from sametoken.types.outputs import SpeculationMetrics
 
 #: A request's time to the first token, per later token, and to the last one.
 GOAL_METRICS = ("ttft", "tpot", "e2e")
@@ -134,14 +135,8 @@ def _reported(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     accepted = sum(one["num_accepted_tokens"] for one in stats)
     width = max(len(one["acceptance_per_position"]) for one in stats)
-    return {
-        "num_steps": steps,
-        "num_draft_tokens": offered,
-        "num_accepted_tokens": accepted,
-        "acceptance_length": 1 + accepted / steps,
-        "acceptance_rate": accepted / offered,
-        "acceptance_per_position": [_pooled(stats, position) for position in range(width)],
-    }
+    rates = [_pooled(stats, position) for position in range(width)]
+    return speculation_of(SpeculationMetrics(steps, offered, accepted), rates)
 
 
 def _pooled(stats: Sequence[Mapping[str, Any]], position: int) -> float:

@@ -57,6 +57,15 @@ def test_ours_are_over_the_drafts_offered_at_each_position():
     assert parse_counters(OURS).speculation()["acceptance_per_position"] == [0.6, 0.4]
 
 
+def test_the_length_is_over_steps_where_a_server_counts_them():
+    """Also those without drafts, as everywhere; vLLM counts windows with drafts alone."""
+    steps = 'sametoken:spec_decode_num_steps_total{model_name="m"} 16.0\n'
+    steps = f"# TYPE sametoken:spec_decode_num_steps_total counter\n{steps}"
+    found = parse_counters(OURS + steps).speculation()
+    assert (found["num_steps"], found["acceptance_length"]) == (16, 1.5)
+    assert found["acceptance_per_position"] == [0.6, 0.4]
+
+
 def test_a_server_that_was_started_again_is_noticed():
     assert vllm(5, 10, 1, 1, 0).since(vllm(50, 100, 45, 30, 15)).went_back
 

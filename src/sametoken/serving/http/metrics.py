@@ -98,6 +98,7 @@ class EngineCollector(Collector):
 
     def _speculation(self, counters: SpeculationMetrics) -> Iterator[Metric]:
         offered, accepted = counters.offered_per_position, counters.accepted_per_position
+        yield self._counter("spec_decode_num_steps", "Sampling steps.", counters.num_steps)
         yield self._counter(
             "spec_decode_num_drafts", "Windows with drafts.", offered[0] if offered else 0
         )

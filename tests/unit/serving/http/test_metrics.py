@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.fake_engine import STATS, SUMMARY, FakeEngine
+from sametoken.bench.scrape import parse_counters
 from sametoken.serving.http.metrics import conditional_acceptance, make_registry
 from sametoken.types.outputs import SpeculationMetrics
 
@@ -75,6 +76,7 @@ def test_values_are_the_engine_s(scraped):
         ("request_success_total", "length"): 2,
         ("requests_refused_total", ""): 1,
         ("wasted_rows_total", ""): 7,
+        ("spec_decode_num_steps_total", ""): 10,
         ("spec_decode_num_drafts_total", ""): 8,
         ("spec_decode_num_draft_tokens_total", ""): 16,
         ("spec_decode_num_accepted_tokens_total", ""): 9,
@@ -87,6 +89,12 @@ def test_values_are_the_engine_s(scraped):
         ("shadow_audit_differences_total", ""): 0,
     }
     assert {key: scraped[key] for key in expected} == expected
+
+
+def test_the_acceptance_length_of_a_benchmark_is_the_server_s_own(serve):
+    text = serve(FakeEngine()).get("/metrics").text
+    length = samples(text)["spec_decode_acceptance_length", ""]
+    assert parse_counters(text).speculation()["acceptance_length"] == length == 1.9
 
 
 def test_times_of_requests(scraped):

@@ -315,6 +315,11 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: Input should be"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
+        (
+            {"tools": [ADD], "text": {"format": {"type": "json_object"}}},
+            "tool_choice",
+            'tool_choice "none"',
+        ),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0.type"),

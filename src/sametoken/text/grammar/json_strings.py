@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import count
 
 #: The compiler's class of their characters, rules of such a character, and where rules repeat one.
 _CLASS = r"[^\"\\\r\n]"
@@ -24,6 +25,8 @@ _CHARACTER = rf'([^\u0000-\u001f"\\]|\\(["\\/bfnrt]|{_CODE}))'
 #: Characters of a rule. Tokens within a rule are decided when it is compiled, for each place in it;
 #: those across its end are tried whenever a mask is filled.
 _RUN = 32
+#: Up to here the characters beyond the least are one rule: no mask is slow, but none is shared.
+_SHORT = 64
 
 
 def with_escapes(grammar: str) -> str:
@@ -45,9 +48,8 @@ class _Strings:
     """Rules of repeated characters, one for each repetition, which all strings share."""
 
     def __init__(self, grammar: str) -> None:
-        self._prefix = "characters"
-        while self._prefix in grammar:
-            self._prefix += "_"
+        prefixes = (f"string{n}_" for n in count())
+        self._prefix = next(prefix for prefix in prefixes if prefix not in grammar)
         self._kinds: dict[str, str] = {}
 
     def rule(self, times: str) -> str:
@@ -67,16 +69,16 @@ class _Strings:
         rest = [self.rule("*")] if most < 0 else self._up_to(most - least)
         return " ".join([*self._exactly(least), *rest])
 
-    def _exactly(self, count: int) -> list[str]:
-        num_runs, rest = divmod(count, _RUN)
+    def _exactly(self, size: int) -> list[str]:
+        num_runs, rest = divmod(size, _RUN)
         return [*self._runs(num_runs, num_runs), *([self.rule(f"{{{rest}}}")] if rest else [])]
 
-    def _up_to(self, count: int) -> list[str]:
+    def _up_to(self, size: int) -> list[str]:
         """Whole runs and a part of one, or all of the runs and the rest."""
-        num_runs, rest = divmod(count, _RUN)
+        if size <= _SHORT:
+            return [self.rule(f"{{0,{size}}}")] if size else []
+        num_runs, rest = divmod(size, _RUN)
         last = self._runs(num_runs, num_runs) + ([self.rule(f"{{0,{rest}}}")] if rest else [])
-        if not num_runs:
-            return last
         part = [*self._runs(0, num_runs - 1), self.rule(f"{{0,{_RUN - 1}}}")]
         return [f"({' '.join(part)} | {' '.join(last)})"]
 

@@ -119,7 +119,8 @@ WRITTEN = ("a", "🎉", r"\n", r"\"", r"\\", r"\u00E9", r"\ud7ff", r"\ud83d\ude0
 
 
 @pytest.mark.parametrize(
-    ("least", "most"), [(0, 1), (1, 1), (2, 3), (3, None), (0, 33), (32, 32), (31, 65), (64, None)]
+    ("least", "most"),
+    [(0, 1), (1, 1), (2, 3), (3, None), (0, 33), (32, 32), (31, 65), (0, 65), (1, 97), (64, None)],
 )
 def test_escapes_of_a_string_are_one_character_each(least, most, compiler, tokenizer):
     # A property's name that looks like a rule of the compiler's is text.

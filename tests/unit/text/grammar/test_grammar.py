@@ -14,6 +14,7 @@ from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar import trials as module
 from sametoken.text.grammar.compiled import MAX_CHARACTERS, MAX_NESTING, MAX_WHITESPACE
 from sametoken.text.grammar.grammar import GrammarCompiler, XGrammar
+from sametoken.text.grammar.json_strings import MAX_COUNTED
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.structured_outputs import StructuredOutputs
@@ -90,6 +91,7 @@ def test_texts_of_the_form_are_accepted_and_no_others(fields, right, wrong, comp
     [
         ({"maxLength": 3}, ["", "aé", "🎉/'"]),
         ({"minLength": 2}, ["ab", "é" * 9]),
+        ({"maxLength": 129}, ["", "é" * 129]),
         ({"pattern": "^[^é]{0,3}$"}, ["", "ab", "ü🎉"]),
         ({"pattern": ".*é"}, ["é", "🎉é"]),
         ({"pattern": "[^a-я🎉]+"}, ["A日"]),
@@ -120,7 +122,7 @@ WRITTEN = ("a", "🎉", r"\n", r"\"", r"\\", r"\u00E9", r"\ud7ff", r"\ud83d\ude0
 
 @pytest.mark.parametrize(
     ("least", "most"),
-    [(0, 1), (1, 1), (2, 3), (3, None), (0, 33), (32, 32), (31, 65), (0, 65), (1, 97), (64, None)],
+    [(0, 1), (1, 1), (2, 3), (3, None), (32, 32), (31, 65), (0, 128), (128, None)],
 )
 def test_escapes_of_a_string_are_one_character_each(least, most, compiler, tokenizer):
     # A property's name that looks like a rule of the compiler's is text.
@@ -129,7 +131,7 @@ def test_escapes_of_a_string_are_one_character_each(least, most, compiler, token
     schema = {"type": "object", "properties": {name: value}, "required": [name]}
     grammar = compiler.compile(StructuredOutputs(json_schema=json.dumps(schema)))
     form = json.dumps(name).join(("{", ": %s}"))
-    for length in (0, 1, 2, 3, 4, 30, 31, 32, 33, 34, 63, 64, 65, 66, 100):
+    for length in (0, 1, 2, 3, 4, 30, 31, 32, 33, 65, 66, 127, 128, 129):
         for written in WRITTEN:
             text = f'"{written * length}"'
             assert len(json.loads(text)) == length
@@ -138,6 +140,13 @@ def test_escapes_of_a_string_are_one_character_each(least, most, compiler, token
         for broken in (r"\x", r"\u12", r"\ud83d", r"\ude00", r"\ud83d\n", "\t"):
             text = f'"{"a" * max(length - 1, 0)}{broken}"'
             assert not accepts(grammar, tokenizer, form % text), (length, broken)
+
+
+def test_a_string_beyond_a_length_has_no_escapes(compiler, tokenizer):
+    schema = {"type": "string", "maxLength": MAX_COUNTED + 1}
+    grammar = compiler.compile(StructuredOutputs(json_schema=json.dumps(schema)))
+    assert accepts(grammar, tokenizer, '"ab"')
+    assert not accepts(grammar, tokenizer, r'"a\n"')
 
 
 def test_a_mask_allows_exactly_the_tokens_that_can_be_accepted(compiler, tokenizer, vocab_size):

@@ -37,8 +37,9 @@ RANK, WIDTH = 512, 576
 #: is faster to share splits evenly and to join them, which costs a sixth to a fourth.
 BUSY_PROGRAMS = 100
 
-#: Most query tiles of a launch of splits: each program looks at all of them.
-MAX_TILES = 1024
+#: Most query tiles of a launch of splits: each program looks at all of them. Of few tiles, with a
+#: kernel of its own.
+MAX_TILES, FEW_TILES = 1024, 256
 
 #: Queries of a tile of the kernels of whole rows.
 PAIR_QUERIES = 64
@@ -109,19 +110,28 @@ def serves(
 
 
 def choose(
-    num_runs: int, width: int, num_rows: int, num_heads: int, max_seq_len: int
+    num_runs: int,
+    width: int,
+    num_rows: int,
+    num_heads: int,
+    max_seq_len: int,
+    *,
+    are_chunks: bool = False,
 ) -> LatentHopperConfig:
     """The configuration of a launch of ``num_runs`` runs of at most ``width`` rows.
 
-    ``num_rows`` limits the rows of all runs together.
+    ``num_rows`` limits the rows of all runs together. Runs that ``are_chunks`` of prompts are
+    seldom both many and a tile each. Then whole rows serve, a kernel that start-up has compiled.
     """
     queries = min(max(16, triton.next_power_of_2(width * num_heads)), PAIR_QUERIES)
     tiles = num_runs * triton.cdiv(width * num_heads, queries)
     partial_bytes = 4 * num_runs * width * num_heads * RANK * max_splits(max_seq_len)
-    fits = tiles <= MAX_TILES and partial_bytes <= MAX_PARTIAL_BYTES
+    one_each = width * num_heads <= queries
+    most = FEW_TILES if are_chunks and one_each else MAX_TILES
+    fits = tiles <= most and partial_bytes <= MAX_PARTIAL_BYTES
     programs = most_tiles(num_runs, width, num_rows, num_heads, queries)
     few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
-    if fits and (few or width * num_heads <= queries):
+    if fits and (few or one_each):
         joins = queries == JOINING.queries and tiles >= JOINING_TILES
         return JOINING if joins else CONFIGS[queries]
     return WHOLE_ROWS
@@ -160,7 +170,10 @@ def attention(
     out = q.new_empty(*q.shape[:2], RANK)
     max_seq_len = rows.block_table.shape[1] * memory.vectors.shape[1]
     for group in rows.runs.groups if len(q) else ():
-        chosen = config or choose(group.num_runs, group.max_rows, len(q), q.shape[1], max_seq_len)
+        chosen = config or choose(
+            group.num_runs, group.max_rows, len(q), q.shape[1], max_seq_len,
+            are_chunks=group.first == rows.runs.num_short,
+        )  # fmt: skip
         _launch(q, scale * LOG2_E, rows, memory, out, group, chosen)
     return out
 
@@ -227,7 +240,7 @@ def _launch_splits(
     sums = q.new_empty(prod(parts) * RANK, dtype=torch.float32)
     stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
     tile_sizes = (group.first, group.max_rows, tiles_per_run, num_tiles, table.stride(0), most)
-    constants["BLOCK_TILES"] = 256 if num_tiles <= 256 else MAX_TILES
+    constants["BLOCK_TILES"] = FEW_TILES if num_tiles <= FEW_TILES else MAX_TILES
     num_joined = q.new_empty(num_tiles, dtype=torch.int32) if config.joins else None
     if pair:
         pair_splits_kernel[(config.programs,)](

@@ -63,6 +63,15 @@ def test_programs_join_splits_where_they_have_all_of_most_tiles(num_runs, heads,
     assert hopper.choose(num_runs, 1, num_runs, heads, 4096).joins == joins
 
 
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_many_chunks_of_a_tile_each_are_computed_whole(width):
+    """As windows they have a kernel for many tiles, which start-up compiles for windows alone."""
+    asked = (512, width, 512, 8, 1024)
+    assert hopper.choose(*asked).programs
+    assert hopper.choose(*asked, are_chunks=True) == hopper.WHOLE_ROWS
+    assert hopper.choose(256, *asked[1:], are_chunks=True).programs
+
+
 def test_results_of_splits_stay_within_their_memory():
     assert hopper.choose(64, 1, 64, 20, 1 << 17).programs
     assert not hopper.choose(256, 1, 256, 20, 1 << 17).programs

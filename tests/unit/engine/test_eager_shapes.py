@@ -89,26 +89,33 @@ def test_start_up_compiles_the_attention_of_every_step(heads, engine):
 PRODUCTS = ("_product_kernel", "streamed_kernel")
 
 
+#: A rank's share of them.
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
 @pytest.mark.parametrize(
-    ("name", "method", "engine"),
+    ("name", "method", "engine", "changes"),
     [
-        ("qwen3-8b", "eagle3", (256, 3, 4096, 33024)),
-        ("qwen3-8b", "eagle3", (17, 5, 300, 8192)),  # Fewer requests than a step is padded to.
-        ("qwen35-9b", "mtp", (256, 3, 4096, 33024)),
-        ("glm-4.7-flash", "mtp", (256, 3, 4096, 33024)),
-        ("glm-4.7-flash", None, (100, 0, 512, 8192)),
-        ("lightning-30b-a3b", "mtp", (256, 5, 4096, 33024)),
-        ("qwen3-30b-a3b", None, (256, 0, 4096, 33024)),
+        ("qwen3-8b", "eagle3", (256, 3, 4096, 33024), {}),
+        ("qwen3-8b", "eagle3", (17, 5, 300, 8192), {}),  # Fewer requests than steps are padded to.
+        ("qwen35-9b", "mtp", (256, 3, 4096, 33024), {}),
+        ("qwen35-9b", None, (512, 0, 4096, 8192), {}),
+        ("glm-4.7-flash", "mtp", (256, 3, 4096, 33024), {}),
+        ("glm-4.7-flash", None, (100, 0, 512, 8192), {}),
+        ("glm-4.7-flash", None, (1024, 0, 4096, 4096), EIGHT_HEADS),
+        ("lightning-30b-a3b", "mtp", (256, 5, 4096, 33024), {}),
+        ("lightning-30b-a3b", None, (2, 0, 2048, 8192), {}),
+        ("qwen3-30b-a3b", None, (256, 0, 4096, 33024), {}),
     ],
     ids=str,
 )
-def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine):
+def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine, changes):
     with imported("under_load", "shapes") as modules:
         shapes = modules.shapes.SHAPES
         for folder in (name, f"eagle3-{name}"):
             if folder in shapes:
                 (tmp_path / folder).mkdir()
-                text = json.dumps(_few_layers(shapes[folder]))
+                text = json.dumps(_few_layers(shapes[folder] | changes))
                 (tmp_path / folder / "config.json").write_text(text)
     spec = None
     if method:

@@ -196,7 +196,7 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
     units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        parts = parts_of(group, raw.mixed.shape[0], memory.max_pending, units)
+        parts = parts_of(group, raw.mixed.shape[0], memory, units)
         _prepare_kernel[(units, *parts.grid)](
             raw.mixed,
             *raw.gates,

@@ -134,7 +134,7 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
     units = triton.cdiv(rule.conv_channels, channels) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        parts = parts_of(group, raw.mixed.shape[0], memory.max_pending, units)
+        parts = parts_of(group, raw.mixed.shape[0], memory, units)
         _prepare_kernel[(units, *parts.grid)](
             raw.mixed,
             *raw.gates,

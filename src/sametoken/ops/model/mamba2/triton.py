@@ -68,10 +68,13 @@ _LARGE, _SMALL = ScanTile(64, 4, 1), ScanTile(32, 4, 4)
 _FULL = 512
 
 
-def choose(rule: Mamba2, num_rows: int, runs: RowRuns) -> ScanTile:
-    """What suits a pass of ``num_rows`` rows; padded steps have runs without any."""
+def choose(rule: Mamba2, num_rows: int, runs: RowRuns, max_runs: int) -> ScanTile:
+    """What suits a pass of ``num_rows`` rows.
+
+    Padded steps have runs without any: at most ``max_runs`` have rows.
+    """
     runs_at_once = runs.count if num_rows < EXACT_ROWS else num_rows // max(1, runs.max_rows)
-    heads = rule.num_heads * runs_at_once
+    heads = rule.num_heads * min(runs_at_once, max_runs)
     return _LARGE if heads >= _FULL or runs.max_rows == 1 else _SMALL
 
 
@@ -325,7 +328,7 @@ def advance(
     assert params.D.is_contiguous()
     prepared = prepare(runs, params, raw, memory)
     batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
-    tile = tile or choose(rule, num_rows, runs.rows)
+    tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
     rows = min(tile.rows, held)
     programs = rule.num_heads * triton.cdiv(rule.head_dim, rows)
     num_warps = min(tile.num_warps, max(1, rows // _ROWS_PER_WARP))

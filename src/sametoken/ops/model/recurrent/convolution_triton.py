@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from sametoken.ops.backend import RunGroup
+from sametoken.ops.launch_sizes import next_power_of_2
+from sametoken.ops.model.recurrent.rule import LayerMemory
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
     FIELDS,
@@ -23,7 +25,7 @@ from sametoken.ops.pdl import gdc_wait
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Programs of a launch; each runs several rows if there are more.
 _PROGRAMS = 4096
-# Runs among which a program looks for its own: one compiled form for all that are usual.
+# Runs among which a program looks for its own, at least: one compiled form for usual engines.
 _BLOCK_RUNS = 256
 
 
@@ -34,7 +36,8 @@ class Parts:
     Attributes:
         grid: programs by part and by run.
         each: rows of a part; 0: a run's rows are spread evenly over the parts.
-        block_runs: if ``each`` is set, a power of two, no fewer than the group's runs.
+        block_runs: if ``each`` is set, a power of two, no fewer than the group's runs; in an engine
+            one number, whatever the step, for one kernel.
     """
 
     grid: tuple[int, int]
@@ -42,20 +45,20 @@ class Parts:
     block_runs: int
 
 
-def parts_of(group: RunGroup, num_rows: int, max_pending: int, units: int) -> Parts:
+def parts_of(group: RunGroup, num_rows: int, memory: LayerMemory, units: int) -> Parts:
     """For ``units`` blocks of channels, in a pass of ``num_rows`` rows.
 
     A run of every length gets as many parts, unless that would give most of them to runs with few
     rows or none, as padded steps have: then a program looks for its run among all.
     """
-    most_rows = group.max_rows + max_pending
+    most_rows = group.max_rows + memory.max_pending
     if group.num_runs * group.max_rows <= 2 * num_rows:
         most = max(1, _PROGRAMS // (units * group.num_runs))
         return Parts((min(most_rows, most), group.num_runs), 0, 0)
-    all_rows = num_rows + group.num_runs * max_pending
+    all_rows = num_rows + group.num_runs * memory.max_pending
     each = triton.cdiv(units * all_rows, _PROGRAMS)
     parts = all_rows // each + group.num_runs
-    block_runs = max(_BLOCK_RUNS, triton.next_power_of_2(group.num_runs))
+    block_runs = max(_BLOCK_RUNS, next_power_of_2(max(memory.max_runs, group.num_runs)))
     return Parts((parts, 1), each, block_runs)
 
 

@@ -120,6 +120,11 @@ class LayerMemory:
         """k, the most pending rows of a slot."""
         return self.pending_mixed.shape[1]
 
+    @property
+    def max_runs(self) -> int:
+        """The most runs of a pass that have rows: slots but the reserved one."""
+        return self.states.shape[0] - 1
+
     def require_dtype(self, raw: RawRows) -> None:
         """Raise ``InvariantError`` if the memory has another dtype than the raw rows."""
         if raw.mixed.dtype != self.history.dtype:

@@ -227,7 +227,12 @@ def test_the_norm_and_the_activation_are_the_references(groups, size, dtype):
 )
 def test_tiles_suit_the_runs_that_have_rows(num_rows, runs, tile):
     """Heads of Nemotron-3-Nano; requests are padded to 64."""
-    assert triton.choose(Mamba2(64, 64, 8, 128, 4), num_rows, runs) == tile
+    assert triton.choose(Mamba2(64, 64, 8, 128, 4), num_rows, runs, max_runs=256) == tile
+
+
+def test_an_engine_has_no_more_runs_with_rows_than_requests():
+    runs = RowRuns(64, 448, None, 0, 0)
+    assert triton.choose(Mamba2(64, 64, 8, 128, 4), 448, runs, max_runs=1) == triton._SMALL
 
 
 def test_launches_that_overlap_compile_for_a_gpu(tmp_path):

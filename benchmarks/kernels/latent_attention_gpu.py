@@ -32,7 +32,7 @@ from sametoken.ops.model.latent_attention import hopper, triton
 from sametoken.ops.model.latent_attention.heads_triton import head_products
 from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
 from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.model.latent_attention.triton import LatentConfig
+from sametoken.ops.model.latent_attention.tuning import LatentConfig
 
 RANK, ROPE = 512, 64
 WIDTH = RANK + ROPE

@@ -24,7 +24,7 @@ from sametoken.ops.model.latent_attention import (
 )
 from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
-from sametoken.ops.model.latent_attention.triton import LatentConfig
+from sametoken.ops.model.latent_attention.tuning import LatentConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,6 +7,7 @@ launch is noted in place of being run.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from helpers.scripts import imported
 from sametoken.config import DUMMY
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, required_aux_layers
@@ -90,6 +92,27 @@ def _of_argument(value, is_free: bool):
     if hasattr(value, "block_shape"):
         return str(value.base.dtype), tuple(value.block_shape)
     return type(value).__name__
+
+
+def write_shapes(directory: Path, name: str, changes: dict) -> None:
+    """Write config.json of a published model, and of its EAGLE-3 head, of few layers."""
+    with imported("under_load", "shapes") as modules:
+        shapes = modules.shapes.SHAPES
+    for folder in (name, f"eagle3-{name}"):
+        if folder in shapes:
+            (directory / folder).mkdir()
+            text = json.dumps(_few_layers(shapes[folder] | changes))
+            (directory / folder / "config.json").write_text(text)
+
+
+def _few_layers(config: dict) -> dict:
+    """The config with a layer or more of each kind."""
+    if "text_config" in config:
+        return config | {"text_config": _few_layers(config["text_config"])}
+    few = config | {"num_hidden_layers": 8 if config["num_hidden_layers"] > 1 else 1}
+    if "hybrid_override_pattern" in config:
+        few["hybrid_override_pattern"] = config["hybrid_override_pattern"][:8]
+    return few
 
 
 def step_on_meta(

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of storages that operations return, while they live."""
+    """Counts the bytes of storages that operations make, while they live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,9 +19,10 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._note(storage)
         return result
 
     def _note(self, storage) -> None:
@@ -34,3 +35,8 @@ class PeakMemory(TorchDispatchMode):
 
     def _forget(self, name: int) -> None:
         self._now -= self._live.pop(name)
+
+
+def _storages(values):
+    leaves = tree_leaves(values)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -39,7 +39,12 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.engine.sampling_defaults import default_sampling_params
-from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
+from sametoken.engine.step_memory import (
+    StepMemory,
+    most_expanded,
+    most_mixing,
+    require_addressable,
+)
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
@@ -231,7 +236,15 @@ def load(
     architecture, (dtype, why) = requested.architecture, requested.dtype
     num_expanded = most_expanded((target, drafter.model), requested.device)
     num_aux = len(requested.aux_layers)
-    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded)
+    mixing = most_mixing(
+        (target, drafter.model),
+        config,
+        kv_dtype(config, dtype),
+        requested.device,
+        resolve_max_model_len(config, architecture),
+        has_sinks=target.has_sinks,
+    )
+    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded, mixing)
     budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)

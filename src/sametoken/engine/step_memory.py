@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -13,8 +13,16 @@ from sametoken.errors import ConfigError
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.base import ModelConfig
 from sametoken.models.in_place import children_of
+from sametoken.ops.backend import AttentionShape
 from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent, Stateless
+from sametoken.ops.dispatch import attention_scratch
+from sametoken.ops.launch_sizes import ROW_MULTIPLE, cdiv
+from sametoken.ops.model.attention.scratch import Launches, Runs
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.latent_attention.shape import LatentShape
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.model.recurrent.rule import RecurrentRule
 from sametoken.ops.weight import ExpandedWeight
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
@@ -32,6 +40,9 @@ _RETURNED_EXPERT_BYTES = 8 + 2
 #: Elements of prepared rows that kernels of recurrent layers find by numbers of 32 bits.
 _ADDRESSED = 2**31
 
+#: What says the sizes of a layer's token mixer.
+Mixer = AttentionShape | LatentShape | GatedDelta | Mamba2
+
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
@@ -43,6 +54,8 @@ class StepMemory:
         per_sampled_row: of every row with logits.
         max_num_seqs, max_window: requests and the rows of a window, which bound the sampled rows.
         expanded: of 4-bit matrices while they are multiplied, on a GPU.
+        mixing: of a layer's token mixer whatever the rows, on a GPU: small steps have it too. MLPs
+            and logits run after it.
     """
 
     per_row: int
@@ -51,6 +64,7 @@ class StepMemory:
     max_num_seqs: int
     max_window: int
     expanded: int = 0
+    mixing: int = 0
 
     @classmethod
     def of(
@@ -61,6 +75,7 @@ class StepMemory:
         dtype: torch.dtype,
         num_aux_layers: int,
         num_expanded: int,
+        mixing: int = 0,
     ) -> StepMemory:
         """The sizes of an engine's steps.
 
@@ -71,6 +86,7 @@ class StepMemory:
             dtype: of the activations.
             num_aux_layers: layers whose inputs a drafter reads.
             num_expanded: as ``most_expanded`` counts them.
+            mixing: as ``most_mixing`` counts it.
         """
         width = dtype.itemsize
         hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
@@ -90,6 +106,7 @@ class StepMemory:
             max_window=config.num_speculative_tokens + 1,
             # Captured graphs have memory of their own.
             expanded=(1 if config.enforce_eager else 2) * num_expanded * width,
+            mixing=mixing,
         )
 
     def bytes_of(self, num_rows: int) -> int:
@@ -98,8 +115,8 @@ class StepMemory:
         sampled = min(
             max_sampled_rows(num_rows, self.max_num_seqs), self.max_num_seqs * self.max_window
         )
-        rows = num_rows * self.per_row + sliced + sampled * self.per_sampled_row
-        return rows + self.expanded
+        after = sliced + sampled * self.per_sampled_row
+        return num_rows * self.per_row + max(self.mixing, after) + self.expanded
 
     def rows_within(self, num_bytes: int) -> int:
         """The most rows, a power of two, whose step fits in ``num_bytes``; 0 if none does."""
@@ -128,6 +145,83 @@ def most_expanded(node: object, device: torch.device) -> int:
     return max((most_expanded(part, device) for part in parts), default=0)
 
 
+def most_mixing(
+    node: object,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    *,
+    has_sinks: bool,
+) -> int:
+    """The most bytes that a token mixer needs on a GPU whatever the rows of a step.
+
+    Args:
+        node: models and heads, nested in any way.
+        config: the user's options, sizes resolved.
+        dtype: of keys and values in memory.
+        device: where they run.
+        max_len: tokens of the longest request.
+        has_sinks: of the target.
+    """
+    if device.type == "cpu":
+        return 0
+    launches = _launches(config, max_len)
+
+    def bytes_of(mixer: Mixer) -> int:
+        if isinstance(mixer, AttentionShape | LatentShape):
+            return attention_scratch(
+                mixer, dtype, config.block_size, device, launches, has_sinks=has_sinks
+            )
+        # Prepared rows have room for the pending ones of every run.
+        most_runs = max(runs.num_runs for runs in launches.runs)
+        return most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
+
+    return max((bytes_of(mixer) for mixer in set(_mixers(node))), default=0)
+
+
+def _launches(config: EngineConfig, max_len: int) -> Launches:
+    """Launches of attention in all steps of a GPU engine."""
+    # Only CUDA builds of torch come with Triton.
+    from sametoken.engine.build_gpu import captured_shapes
+
+    k, max_rows = config.num_speculative_tokens, _up(config.max_num_batched_tokens, ROW_MULTIPLE)
+    # Drafters run a row more of every request.
+    more = min(k, 1)
+    # Windows and chunks are padded each; of kept rows both are windows.
+    padded = _up(config.max_num_seqs, ROW_MULTIPLE)
+    windows = [Runs(count, 1, k + 1 + more) for count in range(1, padded + ROW_MULTIPLE + 1)]
+    chunks = [
+        Runs(count, 1, max_rows + more) for count in range(ROW_MULTIPLE, padded + 1, ROW_MULTIPLE)
+    ]
+    captured = {
+        Runs(shape.num_chunks, shape.max_rows, shape.max_rows + more)
+        for shape in captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
+        if shape.num_chunks
+    }
+    return Launches(
+        runs=(*windows, *chunks, *captured),
+        max_rows=max_rows + len(windows) * more,
+        max_seq_len=_up(max_len + k + 1, config.block_size),
+    )
+
+
+def _mixers(node: object) -> Iterator[Mixer]:
+    if isinstance(node, Mixer):
+        yield node
+    for _, child in children_of(node):
+        yield from _mixers(child)
+
+
+def _up(number: int, multiple: int) -> int:
+    return cdiv(number, multiple) * multiple
+
+
+def _prepared_width(rule: RecurrentRule) -> int:
+    """Elements of a prepared row, at most: a raw one's, and for each gate at most four numbers."""
+    return rule.conv_channels + 4 * sum(rule.gate_sizes)
+
+
 def require_addressable(
     config: EngineConfig, caches: Iterable[LayerCache], device: torch.device
 ) -> None:
@@ -139,8 +233,7 @@ def require_addressable(
     rules = [one.rule for one in caches if isinstance(one, Recurrent)]
     if device.type == "cpu" or not rules:
         return
-    # A prepared row has a raw row's convolved part and, for each gate, at most four numbers.
-    widest = max(rule.conv_channels + 4 * sum(rule.gate_sizes) for rule in rules)
+    widest = max(map(_prepared_width, rules))
     pending = (config.max_num_seqs + 1) * config.num_speculative_tokens
     most = _ADDRESSED // widest - pending
     if config.max_num_batched_tokens > most:

@@ -13,6 +13,8 @@ from torch import Tensor
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.ops.backend import AttentionShape, Kernels
 from sametoken.ops.lookup import ngram, suffix
+from sametoken.ops.model.attention.scratch import Launches
+from sametoken.ops.model.latent_attention.shape import LatentShape
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step import compact
@@ -70,6 +72,40 @@ def attention_kernels(
         if hopper.serves(shape, dtype, block_size, device, has_sinks=has_sinks):
             return "gluon"
     return kernels
+
+
+def attention_scratch(
+    shape: AttentionShape | LatentShape,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    launches: Launches,
+    *,
+    has_sinks: bool,
+) -> int:
+    """The most bytes that a launch of attention on ``device`` has beside its result.
+
+    Args:
+        shape: of the layer.
+        dtype: of its memory.
+        block_size: positions of a block.
+        device: where it runs; a CPU's threads have little.
+        launches: what launches have at most.
+        has_sinks: whether heads have logits without values.
+    """
+    if device.type == "cpu":
+        return 0
+    from sametoken.ops.model.attention import hopper, triton
+    from sametoken.ops.model.latent_attention import hopper as latent_hopper
+    from sametoken.ops.model.latent_attention import tuning as latent
+
+    if isinstance(shape, AttentionShape):
+        if hopper.serves(shape, dtype, block_size, device, has_sinks=has_sinks):
+            return hopper.most_scratch(shape, launches)
+        return triton.most_scratch(shape, dtype, launches)
+    if latent_hopper.serves(shape.rank, shape.width, dtype, block_size, device):
+        return latent_hopper.most_scratch(shape.num_heads, launches)
+    return latent.most_scratch(shape, dtype, launches)
 
 
 def select_kernels(device: torch.device) -> Kernels:

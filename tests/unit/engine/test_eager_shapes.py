@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
 from functools import partial
 
 import pytest
 import torch
 
-from helpers.launch_forms import META, layout_of, recorded, run_on_meta, step_on_meta
-from helpers.scripts import imported
+from helpers.launch_forms import (
+    META,
+    layout_of,
+    recorded,
+    run_on_meta,
+    step_on_meta,
+    write_shapes,
+)
 from sametoken.engine.build_gpu import captured_shapes, eager_shapes
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
@@ -110,13 +115,7 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
     ids=str,
 )
 def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine, changes):
-    with imported("under_load", "shapes") as modules:
-        shapes = modules.shapes.SHAPES
-        for folder in (name, f"eagle3-{name}"):
-            if folder in shapes:
-                (tmp_path / folder).mkdir()
-                text = json.dumps(_few_layers(shapes[folder] | changes))
-                (tmp_path / folder / "config.json").write_text(text)
+    write_shapes(tmp_path, name, changes)
     spec = None
     if method:
         head = tmp_path / f"eagle3-{name}" if method == "eagle3" else None
@@ -131,13 +130,3 @@ def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine
         run_on_meta(step, steps_of(engine, 60, **options))
     assert len({kernel for kernel, _ in compiled}) > 12
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
-
-
-def _few_layers(config: dict) -> dict:
-    """The config with a layer or more of each kind."""
-    if "text_config" in config:
-        return config | {"text_config": _few_layers(config["text_config"])}
-    few = config | {"num_hidden_layers": 8 if config["num_hidden_layers"] > 1 else 1}
-    if "hybrid_override_pattern" in config:
-        few["hybrid_override_pattern"] = config["hybrid_override_pattern"][:8]
-    return few

@@ -12,14 +12,21 @@ from helpers.checkpoints import VOCAB, write_llama
 from helpers.harness import request
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_latent
+from helpers.launch_forms import META, recorded, run_on_meta, step_on_meta, write_shapes
 from helpers.peak_memory import PeakMemory
 from helpers.quantized import write_with_lm_head
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
 from sametoken.engine.build import build_engine
+from sametoken.engine.build_gpu import captured_shapes, eager_shapes
 from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
-from sametoken.engine.step_memory import StepMemory, most_expanded, require_addressable
+from sametoken.engine.step_memory import (
+    StepMemory,
+    most_expanded,
+    most_mixing,
+    require_addressable,
+)
 from sametoken.errors import ConfigError
 from sametoken.layers import slices
 from sametoken.models.loader import load_model
@@ -34,6 +41,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
+from sametoken.types.layout import StepShape
 
 GIB = 2**30
 ROWS = 1000
@@ -81,6 +89,35 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
         core.step()
     planned = core.resolved.step_bytes
     assert memory.peak <= planned <= 2.5 * memory.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-8b", {}),
+        ("qwen3-8b", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}),
+        ("qwen35-9b", {}),
+        ("glm-4.7-flash", {}),
+        ("lightning-30b-a3b", {}),
+    ],
+    ids=str,
+)
+def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, changes):
+    """Partial results of long requests are what it has most of, in chunks of a few rows."""
+    sizes, max_len = (64, 0, 256), 33023
+    write_shapes(tmp_path, name, changes)
+    with recorded():
+        step = step_on_meta(tmp_path / name, None, sizes[0], max_len + 1)
+        shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
+        chunks = [(rows, longest) for rows in (64, 256) for longest in range(1, 65)]
+        shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
+        with PeakMemory() as memory:
+            run_on_meta(step, shapes)
+        config = EngineConfig("m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64)
+        model, dtype = step.model, torch.bfloat16
+        mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=False)
+        planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
+    assert memory.peak <= planned.bytes_of(256) <= 1.1 * memory.peak
 
 
 def test_rows_beyond_a_slice_add_only_what_must_be_whole():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
 from sametoken.ops.model.attention.hopper_tiles import SHARED_DIM
 from sametoken.ops.model.attention.schedule import max_splits
+from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.pdl import pdl_options
 
@@ -151,6 +151,34 @@ def most_tiles(num_runs: int, width: int, num_rows: int, tile: int) -> int:
     return min(num_runs * -(-width // tile), (num_rows + num_runs * (tile - 1)) // tile)
 
 
+def scratch_of(
+    group: RunGroup, num_rows: int, shape: AttentionShape, max_seq_len: int, config: HopperConfig
+) -> Scratch:
+    """Memory of a launch beside its result."""
+    if not config.warp_groups:
+        num_places = group.num_runs * group.max_rows
+        return of_splits(num_places, shape.num_heads, max_splits(max_seq_len), shape.head_dim)
+    if _block_dim(shape) <= SHARED_DIM.value:
+        return Scratch(0)
+    # Registers and shared memory have no room for the running result of a head as large.
+    tile = QUERIES // (shape.num_heads // shape.num_kv_heads) * config.warp_groups
+    num_tiles = most_tiles(group.num_runs, group.max_rows, num_rows, tile)
+    queries = num_tiles * shape.num_kv_heads * config.warp_groups * QUERIES
+    return Scratch(queries * _block_dim(shape))
+
+
+def most_scratch(shape: AttentionShape, launches: Launches) -> int:
+    """The most bytes of ``scratch_of`` in an engine."""
+    max_seq_len = launches.max_seq_len
+
+    def of_launch(num_runs: int, width: int, num_rows: int) -> Scratch:
+        config = choose(num_runs, width, num_rows, shape, max_seq_len)
+        return scratch_of(RunGroup(0, num_runs, width), num_rows, shape, max_seq_len, config)
+
+    place = of_splits(1, shape.num_heads, max_splits(max_seq_len), shape.head_dim)
+    return most_bytes(of_launch, place, launches)
+
+
 def block_runs(table: Tensor, group: RunGroup) -> int:
     """Runs that a program looks at: in an engine one number, whatever the step, for one kernel."""
     size: int = next_power_of_2(max(len(table) - 1, group.num_runs))
@@ -223,6 +251,9 @@ def _launch(
     heads_per_kv = shape.num_heads // shape.num_kv_heads
     table = rows.block_table
     scale = shape.scale * LOG2_E
+    max_seq_len = table.shape[1] * kv.keys.shape[2]
+    scratch = scratch_of(group, len(q), shape, max_seq_len, config)
+    sums = q.new_empty(scratch.sums, dtype=torch.float32) if scratch.sums else None
     described = (boxes(memory, min(memory.shape[2], 64)) for memory in (kv.keys, kv.values))
     inputs = (
         q, *described, rows.positions, rows.slots, rows.runs.starts, table,
@@ -243,11 +274,8 @@ def _launch(
     if config.warp_groups:
         tile = QUERIES // heads_per_kv * config.warp_groups
         num_tiles = most_tiles(group.num_runs, group.max_rows, len(q), tile)
-        size = num_tiles * shape.num_kv_heads * config.warp_groups * QUERIES * _block_dim(shape)
-        large = _block_dim(shape) > SHARED_DIM.value
         rows_kernel[num_tiles, shape.num_kv_heads](
-            *inputs, out, q.new_empty(size, dtype=torch.float32) if large else None,
-            group.first, group.max_rows, group.num_runs, table.stride(0), scale,
+            *inputs, out, sums, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
             WARP_GROUPS=config.warp_groups,
             BLOCK_RUNS=block_runs(table, group),
             **constants,
@@ -256,12 +284,9 @@ def _launch(
     tiles_per_run = cdiv(group.max_rows, QUERIES // heads_per_kv)
     num_tiles = group.num_runs * tiles_per_run
     assert num_tiles * shape.num_kv_heads <= len(arrived)
-    most = max_splits(table.shape[1] * kv.keys.shape[2])
-    parts = (group.num_runs * group.max_rows, shape.num_heads, most)
-    sums = q.new_empty(prod(parts) * shape.head_dim, dtype=torch.float32)
-    stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
+    stats = q.new_empty(scratch.stats, dtype=torch.float32)
     splits_kernel[(config.programs,)](
         *inputs, out, sums, stats, arrived, group.first, group.max_rows, tiles_per_run, num_tiles,
-        table.stride(0), most, scale,
+        table.stride(0), max_splits(max_seq_len), scale,
         BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
     )  # fmt: skip

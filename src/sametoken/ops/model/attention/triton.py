@@ -32,6 +32,7 @@ from sametoken.ops.model.attention.arithmetic import (
     with_sink,
 )
 from sametoken.ops.model.attention.kv_triton import as_bytes
+from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.splits import (
     merged_parts,
     prefetch_split,
@@ -98,6 +99,28 @@ def attention(
     return out
 
 
+def scratch_of(
+    group: RunGroup, shape: AttentionShape, max_seq_len: int, config: AttentionConfig
+) -> Scratch:
+    """Memory of a launch beside its result."""
+    if config.form == "sequential":
+        return Scratch(0)
+    splits = cdiv(max_seq_len, config.split)
+    return of_splits(group.num_runs * group.max_rows, shape.num_heads, splits, shape.head_dim)
+
+
+def most_scratch(shape: AttentionShape, dtype: torch.dtype, launches: Launches) -> int:
+    """The most bytes of ``scratch_of`` in an engine."""
+    max_seq_len = launches.max_seq_len
+
+    def of_launch(num_runs: int, width: int, num_rows: int) -> Scratch:
+        config = choose(num_runs, width, shape, max_seq_len, dtype)
+        return scratch_of(RunGroup(0, num_runs, width), shape, max_seq_len, config)
+
+    place = of_splits(1, shape.num_heads, cdiv(max_seq_len, SPLIT), shape.head_dim)
+    return most_bytes(of_launch, place, launches)
+
+
 def _launch(
     q: Tensor,
     shape: AttentionShape,
@@ -139,9 +162,9 @@ def _launch(
     max_splits = cdiv(max_seq_len, config.split)
     programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
     places = group.num_runs * group.max_rows
-    size = (places, shape.num_heads, max_splits)
-    sums = q.new_empty(*size, shape.head_dim, dtype=torch.float32)
-    stats = q.new_empty(*size, 2, dtype=torch.float32)
+    scratch = scratch_of(group, shape, max_seq_len, config)
+    sums = q.new_empty(scratch.sums, dtype=torch.float32)
+    stats = q.new_empty(scratch.stats, dtype=torch.float32)
     _split_kv_kernel[tiles, shape.num_kv_heads, programs](
         *inputs, sums, stats, max_splits, **constants
     )

@@ -10,7 +10,6 @@ order of sums, so a row has the same bits. On other chips the kernels of ``trito
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.model.attention.hopper import block_runs, reads_earlier_passes
 from sametoken.ops.model.attention.schedule import max_splits
+from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
 from sametoken.ops.model.latent_attention.hopper_pair_kernels import (
@@ -143,6 +143,28 @@ def most_tiles(num_runs: int, width: int, num_rows: int, num_heads: int, queries
     return min(num_runs * -(-width * num_heads // queries), of_rows)
 
 
+def scratch_of(
+    group: RunGroup, num_rows: int, num_heads: int, max_seq_len: int, config: LatentHopperConfig
+) -> Scratch:
+    """Memory of a launch beside its result."""
+    if config.programs:
+        num_places = group.num_runs * group.max_rows
+        return of_splits(num_places, num_heads, max_splits(max_seq_len), RANK)
+    tiles = most_tiles(group.num_runs, group.max_rows, num_rows, num_heads, PAIR_QUERIES)
+    return Scratch(tiles * PAIR_QUERIES * RANK)
+
+
+def most_scratch(num_heads: int, launches: Launches) -> int:
+    """The most bytes of ``scratch_of`` in an engine."""
+    max_seq_len = launches.max_seq_len
+
+    def of_launch(num_runs: int, width: int, num_rows: int) -> Scratch:
+        config = choose(num_runs, width, num_rows, num_heads, max_seq_len)
+        return scratch_of(RunGroup(0, num_runs, width), num_rows, num_heads, max_seq_len, config)
+
+    return most_bytes(of_launch, of_splits(1, num_heads, max_splits(max_seq_len), RANK), launches)
+
+
 def attention(
     q: Tensor,
     scale: float,
@@ -197,10 +219,10 @@ def _launch(
         "BLOCK_SIZE": memory.vectors.shape[1],
         **pdl_options(q, early=reads_earlier_passes(rows)),
     }
-    if config.programs:
-        _launch_splits(q, scale, inputs, out, group, config, constants)
-    else:
-        _launch_rows(q, scale, inputs, out, group, config, constants)
+    max_seq_len = rows.block_table.shape[1] * memory.vectors.shape[1]
+    scratch = scratch_of(group, len(q), q.shape[1], max_seq_len, config)
+    launch = _launch_splits if config.programs else _launch_rows
+    launch(q, scale, inputs, out, group, config, constants, scratch)
 
 
 def _launch_rows(
@@ -211,10 +233,11 @@ def _launch_rows(
     group: RunGroup,
     config: LatentHopperConfig,
     constants: dict[str, int],
+    scratch: Scratch,
 ) -> None:
     assert config.queries == PAIR_QUERIES
     tiles = most_tiles(group.num_runs, group.max_rows, len(q), q.shape[1], PAIR_QUERIES)
-    running = q.new_empty(tiles * PAIR_QUERIES * RANK, dtype=torch.float32)
+    running = q.new_empty(scratch.sums, dtype=torch.float32)
     pair_rows_kernel[(tiles,)](
         *inputs, running, out, group.first, group.max_rows, group.num_runs, inputs[-1].stride(0),
         scale, BLOCK_RUNS=block_runs(inputs[-1], group),
@@ -230,15 +253,15 @@ def _launch_splits(
     group: RunGroup,
     config: LatentHopperConfig,
     constants: dict[str, int],
+    scratch: Scratch,
 ) -> None:
     heads, (*_, positions, slots, starts, table) = q.shape[1], inputs
     pair = config.queries == PAIR_QUERIES
     tiles_per_run = triton.cdiv(group.max_rows * heads, config.queries)
     num_tiles = group.num_runs * tiles_per_run
     most = max_splits(table.shape[1] * constants["BLOCK_SIZE"])
-    parts = (group.num_runs * group.max_rows, heads, most)
-    sums = q.new_empty(prod(parts) * RANK, dtype=torch.float32)
-    stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
+    sums = q.new_empty(scratch.sums, dtype=torch.float32)
+    stats = q.new_empty(scratch.stats, dtype=torch.float32)
     tile_sizes = (group.first, group.max_rows, tiles_per_run, num_tiles, table.stride(0), most)
     constants["BLOCK_TILES"] = FEW_TILES if num_tiles <= FEW_TILES else MAX_TILES
     num_joined = q.new_empty(num_tiles, dtype=torch.int32) if config.joins else None
@@ -252,7 +275,7 @@ def _launch_splits(
             QUERIES=config.queries, JOINS=config.joins, **constants,
             **FEW_SIZES[config.queries, config.joins],
         )  # fmt: skip
-    join_kernel[parts[:2]](
+    join_kernel[group.num_runs * group.max_rows, heads](
         sums, stats, positions, slots, starts, num_joined, out, *tile_sizes[:3], config.queries,
         most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins], **pdl_options(q),
     )  # fmt: skip

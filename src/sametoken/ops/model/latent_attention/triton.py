@@ -10,8 +10,6 @@ kernel merges ("split_kv"). Both merge the same partial results in the same orde
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import QueryRows, RunGroup
-from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.model.attention.arithmetic import (
     accumulated,
     block_of,
@@ -35,63 +32,16 @@ from sametoken.ops.model.attention.arithmetic import (
 )
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
 from sametoken.ops.model.attention.splits import merged_parts
-from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES, Form
+from sametoken.ops.model.attention.tuning import LOG2_E
 from sametoken.ops.model.latent_attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.shape import LayerLatent
+from sametoken.ops.model.latent_attention.tuning import (
+    LatentConfig,
+    choose,
+    heads_per_tile,
+    scratch_of,
+)
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
-
-
-@dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """A launch configuration. Only ``tile`` affects a row's bits, so each dtype has one.
-
-    Attributes:
-        form: one program per query tile, or split-KV.
-        block_queries: rows x heads per program, a power of two from 16.
-        tile: positions per loop iteration; divides every split.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline.
-        kv_left: vectors, not the queries, are the left operand of the matrix products, so that few
-            queries fill the tensor cores of a whole warp group.
-        programs: number of programs that split-KV aims at.
-    """
-
-    form: Form
-    block_queries: int
-    tile: int
-    num_warps: int
-    num_stages: int
-    kv_left: bool = False
-    programs: int = 2 * MULTIPROCESSORS
-
-
-#: 576-wide vectors of 16 bits: two tiles of 64 positions and 64 queries take 224 KB of a
-#: multiprocessor's 227.
-_HALF = LatentConfig("split_kv", 64, tile=64, num_warps=8, num_stages=2)
-_HALF_FEW = replace(_HALF, num_warps=4, kv_left=True)
-#: fp32 products do not use tensor cores: small tiles only.
-_FULL = LatentConfig("split_kv", 16, tile=16, num_warps=4, num_stages=1)
-
-
-def heads_per_tile(num_heads: int, block_queries: int) -> int:
-    """How many heads of a row a query tile has: the most that divide them."""
-    return max(n for n in range(1, block_queries + 1) if num_heads % n == 0)
-
-
-def choose(
-    num_runs: int, width: int, num_heads: int, max_seq_len: int, dtype: torch.dtype
-) -> LatentConfig:
-    """The configuration of a launch of runs of at most ``width`` rows over latents of 512."""
-    widest = _FULL if dtype.itemsize == 4 else _HALF
-    group = heads_per_tile(num_heads, widest.block_queries)
-    queries = min(widest.block_queries, triton.next_power_of_2(width * group))
-    queries = max(16, queries)
-    tiles = num_runs * triton.cdiv(width, queries // group) * (num_heads // group)
-    splits = max_splits(max_seq_len)
-    fits = 4 * num_runs * width * num_heads * splits * 512 <= MAX_PARTIAL_BYTES
-    form: Form = "split_kv" if tiles < MULTIPROCESSORS and splits > 1 and fits else "sequential"
-    config = _HALF_FEW if dtype.itemsize == 2 and queries < 64 else widest
-    return replace(config, form=form, block_queries=queries)
 
 
 def attention(
@@ -167,17 +117,19 @@ def _launch(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+    scratch = scratch_of(runs, len(q), (num_heads, rank), max_seq_len, config)
     if config.form == "sequential":
-        running = q.new_empty(out.shape, dtype=torch.float32)
+        running = q.new_empty(scratch.sums, dtype=torch.float32)
         _sequential_kernel[tiles, num_heads // group](*inputs, running, out, **constants)
         return
     splits, head_tiles = max_splits(max_seq_len), num_heads // group
     programs = min(splits, triton.cdiv(config.programs, tiles * head_tiles))
-    size = (runs.num_runs * runs.max_rows, num_heads, splits)
-    sums = q.new_empty(*size, rank, dtype=torch.float32)
-    stats = q.new_empty(*size, 2, dtype=torch.float32)
+    sums = q.new_empty(scratch.sums, dtype=torch.float32)
+    stats = q.new_empty(scratch.stats, dtype=torch.float32)
     _split_kv_kernel[tiles, head_tiles, programs](*inputs, sums, stats, splits, **constants)
-    _merge_kernel[size[:2]](sums, stats, *where, out, splits, scale * LOG2_E, num_warps=4, **sizes)
+    _merge_kernel[runs.num_runs * runs.max_rows, num_heads](
+        sums, stats, *where, out, splits, scale * LOG2_E, num_warps=4, **sizes
+    )
 
 
 # Values that change from step to step must not trigger a compilation.

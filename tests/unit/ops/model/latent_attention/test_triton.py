@@ -16,12 +16,8 @@ from helpers.latent_scene import LatentScene
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import RowRuns
-from sametoken.ops.model.latent_attention.triton import (
-    LatentConfig,
-    attention,
-    choose,
-    heads_per_tile,
-)
+from sametoken.ops.model.latent_attention.triton import attention
+from sametoken.ops.model.latent_attention.tuning import LatentConfig, choose, heads_per_tile
 
 SEQUENTIAL = LatentConfig("sequential", 16, tile=64, num_warps=4, num_stages=1)
 SPLIT_KV = replace(SEQUENTIAL, form="split_kv", programs=3)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
-from sametoken.layers.residual import kept_of
+from sametoken.layers.residual import Matrices, kept_of
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
@@ -32,7 +32,7 @@ def wanted_queries(
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Matrices):
     """Causal self-attention over paged KV, or this rank's heads of it.
 
     Attributes:
@@ -64,14 +64,9 @@ class Attention:
         q, wanted = wanted_queries(self.kernels, q, rows, kept)
         return self.output(self.kernels.attention(q, self.shape, wanted, kv, self.sinks))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.qkv.nbytes + self.output.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class PositionScaledAttention:
+class PositionScaledAttention(Matrices):
     """``Attention`` with queries that are multiplied by a factor of their position, after RoPE.
 
     Attributes:
@@ -91,14 +86,9 @@ class PositionScaledAttention:
         q = q * self.factors[wanted.positions].to(q.dtype)[:, None, None]
         return own.output(own.kernels.attention(q, own.shape, wanted, kv))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.attention.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class GatedAttention:
+class GatedAttention(Matrices):
     """``Attention`` with a sigmoid gate on every output element of the heads.
 
     Attributes:
@@ -127,14 +117,9 @@ class GatedAttention:
         attended = self.kernels.attention(q, shape, wanted, kv)
         return self.output(self.kernels.sigmoid_mul(attended, kept_of(gate, kept)))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.projection.nbytes + self.output.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
+class GatedDeltaNet(Matrices):
     """Gated DeltaNet, linear attention with one state per slot, or this rank's heads of it.
 
     Attributes:
@@ -169,8 +154,3 @@ class GatedDeltaNet:
         attended = step.run(self.params, RawRows(mixed_qkv, (a, b)), memory)
         attended, z = kept_of(attended, kept), kept_of(z, kept)
         return self.output(self.kernels.gated_rms_norm(attended, z, self.norm_weight, self.eps))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.projection.nbytes + self.output.nbytes

@@ -10,13 +10,14 @@ from torch import Tensor
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.residual import Matrices
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
 from sametoken.ops.weight import Experts, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLP:
+class GatedMLP(Matrices):
     """``down(silu(gate(x)) * up(x))`` with gate and up fused into [gate | up], without biases."""
 
     gate_up: Linear
@@ -26,14 +27,9 @@ class GatedMLP:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.down(self.gate_up.weight.gated_matmul(rows)), x)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.gate_up.nbytes + self.down.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class GeluMLP:
+class GeluMLP(Matrices):
     """``down(gelu(gate(x)) * up(x))``, with gelu approximated by tanh, without biases."""
 
     kernels: Kernels
@@ -44,14 +40,9 @@ class GeluMLP:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.down(self.kernels.gelu_mul(self.gate_up(rows))), x)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.gate_up.nbytes + self.down.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class DividedExperts:
+class DividedExperts(Matrices):
     """All experts, with their inner features divided among ranks.
 
     A rank sums its part of a row's experts in fp32; the partial sums are gathered, added in rank
@@ -70,14 +61,9 @@ class DividedExperts:
         out = self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
         return out if beside is None else out + beside
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part of all experts."""
-        return self.experts.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class PreciseRouter:
+class PreciseRouter(Matrices):
     """A router whose logits stay in fp32, unrounded: [T, hidden] -> [T, experts]."""
 
     weight: Weight
@@ -86,14 +72,9 @@ class PreciseRouter:
         """[T, hidden] -> [T, experts] fp32."""
         return self.weight.matmul(x, out_dtype=torch.float32)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return self.weight.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class RoutedExperts:
+class RoutedExperts(Matrices):
     """The router's top-k experts per row, weighted.
 
     Attributes:
@@ -118,14 +99,9 @@ class RoutedExperts:
         chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.bias)
         return self.experts(x, chosen, weights, beside=beside)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts and the router."""
-        return self.experts.nbytes + self.router.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class GatedExpert:
+class GatedExpert(Matrices):
     """A shared expert with a sigmoid gate of one logit per row.
 
     Attributes:
@@ -141,14 +117,9 @@ class GatedExpert:
         out = self.mlp(x)
         return self.kernels.sigmoid_mul(out, self.gate(x).expand_as(out))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the expert and its gate."""
-        return self.mlp.nbytes + self.gate.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class SparseMoE:
+class SparseMoE(Matrices):
     """MoE: routed experts, plus a shared expert that runs for every row."""
 
     routed: RoutedExperts
@@ -158,14 +129,9 @@ class SparseMoE:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.routed.mixture(rows, self.shared(rows)), x)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts, the router and the shared gate."""
-        return self.routed.nbytes + self.shared.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class ExpertsBeside:
+class ExpertsBeside(Matrices):
     """Routed experts beside an MLP, both of the residual stream, each with norms of its own.
 
     Attributes:
@@ -192,8 +158,3 @@ class ExpertsBeside:
         chosen, weights = self.kernels.moe_gate(logits, self.routing)
         weights = weights * self.expert_scales[chosen]
         return self.output_norm(self.experts(self.input_norm(residual), chosen, weights))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts and the router."""
-        return self.experts.nbytes + self.router.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor
 from sametoken.layers.attention import wanted_queries
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Matrices
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.model.latent_attention.shape import (
     HeadWeights,
@@ -22,11 +23,6 @@ from sametoken.ops.model.latent_attention.shape import (
 class Queries(Protocol):
     """From the first part of a fused projection to the queries of all heads."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its matrices."""
-        ...
-
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, num_heads * (nope_dim + rope_dim)]; ``x`` may be strided."""
         ...
@@ -35,15 +31,13 @@ class Queries(Protocol):
 class WholeQueries:
     """The projection gives the queries themselves."""
 
-    nbytes = 0
-
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` itself."""
         return x
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankQueries:
+class LowRankQueries(Matrices):
     """Queries from a normed vector of low rank (q_lora_rank)."""
 
     norm: RMSNorm
@@ -53,14 +47,9 @@ class LowRankQueries:
         """[T, q_lora_rank] -> [T, num_heads * (nope_dim + rope_dim)]."""
         return self.heads(self.norm(x))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the second projection."""
-        return self.heads.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Matrices):
     """Latent attention (MLA) in the absorbed form for every row, or this rank's heads of it.
 
     One form for prompts, decode and windows: with the expanded form for prompts a token's KV and
@@ -106,9 +95,3 @@ class LatentAttention:
         values = attended.new_empty(*attended.shape[:2], self.v_dim)
         self.expand.matmul(attended, values)
         return self.output(values.flatten(1))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        projections = self.projection.nbytes + self.queries.nbytes + self.output.nbytes
-        return projections + self.absorb.nbytes + self.expand.nbytes

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Matrices
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight
 
@@ -20,7 +21,7 @@ def scaled_rows(table: UnquantizedWeight, token_ids: Tensor, width: int) -> Tens
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInput:
+class LayerInput(Matrices):
     """How a layer adds its own embedding to the residual stream."""
 
     kernels: Kernels
@@ -33,14 +34,9 @@ class LayerInput:
         gated = self.kernels.gelu_mul(torch.cat((self.gate(residual), embedded), dim=1))
         return self.norm(self.projection(gated))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both matrices."""
-        return self.gate.nbytes + self.projection.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class LayerEmbeddings:
+class LayerEmbeddings(Matrices):
     """The embeddings of all layers: of the token, and of its embedding in the residual stream.
 
     Attributes:
@@ -60,8 +56,3 @@ class LayerEmbeddings:
         normed = self.norm(projected.view(-1, width)).view(projected.shape)
         both: Tensor = (normed + scaled_rows(self.table, token_ids, width)) * 2.0**-0.5
         return both.view(len(both), -1, width)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table and the projection."""
-        return self.table.nbytes + self.projection.nbytes

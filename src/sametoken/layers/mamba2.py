@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
-from sametoken.layers.residual import kept_of
+from sametoken.layers.residual import Matrices, kept_of
 from sametoken.ops.backend import KeptRows, Kernels
 from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Mixer:
+class Mamba2Mixer(Matrices):
     """Mamba-2, or this rank's heads of it.
 
     Attributes:
@@ -50,8 +50,3 @@ class Mamba2Mixer:
         read, z = kept_of(read, kept), kept_of(z, kept)
         normed = self.kernels.gated_group_norm(read, z, self.norm_weight, rule.num_groups, self.eps)
         return self.output(normed)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.projection.nbytes + self.output.nbytes

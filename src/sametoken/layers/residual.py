@@ -24,6 +24,21 @@ class Block(Protocol):
         ...
 
 
+class Matrices:
+    """What a frozen dataclass of parts inherits: its bytes are those of its parts.
+
+    A tensor is no part: norms, tables and the weights of a rule do not count.
+    """
+
+    __slots__: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        parts = (getattr(self, name) for name in self.__slots__)
+        return sum(getattr(one, "nbytes", 0) for one in parts if not isinstance(one, Tensor))
+
+
 @dataclass(frozen=True, slots=True)
 class NoNorm:
     """In place of a norm in front of a block: the block reads the residual stream itself."""
@@ -80,7 +95,7 @@ def kept_of(states: Tensor, kept: KeptRows | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class NormedAfter:
+class NormedAfter(Matrices):
     """A block whose output is normed before it is added to the residual stream."""
 
     block: Block
@@ -90,14 +105,9 @@ class NormedAfter:
         """[T, hidden] -> [T, hidden]."""
         return self.norm(self.block(x, *args, **kwargs))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.block.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class ScaledAfter:
+class ScaledAfter(Matrices):
     """A block whose output is multiplied before it is added, rounded once."""
 
     block: Block
@@ -106,8 +116,3 @@ class ScaledAfter:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self.block(x, *args, **kwargs) * self.factor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.block.nbytes

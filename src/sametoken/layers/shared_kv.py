@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sametoken.layers.attention import wanted_queries
 from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.residual import Matrices
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
@@ -21,7 +22,7 @@ from sametoken.ops.backend import (
 
 
 @dataclass(frozen=True, slots=True)
-class NormedValueAttention:
+class NormedValueAttention(Matrices):
     """Attention whose values are normed too, by head and without a weight.
 
     Attributes:
@@ -65,8 +66,3 @@ class NormedValueAttention:
         values = self.kernels.rms_norm(heads, self.ones, self.qk_norm.eps)
         qk = projected[:, : self.written.q_size + size]
         return torch.cat((qk, values.view(-1, size)), dim=1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.projection.nbytes + self.output.nbytes

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.residual import Matrices
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
 from sametoken.ops.weight import Experts
 
 
 @dataclass(frozen=True, slots=True)
-class SquaredReluMLP:
+class SquaredReluMLP(Matrices):
     """``down(relu(up(x))^2)``, without biases."""
 
     kernels: Kernels
@@ -26,16 +27,9 @@ class SquaredReluMLP:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.down(self.kernels.relu_squared(self.up(rows))), x)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.up.nbytes + self.down.nbytes
-
 
 class Latent:
     """The narrower space in which experts work; here there is none."""
-
-    nbytes = 0
 
     def run(
         self, experts: Experts | DividedExperts, x: Tensor, chosen: Tensor, weights: Tensor,
@@ -46,7 +40,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class ProjectedLatent:
+class ProjectedLatent(Matrices):
     """Projections into and out of the latent space, whole on every rank."""
 
     down: Linear
@@ -59,14 +53,9 @@ class ProjectedLatent:
         """See ``Latent.run``."""
         return self.up(experts(self.down(x), chosen, weights)) + beside
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.down.nbytes + self.up.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class SquaredReluMoE:
+class SquaredReluMoE(Matrices):
     """MoE of ungated experts, in a latent space or not, plus a shared expert of full width.
 
     Attributes:
@@ -94,8 +83,3 @@ class SquaredReluMoE:
         logits = self.router.weight.matmul(x, out_dtype=torch.float32)
         chosen, weights = self.kernels.moe_gate(logits, self.routing, self.correction)
         return self.latent.run(self.experts, x, chosen, weights, self.shared(x))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts, the router and the projections."""
-        return self.experts.nbytes + self.shared.nbytes + self.router.nbytes + self.latent.nbytes

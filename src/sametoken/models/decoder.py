@@ -13,7 +13,7 @@ from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.residual import Block, Layer, NoNorm, kept_of
+from sametoken.layers.residual import Block, Layer, Matrices, NoNorm, kept_of
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import Biases, attention_cache, layer_parts, load_attention, load_mlp
@@ -39,7 +39,7 @@ ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class DecoderLayer(Matrices):
     """One layer: norm, attention or another token mixer, norm, MLP.
 
     Attributes:
@@ -67,11 +67,6 @@ class DecoderLayer:
         attended = self.attention(x, *cache, kept=kept)
         x, residual = self.post_attention_norm.add(attended, kept_of(residual, kept))
         return following.add(self.mlp(x), residual)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's matrices."""
-        return self.attention.nbytes + self.mlp.nbytes
 
 
 class Decoder:

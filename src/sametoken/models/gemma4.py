@@ -20,7 +20,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import ExpertsBeside, GeluMLP
 from sametoken.layers.layer_input import LayerEmbeddings, LayerInput
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, NoNorm, NormedAfter, kept_of
+from sametoken.layers.residual import Block, Matrices, NoNorm, NormedAfter, kept_of
 from sametoken.layers.rotary import PROPORTIONAL, rotary_table
 from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
@@ -60,7 +60,7 @@ class _LayerForm(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4Layer:
+class Gemma4Layer(Matrices):
     """Attention and MLP between two norms each, what is beside them, and a factor on the whole.
 
     Attributes:
@@ -99,12 +99,6 @@ class Gemma4Layer:
             residual = residual + self.layer_input(residual, kept_of(embedded, kept))
         residual = residual * self.factor
         return following(residual), residual
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's matrices."""
-        parts = (self.attention, self.mlp, self.experts, self.layer_input)
-        return sum(part.nbytes for part in parts if part is not None)
 
 
 class Gemma4ForCausalLM(GemmaDecoder):

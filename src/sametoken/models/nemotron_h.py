@@ -22,7 +22,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, Layer, NoNorm, kept_of
+from sametoken.layers.residual import Block, Layer, Matrices, NoNorm, kept_of
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.squared_relu import (
     Latent,
@@ -167,7 +167,7 @@ def _require_supported(settings: Settings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RowWise:
+class RowWise(Matrices):
     """A mixer of a row's own features: it sees no other row and keeps nothing."""
 
     block: SquaredReluMLP | SquaredReluMoE
@@ -178,14 +178,9 @@ class RowWise:
         """[T, hidden] -> [T, hidden]; with ``kept``, of those rows alone."""
         return self.block(kept_of(x, kept))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.block.nbytes
-
 
 @dataclass(frozen=True, slots=True)
-class MixerLayer:
+class MixerLayer(Matrices):
     """One layer: norm and a mixer."""
 
     input_norm: RMSNorm
@@ -201,11 +196,6 @@ class MixerLayer:
     ) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
         return following.add(self.mixer(x, *cache, kept=kept), kept_of(residual, kept))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's matrices."""
-        return self.mixer.nbytes
 
 
 def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Mamba2Mixer:

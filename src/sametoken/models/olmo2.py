@@ -12,7 +12,7 @@ from torch import Tensor
 from sametoken.layers.attention import Attention, wanted_queries
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel, gather_columns
-from sametoken.layers.residual import Block, NoNorm, NormedAfter
+from sametoken.layers.residual import Block, Matrices, NoNorm, NormedAfter
 from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.load.weights import WeightReader
@@ -20,7 +20,7 @@ from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV, RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
-class WideNormAttention:
+class WideNormAttention(Matrices):
     """``Attention`` with a norm of q and one of k over all heads of all ranks, before RoPE.
 
     A rank gathers the others' heads, norms all of them, and keeps its own.
@@ -49,11 +49,6 @@ class WideNormAttention:
         whole = norm(gather_columns(self.parallel, part))
         first = self.parallel.rank * width
         return whole[:, first : first + width]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        return self.attention.nbytes
 
 
 class Olmo2ForCausalLM(Decoder):

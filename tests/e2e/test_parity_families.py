@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes, and drafts and ranks change no token."""
+"""Every family computes what transformers computes; drafts, chunks and ranks change no token."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from helpers.families import (
 )
 from helpers.forward import Bench, OneRun, load
 from helpers.harness import requests_of, run
+from helpers.latents import LATENTS, drawn_latent, write_latent
 from helpers.parity import (
     BACKENDS,
     drawn_models,
@@ -38,20 +39,24 @@ from sametoken.models.mistral import MistralForCausalLM
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.triton import TritonKernels
 
-PROMPT = torch.randint(VOCAB, (29,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = torch.randint(VOCAB, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+NAMES = (*FAMILIES, *LATENTS)
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
     """The name of a family, and a checkpoint."""
-    return request.param, write_family(tmp_path_factory.mktemp(request.param), request.param)
+    write = write_latent if request.param in LATENTS else write_family
+    return request.param, write(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 @drawn_models(5)
 @given(data=st.data())
 def test_random_models_agree_with_transformers(name, data):
-    config = drawn_config(data.draw, name)
+    config = (drawn_latent if name in LATENTS else drawn_config)(data.draw, name)
     theirs = random_model(config, data.draw(st.integers(0, 2**20)))
     ours = saved_and_loaded(theirs, data.draw(st.sampled_from(BACKENDS)))
     require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
@@ -79,8 +84,9 @@ def test_mistral_with_layer_types_is_ministral(data):
 def test_a_row_has_the_same_bits_in_every_chunk(family, dtype):
     for kernels in BACKENDS:
         ours = load(family[1], kernels, dtype=dtype)
-        whole = Bench(ours).logits(PROMPT[:20], [])
-        assert torch.equal(Bench(ours).logits(PROMPT[:20], [3, 11, 1, 1]), whole)
+        whole = Bench(ours).logits(PROMPT, [])
+        for chunks in ([3, 11, 1, 1], [1] * len(PROMPT)):
+            assert torch.equal(Bench(ours).logits(PROMPT, chunks), whole)
 
 
 def test_queries_of_ministral_3_need_not_grow():
@@ -105,12 +111,12 @@ def emitted(path, spec, temperature, max_model_len=96):
             **options,
         )
     )
-    prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT]
+    prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT[:29]]
     return run(core, requests_of(prompts, 24, temperature))
 
 
 def test_drafts_change_no_token(family):
-    temperature = float(list(FAMILIES).index(family[0]) % 2)
+    temperature = float(NAMES.index(family[0]) % 2)
     plain, drafted = (emitted(family[1], spec, temperature) for spec in (None, NGRAM))
     assert drafted.tokens == plain.tokens
     assert drafted.offered > drafted.accepted, "some drafts were wrong"

@@ -1,4 +1,4 @@
-"""The C kernel of Gated DeltaNet against rows in PyTorch, and its bits in every company."""
+"""The C kernels of recurrent rules against rows in PyTorch, and their bits in every company."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.native.backend import NativeKernels
@@ -28,23 +29,30 @@ CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOTS = 4
 few = settings(FIXED, max_examples=40)
+UNLIMITED = (0.0, float("inf"))
 
 
-def spec_of(heads=(2, 4), sizes=(24, 40), taps=4, dtype=FP32) -> Recurrent:
-    return Recurrent(GatedDelta(*heads, *sizes, taps), dtype)
+def delta_of(groups=2, per_group=2, sizes=(24, 40), taps=4, dtype=FP32) -> Recurrent:
+    return Recurrent(GatedDelta(groups, groups * per_group, *sizes, taps), dtype)
 
 
-def params_of(spec: Recurrent, bias: bool = False) -> GatedDeltaParams:
+def scan_of(groups, per_group, sizes, taps, dtype) -> Recurrent:
+    return Recurrent(Mamba2(groups * per_group, sizes[0], groups, sizes[1], taps), dtype)
+
+
+def params_of(spec: Recurrent, bias: bool = False, limit: tuple[float, float] = UNLIMITED):
     rule = spec.rule
     generator = torch.Generator().manual_seed(rule.conv_channels)
 
     def random(*shape, dtype=FP32):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    heads, channels = rule.num_value_heads, rule.conv_channels
-    weight = random(rule.conv_kernel, channels, dtype=spec.dtype)
-    shift = random(channels, dtype=spec.dtype) if bias else None
-    return GatedDeltaParams(rule, random(heads), random(heads), weight, shift)
+    weight = random(rule.conv_kernel, rule.conv_channels, dtype=spec.dtype)
+    shift = random(rule.conv_channels, dtype=spec.dtype) if bias else None
+    if isinstance(rule, GatedDelta):
+        gates = random(2, rule.num_value_heads)
+        return GatedDeltaParams(rule, *gates, weight, shift)
+    return Mamba2Params(rule, *random(3, rule.num_heads), weight, shift, limit)
 
 
 def empty(spec: Recurrent, num_drafts: int, kernels=native) -> Slots:
@@ -73,8 +81,14 @@ def raw_rows(part: Part, spec: Recurrent) -> torch.Tensor:
     return torch.stack(rows).to(spec.dtype)
 
 
-def run(cache: Slots, parts: list[Part], params: GatedDeltaParams) -> list[torch.Tensor]:
-    """One pass; the rows of qkv, a and b are parts of a wider projection."""
+def split(raw: torch.Tensor, rule) -> tuple[torch.Tensor, ...]:
+    """What the convolution mixes, and gates: parts of a wider projection."""
+    mixed, _, *gates = raw.split((rule.conv_channels, 3, *rule.gate_sizes), dim=-1)
+    return mixed, *gates
+
+
+def run(cache: Slots, parts: list[Part], params) -> list[torch.Tensor]:
+    """One pass."""
     spec = cache.declared
     counts = [part.num_committed + part.num_drafts for part in parts]
     slots = [part.slot for part, n in zip(parts, counts, strict=True) for _ in range(n)]
@@ -84,11 +98,9 @@ def run(cache: Slots, parts: list[Part], params: GatedDeltaParams) -> list[torch
     ]
     slot, position = torch.tensor(slots), torch.tensor(positions)
     rows = AttentionRows(position, slot, slot, slot[None], committed=torch.tensor(committed))
-    heads = spec.rule.num_value_heads
     raw = torch.cat([raw_rows(part, spec) for part in parts])
-    qkv, _, a, b = raw.split((spec.rule.conv_channels, 3, heads, heads), dim=-1)
     running = cache.begin(rows)
-    out = cache.run(running, 0, params, qkv, a, b)
+    out = cache.run(running, 0, params, *split(raw, spec.rule))
     running.finish()
     return list(out.split(counts))
 
@@ -100,35 +112,42 @@ def assert_same(cache: Slots, other: Slots, slot: int) -> None:
 
 def test_the_bundle_decides_which_pass_is_opened():
     rows = AttentionRows(*(torch.zeros(1, dtype=torch.int64),) * 3, torch.zeros(1, 1))
-    assert isinstance(empty(spec_of(), 0, native).begin(rows), NativePass)
-    assert isinstance(empty(spec_of(), 0, reference).begin(rows), RowByRowPass)
+    for spec in SPECS:
+        assert isinstance(empty(spec, 0, native).begin(rows), NativePass)
+        assert isinstance(empty(spec, 0, reference).begin(rows), RowByRowPass)
 
 
+@pytest.mark.parametrize(
+    ("declare", "near"),
+    [(delta_of, {FP32: 1e-5, BF16: 2**-7}), (scan_of, {FP32: 1e-4, BF16: 2**-6})],
+    ids=["delta", "scan"],
+)
 @few
 @given(
-    key_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     taps=st.integers(1, 5),
     dtype=st.sampled_from([BF16, FP32]),
     bias=st.booleans(),
+    limit=st.sampled_from([UNLIMITED, (0.3, 0.8)]),
     counts=st.tuples(st.integers(1, 9), st.integers(0, 4), st.integers(0, 4)),
 )
 def test_rows_states_and_what_is_kept_are_the_references(
-    key_heads, group, sizes, taps, dtype, bias, counts
+    declare, near, groups, per_group, sizes, taps, dtype, bias, limit, counts
 ):
     """A prompt with drafts behind it, then a window that folds some of them, then one row."""
-    spec = spec_of((key_heads, key_heads * group), sizes, taps, dtype)
-    params, caches = params_of(spec, bias), (empty(spec, 4), empty(spec, 4, reference))
+    spec = declare(groups, per_group, sizes, taps, dtype)
+    params, caches = params_of(spec, bias, limit), (empty(spec, 4), empty(spec, 4, reference))
     prompt, drafts, accepted = counts[0], counts[1], min(counts[1:])
     first = prompt + accepted
     for part in (Part(1, 0, prompt, drafts), Part(1, first, 1, 4, seed=1), Part(1, first + 1, 1)):
         found, wanted = (run(cache, [part], params)[0] for cache in caches)
         assert found.dtype == wanted.dtype == dtype
-        tolerance = 1e-5 if dtype == FP32 else 2**-7
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found, wanted, rtol=near[dtype], atol=near[dtype])
         own, plain = caches
-        torch.testing.assert_close(own.states[:, 1], plain.states[:, 1], rtol=1e-5, atol=1e-5)
+        states = own.states[:, 1], plain.states[:, 1]
+        torch.testing.assert_close(*states, rtol=near[FP32], atol=near[FP32])
         pending = slice(0, int(plain.num_pending[1]))
         assert torch.equal(own.history[:, 1], plain.history[:, 1])
         for name in ("pending_mixed", "pending_gates"):
@@ -142,7 +161,7 @@ def test_rows_states_and_what_is_kept_are_the_references(
 @pytest.mark.parametrize("spread", [-30.0, 30.0])
 def test_gates_at_their_ends(spread):
     """Decay of nearly one and of zero; beta of zero and of one."""
-    spec = spec_of()
+    spec = delta_of()
     weight = torch.ones(4, spec.rule.conv_channels)
     params = GatedDeltaParams(spec.rule, torch.ones(4), torch.full((4,), spread), weight, None)
     part = Part(0, 0, 6)
@@ -150,13 +169,19 @@ def test_gates_at_their_ends(spread):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-SPECS = [spec_of(), spec_of((1, 3), (7, 33), 3, BF16), spec_of((1, 1), (128, 128))]
+SPECS = [
+    delta_of(),
+    delta_of(1, 3, (7, 33), 3, BF16),
+    delta_of(1, 1, (128, 128)),
+    scan_of(2, 4, (64, 128), 4, BF16),
+]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=["40", "33 bf16", "128", "scan bf16"])
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=["40", "33 bf16", "128"])
+@each_spec
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bits_do_not_depend_on_chunks_batches_and_threads(spec, threads):
-    params, alone = params_of(spec), empty(spec, 0)
+    params, alone = params_of(spec, bias=True), empty(spec, 0)
     single = torch.cat([run(alone, [Part(2, p, 1)], params)[0] for p in range(21)])
     torch.set_num_threads(threads)
     for lengths in ((21,), (1, 20), (13, 2, 1, 5), (4, 17)):
@@ -169,7 +194,7 @@ def test_bits_do_not_depend_on_chunks_batches_and_threads(spec, threads):
         assert_same(cache, alone, 2)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=["40", "33 bf16", "128"])
+@each_spec
 @pytest.mark.parametrize("accepted", [0, 1, 6])
 def test_bits_do_not_depend_on_windows_and_on_what_is_pending(spec, accepted):
     """Drafts are judged by plain rows: those accepted are what plain rows go on from."""
@@ -180,12 +205,11 @@ def test_bits_do_not_depend_on_windows_and_on_what_is_pending(spec, accepted):
     (window,) = run(cache, [Part(0, first, 1, 6, seed)], params)
     # The plain run commits the same inputs row by row.
     raw = raw_rows(Part(0, first, 1, 6, seed), spec)
-    heads = spec.rule.num_value_heads
     for i in range(accepted + 1):
         at = torch.tensor([first + i])
         running = plain.begin(AttentionRows(at, at * 0, at, at[None]))
-        qkv, _, a, b = raw[i : i + 1].split((spec.rule.conv_channels, 3, heads, heads), dim=-1)
-        assert torch.equal(plain.run(running, 0, params, qkv, a, b)[0], window[i])
+        (out,) = plain.run(running, 0, params, *split(raw[i : i + 1], spec.rule))
+        assert torch.equal(out, window[i])
         running.finish()
     following = Part(0, first + accepted + 1, 1)
     assert torch.equal(run(cache, [following], params)[0], run(plain, [following], params)[0])
@@ -194,7 +218,7 @@ def test_bits_do_not_depend_on_windows_and_on_what_is_pending(spec, accepted):
 
 def test_a_slot_that_began_with_drafts_alone_goes_on_from_zeros():
     """A draft model's own drafts; right ones, so that their rows are those of plain decoding."""
-    spec = spec_of()
+    spec = delta_of()
     params, cache, plain = params_of(spec), empty(spec, 3), empty(spec, 0)
     true = torch.cat([run(plain, [Part(0, p, 1)], params)[0] for p in range(4)])
     assert torch.equal(run(cache, [Part(0, 0, 0, 3)], params)[0], true[:3])
@@ -204,7 +228,7 @@ def test_a_slot_that_began_with_drafts_alone_goes_on_from_zeros():
 
 def test_slots_are_taken_in_several_batches_where_their_rows_are_many():
     """Prepared rows of all slots together exceed what the kernel holds at once."""
-    spec = spec_of((16, 16), (128, 128), taps=2)
+    spec = delta_of(16, 1, (128, 128), taps=2)
     params, cache = params_of(spec), empty(spec, 0)
     parts = [Part(slot, 0, 280) for slot in range(3)]
     outs = run(cache, parts, params)
@@ -215,7 +239,7 @@ def test_slots_are_taken_in_several_batches_where_their_rows_are_many():
 
 
 def test_memory_of_another_dtype_or_with_gaps_is_refused():
-    cache, params = empty(spec_of(), 0), params_of(spec_of())
+    cache, params = empty(delta_of(), 0), params_of(delta_of())
     rows = AttentionRows(*(torch.zeros(1, dtype=torch.int64),) * 3, torch.zeros(1, 1))
     mixed, a, b = torch.zeros(1, 264).split((256, 4, 4), dim=-1)
     raw, layer = RawRows(mixed, (a, b)), cache.layer(0)

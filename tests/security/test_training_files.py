@@ -305,6 +305,7 @@ RESULTS = {
     "results that are an object": {"results": {"a": 1}},
     "results that are a number": {"results": 5},
     "a result that is a number": {"results": [5]},
+    "a result without numbers": {"results": [{}]},
     "an environment that is a list": {"environment": [1]},
     "settings that are a list": {"settings": []},
     "an error of no cell": {"error": "x", "cell": 5},

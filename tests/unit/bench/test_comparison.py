@@ -118,15 +118,6 @@ def test_equal_names_are_numbered(tmp_path):
     assert [run["label"] for run in compare_runs(paths)["runs"]] == ["run (1)", "run (2)"]
 
 
-@pytest.mark.parametrize(
-    ("value", "cause"), [({}, "holds no results"), ({"results": [{}]}, "is no measurement")]
-)
-def test_what_is_no_measurement_is_refused(tmp_path, value, cause):
-    write_json(tmp_path / "a.json", value)
-    with pytest.raises(ConfigError, match=cause):
-        compare_runs([tmp_path / "a.json"])
-
-
 def test_labels_must_fit(runs):
     with pytest.raises(ConfigError, match="1 labels were given for 2 runs"):
         compare_runs(runs, ["one"])

@@ -52,10 +52,3 @@ def test_an_output_that_is_there_is_refused_before_the_model_is_looked_up(tmp_pa
     done = CliRunner().invoke(app, ["quantize", "no-such-model", str(tmp_path)])
     assert done.exit_code == 2
     assert "exists. name a new directory" in done.stderr
-
-
-def test_errors_are_one_line(tmp_path):
-    source = write_llama(tmp_path / "source")
-    done = CliRunner().invoke(app, ["quantize", str(source), str(source)])
-    assert done.exit_code == 2
-    assert "exists. name a new directory" in done.stderr

@@ -157,12 +157,6 @@ def test_missing_path(tmp_path):
         load(tmp_path / "nowhere")
 
 
-def test_missing_tensor_is_named(checkpoint):
-    change_tensors(checkpoint, lambda tensors: tensors.pop(K_PROJ))
-    with pytest.raises(CheckpointError, match=f"lacks the tensor {K_PROJ}"):
-        load(checkpoint)
-
-
 def test_unexpected_shape_names_tensor_found_and_wanted(checkpoint):
     change_config(checkpoint, num_key_value_heads=4)
     wanted = r"k_proj\.weight .* has shape \[16, 32\], the config expects \[32, 32\]"
@@ -249,12 +243,6 @@ def test_values_that_are_not_finite_are_named(checkpoint, name, value):
 def test_quantization_that_only_another_file_tells_is_refused(checkpoint, name):
     (checkpoint / name).write_text("{}")
     with pytest.raises(UnsupportedError, match=rf"{name} says how the weights are quantized"):
-        load(checkpoint)
-
-
-def test_unknown_architecture_lists_the_known(checkpoint):
-    change_config(checkpoint, architectures=["MambaForCausalLM"])
-    with pytest.raises(UnsupportedError, match=r"'MambaForCausalLM'.*LlamaForCausalLM, Mistral"):
         load(checkpoint)
 
 

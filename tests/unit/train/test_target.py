@@ -116,15 +116,6 @@ def test_layers_that_it_lacks_are_refused(tmp_path):
         require_layers((0, 2, 5), config)
 
 
-def test_a_tensor_without_a_use_is_refused(tmp_path):
-    write_llama(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match="does not use"):
-        open_target(tmp_path)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     write_llama(tmp_path)

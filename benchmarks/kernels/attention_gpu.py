@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
-from graph_times import microseconds
+from graph_times import COMPILERS, compile_in_parallel, microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
@@ -68,7 +65,6 @@ PREFILL = ((1, 512), (4, 512))
 BLOCK_SIZE, MAX_LEN = 64, 2048
 ROTATED_BYTES = 300 << 20
 MAX_LAYERS = 36
-COMPILERS = min(15, os.cpu_count() or 1)
 GIGABYTES_PER_SECOND = 4300
 
 Case = tuple[int, int]
@@ -162,16 +158,6 @@ def compile_configs(shape: AttentionShape, cases: Iterable[Case], share: int) ->
     for config in list(different)[share::COMPILERS]:
         with contextlib.suppress(OutOfResources):
             scene.attend(2, config)(scene.layers[0])
-
-
-def compile_in_parallel() -> None:
-    """Run this very command in ``COMPILERS`` processes, each to compile its share."""
-    workers = [
-        subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
-        for index in range(COMPILERS)
-    ]
-    for worker in workers:
-        worker.wait()
 
 
 def parsed_cases(text: str) -> list[Case]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from gemm_gpu import normal
+from graph_times import replayed
 
 from sametoken.ops.backend import AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.attention.triton import AttentionConfig, attention
@@ -169,18 +170,4 @@ class Chain:
 
     def milliseconds(self, choices: Choices, without: str = "") -> float:
         """Measure the median time of a step in a graph."""
-        self.step(choices, without)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(choices, without)
-        graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return statistics.median(times)
+        return statistics.median(replayed(lambda: self.step(choices, without), REPLAYS))

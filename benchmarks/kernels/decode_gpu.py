@@ -25,10 +25,8 @@ from typing import get_args
 
 import torch
 from attention_gpu import (
-    COMPILERS,
     PREFILL,
     compile_configs,
-    compile_in_parallel,
     configs,
     name_of_config,
     parsed_cases,
@@ -59,6 +57,7 @@ from gemm_gpu import (
     normal,
     tune_shape,
 )
+from graph_times import COMPILERS, compile_in_parallel
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.attention.triton import AttentionConfig, choose

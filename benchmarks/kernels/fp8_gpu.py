@@ -12,15 +12,13 @@ descriptors, o bytes of a weight's row prefetched; of streamed weights b boxes a
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, label, normal, streamed
-from graph_times import microseconds
+from gemm_gpu import copies, label, normal, streamed
+from graph_times import COMPILERS, compile_in_parallel, microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
@@ -156,10 +154,6 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
             continue
 
 
-def copies(num_bytes: int) -> int:
-    return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
-
-
 def measure(shape: GemmShape, row_counts: list[int]) -> None:
     """Print one line per number of rows."""
     scale, num_elements = shape.in_features**-0.5, shape.out_features * shape.in_features
@@ -221,10 +215,7 @@ def main() -> None:
         compile_share(options.compile, shapes, rows)
         return
     begun = time.time()
-    command = [sys.executable, *sys.argv, "--compile"]
-    workers = [subprocess.Popen([*command, str(index)]) for index in range(COMPILERS)]
-    for worker in workers:
-        worker.wait()
+    compile_in_parallel()
     print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
     for shape in shapes:
         measure(shape, rows)

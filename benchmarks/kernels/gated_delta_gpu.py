@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from graph_times import replayed
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -82,24 +83,7 @@ CASES = (
 
 def seconds(launch: Callable[[], object]) -> float:
     """Time one replay of a graph of ``launch``, the best of several."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return min(times)
+    return min(replayed(launch, REPLAYS)) / 1e3
 
 
 def copy_bandwidth() -> float:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from graph_times import microseconds
+from graph_times import COMPILERS, compile_in_parallel, microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.model.gemm.product import product
@@ -92,7 +90,6 @@ SHAPES = {
 MAX_LOGITS_ROWS = 512
 ROTATED_BYTES = 400 << 20
 MAX_LAUNCHES = 128
-COMPILERS = 12
 HEADER = """\
 | weight | rows | best | us | no overlap us | cuBLAS free us | best/free | TB/s | TFLOP/s | all us |
 |---|---|---|---|---|---|---|---|---|---|"""
@@ -276,11 +273,18 @@ def label(config: GemmConfig) -> str:
     return f"{tile}x{config.block_depth}w{config.num_warps}s{config.num_stages}{flags}{release}"
 
 
+def copies(num_bytes: int) -> int:
+    """How many weights of a size leave L2."""
+    return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
+
+
 def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]:
     weight_bytes = shape.out_features * shape.in_features * 2
-    copies = min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // weight_bytes)))
     scale = shape.in_features**-0.5
-    weights = [normal(shape.out_features, shape.in_features, scale=scale) for _ in range(copies)]
+    weights = [
+        normal(shape.out_features, shape.in_features, scale=scale)
+        for _ in range(copies(weight_bytes))
+    ]
     counts = [n for n in row_counts if shape.epilogue != "logits" or n <= MAX_LOGITS_ROWS]
     x = normal(max(counts), shape.in_features)
     expected = canonical_rows(x, weights[0], shape)
@@ -349,12 +353,7 @@ def main() -> None:
         return
 
     begun = time.time()
-    workers = [
-        subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
-        for index in range(COMPILERS)
-    ]
-    for worker in workers:
-        worker.wait()
+    compile_in_parallel()
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     print(HEADER)

@@ -1,7 +1,10 @@
-"""Time of one call inside a CUDA graph with one call per operand."""
+"""What the scripts share: times inside CUDA graphs, and compilation in parallel."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -9,20 +12,17 @@ import torch
 
 Operand = TypeVar("Operand")
 
+COMPILERS = min(15, os.cpu_count() or 1)
 
-def microseconds(
-    call: Callable[[Operand], object], operands: Sequence[Operand], replays: int = 5
-) -> float:
-    """Time one call: the best of several replays of a graph over all operands.
 
-    Operands larger than L2 in sum are read from memory each time.
-    """
-    call(operands[0])
+def replayed(launch: Callable[[], object], replays: int) -> list[float]:
+    """Milliseconds of each of several replays of a graph of ``launch``."""
+    launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for operand in operands:
-            call(operand)
+        launch()
+    graph.replay()
     times = []
     for _ in range(replays):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -31,4 +31,27 @@ def microseconds(
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
-    return min(times) * 1e3 / len(operands)
+    return times
+
+
+def microseconds(
+    call: Callable[[Operand], object], operands: Sequence[Operand], replays: int = 5
+) -> float:
+    """Time one call: the best of several replays of a graph with one call per operand.
+
+    Operands larger than L2 in sum are read from memory each time.
+    """
+
+    def launch() -> None:
+        for operand in operands:
+            call(operand)
+
+    return min(replayed(launch, replays)) * 1e3 / len(operands)
+
+
+def compile_in_parallel() -> None:
+    """Run this very command in ``COMPILERS`` processes, each to compile its share."""
+    command = [sys.executable, *sys.argv, "--compile"]
+    workers = [subprocess.Popen([*command, str(index)]) for index in range(COMPILERS)]
+    for worker in workers:
+        worker.wait()

@@ -13,14 +13,12 @@ features of a tile, u blocks per iteration, w warps, s stages, p bytes of a weig
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import torch
-from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
-from graph_times import microseconds
+from gemm_gpu import copies, normal
+from graph_times import COMPILERS, compile_in_parallel, microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.hopper import SHARED_MEMORY
@@ -113,10 +111,6 @@ def copy_of(panels: Int4Panels) -> Int4Panels:
     )
 
 
-def copies(num_bytes: int) -> int:
-    return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
-
-
 def compile_share(index: int, rows: list[int], form: str) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
     jobs = {}
@@ -206,10 +200,7 @@ def main() -> None:
         compile_share(options.compile, rows, options.form)
         return
     begun = time.time()
-    command = [sys.executable, *sys.argv, "--compile"]
-    workers = [subprocess.Popen([*command, str(index)]) for index in range(COMPILERS)]
-    for worker in workers:
-        worker.wait()
+    compile_in_parallel()
     print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
     table = ProvenTable(tuned_table())
     for shape in SHAPES:

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
+from helpers.updates import tensors_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.shared_memory import device_name, share
 from sametoken.errors import WeightUpdateError
@@ -35,10 +35,6 @@ kept, handles = share([torch.zeros(3, 5)])
 print(base64.b64encode(pickle.dumps(handles, 4)).decode(), flush=True)
 sys.stdin.read()
 """
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
 
 
 def encoded(handles) -> str:

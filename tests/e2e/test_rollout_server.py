@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from helpers.budgets import resident_bytes
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
+from helpers.updates import tensors_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import RequestError, WeightUpdateError
@@ -48,10 +48,6 @@ def said(models):
 def offline(path: Path) -> list[tuple[int, ...]]:
     outputs = LLM(str(path), **TOY_ENGINE).generate(PROMPTS, SamplingParams(**SAMPLING))
     return [one.outputs[0].token_ids for one in outputs]
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
 
 
 class Client:
@@ -111,11 +107,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-def resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def version_of(client: Client) -> int:

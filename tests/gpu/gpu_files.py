@@ -191,3 +191,8 @@ def requests(count: int, max_tokens: int):
         if i % 7 == 5:
             params |= {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
         yield request(f"r{i}", prompt, max_tokens=max_tokens, **params)
+
+
+def plain_requests(count: int, max_tokens: int):
+    """Those of ``requests`` whose logits need no processing."""
+    return [item for item in requests(count, max_tokens) if item.params.top_p == 1]

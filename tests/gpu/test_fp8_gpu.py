@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_files import OPTIONS, SIZES, requests, write_files
+from gpu_files import OPTIONS, SIZES, plain_requests, write_files
 from recorded_gpu import Recording, drive
 
 from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
@@ -306,14 +306,9 @@ def generate(path, spec: dict | None, items, **options) -> Recording:
     return drive(core, items)
 
 
-def plain_requests(count: int):
-    """Requests whose logits need no processing, so that every step is captured."""
-    return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
-
-
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_quantized_head_changes_no_token_and_drafts_alike_in_graphs(dense, method):
-    items = plain_requests(16)
+    items = plain_requests(16, MAX_TOKENS)
     spec = {"method": method, "num_speculative_tokens": 3, "quantization": "fp8"}
     spec["model"] = str(dense["head" if method == "eagle3" else "eagle"])
     plain = generate(dense["target"], None, items, enforce_eager=True)
@@ -327,7 +322,7 @@ def test_a_quantized_head_changes_no_token_and_drafts_alike_in_graphs(dense, met
 
 def test_a_quantized_module_changes_no_token_and_is_nearly_as_good(twin):
     """Token 0 begins every prompt, as a twin wants it."""
-    items = list(first_token_zero(plain_requests(18)))
+    items = list(first_token_zero(plain_requests(18, MAX_TOKENS)))
     module = {"method": "mtp", "num_speculative_tokens": 3}
     plain = generate(twin, None, items, enforce_eager=True)
     whole = generate(twin, module, items)
@@ -345,7 +340,7 @@ def test_a_quantized_module_changes_no_token_and_is_nearly_as_good(twin):
 @pytest.mark.parametrize("bits", [{}, {"quantization": "fp8"}])
 def test_a_token_map_changes_no_token_and_drafts_alike_in_graphs(twin, tmp_path, bits):
     """Rows of the head are taken by ids, and drafted columns go back to the target's tokens."""
-    items = list(first_token_zero(plain_requests(18)))
+    items = list(first_token_zero(plain_requests(18, MAX_TOKENS)))
     vocab = read_config(twin).vocab_size
     module = {"method": "mtp", "num_speculative_tokens": 3} | bits
     plain = generate(twin, None, items, enforce_eager=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
+from gpu_files import OPTIONS, cut_requests, plain_requests, speculation, write_files
 from recorded_gpu import windows_must_be_captured
 
 from sametoken.config import EngineConfig
@@ -31,11 +31,6 @@ def build(files, method: str, **options):
     )
 
 
-def plain_requests(count: int):
-    """Requests whose logits need no processing."""
-    return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
-
-
 def drive(core, items, guard=lambda step: step()):
     """Tokens by request, and (offered, accepted) by window position."""
     tokens = {item.request_id: [] for item in items}
@@ -53,7 +48,7 @@ def drive(core, items, guard=lambda step: step()):
     return tokens, positions
 
 
-REQUESTS = {"plain": plain_requests, "cut": lambda count: [*cut_requests(count, MAX_TOKENS)]}
+REQUESTS = {"plain": plain_requests, "cut": cut_requests}
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -62,7 +57,7 @@ REQUESTS = {"plain": plain_requests, "cut": lambda count: [*cut_requests(count, 
 def test_no_step_waits_for_the_device(files, method, kind):
     """Torch raises on any implicit synchronisation; only reading a landed result may wait."""
     core = build(files, method)
-    items = REQUESTS[kind](12)
+    items = [*REQUESTS[kind](12, MAX_TOKENS)]
 
     def guarded(step):
         try:
@@ -78,7 +73,7 @@ def test_no_step_waits_for_the_device(files, method, kind):
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("method", ["ngram", "self", "other", "eagle3"])
 def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
-    items = REQUESTS[kind](16)
+    items = [*REQUESTS[kind](16, MAX_TOKENS)]
     core = build(files, method)
     with pytest.MonkeyPatch.context() as patch:
         windows_must_be_captured(patch)
@@ -103,7 +98,7 @@ def test_a_replay_of_another_steps_layout_is_refused(files, monkeypatch):
     core = build(files, "other")
     monkeypatch.setattr(StepGraphs, "_replay", stale)
     with pytest.raises(EngineDeadError) as dead:
-        drive(core, plain_requests(4))
+        drive(core, plain_requests(4, MAX_TOKENS))
     assert isinstance(dead.value.__cause__, StaleInputsError)
 
 
@@ -111,7 +106,7 @@ def test_a_replay_without_a_layout_is_refused(files, monkeypatch):
     core = build(files, "other")
     monkeypatch.setattr(LayoutRing, "write", lambda self, table: None)
     with pytest.raises(EngineDeadError) as dead:
-        drive(core, plain_requests(4))
+        drive(core, plain_requests(4, MAX_TOKENS))
     assert isinstance(dead.value.__cause__, StaleInputsError | InvariantError)
 
 
@@ -126,4 +121,4 @@ def test_a_copy_read_in_flight_is_refused(files, monkeypatch):
     core = build(files, "other")
     monkeypatch.setattr(PendingOutput, "wait", at_once)
     with pytest.raises(EngineDeadError, match="in flight"):
-        drive(core, plain_requests(4))
+        drive(core, plain_requests(4, MAX_TOKENS))

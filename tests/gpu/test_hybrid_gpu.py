@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from gpu_files import HYBRID_SIZES, OPTIONS, requests, write_hybrid_target
+from gpu_files import HYBRID_SIZES, OPTIONS, plain_requests, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
@@ -265,7 +265,7 @@ def test_a_prompt_of_several_chunks_alone(sparse_files, eager):
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_hybrid_that_drafts_for_itself_is_always_right(files, eager):
     """Requests without processing; losslessness alone would not notice a broken drafter."""
-    items = [item for item in requests(24, MAX_TOKENS) if item.params.top_p == 1]
+    items = plain_requests(24, MAX_TOKENS)
     ran = generate(files, "self", items, max_num_seqs=8, enforce_eager=eager)
     assert ran.accepted == ran.offered > 0
 
@@ -298,7 +298,7 @@ def test_no_step_waits_for_the_device(files, method):
             **OPTIONS,
         )
     )
-    items = [item for item in requests(8, MAX_TOKENS) if item.params.top_p == 1]
+    items = plain_requests(8, MAX_TOKENS)
     left = {item.request_id: MAX_TOKENS for item in items}
     for item in items:
         core.add_request(item)

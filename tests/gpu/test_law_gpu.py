@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
+from gpu_files import OPTIONS, cut_requests, plain_requests, requests, speculation, write_files
 from recorded_gpu import Recording, drive, windows_must_be_captured
 
 from sametoken.config import EngineConfig
@@ -51,7 +51,7 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     tokens, ran = generate(files, method, count, max_num_seqs=max_num_seqs, enforce_eager=eager)
     assert tokens == {name: truth[name] for name in tokens}
     if method == "self":
-        plain = [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
+        plain = plain_requests(count, MAX_TOKENS)
         assert plain
         assert ran.accepted > 0.9 * ran.offered
     elif method != "plain":
@@ -97,9 +97,5 @@ def test_the_same_tokens_under_cuts(files, cut_truth, method, max_num_seqs, eage
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_drafter_that_is_the_target_is_always_right(files, eager):
     """Requests without processing: graph and eager mode both accept every draft."""
-
-    def unprocessed(count, max_tokens):
-        return (item for item in requests(count, max_tokens) if item.params.top_p == 1)
-
-    _, ran = generate(files, "self", 24, unprocessed, max_num_seqs=8, enforce_eager=eager)
+    _, ran = generate(files, "self", 24, plain_requests, max_num_seqs=8, enforce_eager=eager)
     assert ran.accepted == ran.offered > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gpu_files import OPTIONS, SIZES, requests, write_files, write_target
+from gpu_files import OPTIONS, SIZES, plain_requests, write_files, write_target
 from recorded_gpu import drive, record
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -100,7 +100,7 @@ def written(tmp_path_factory):
 
 def plain_items():
     """Requests whose logits need no processing: a twin's drafts are coupled to them alone."""
-    return [item for item in requests(COUNT, MAX_TOKENS) if item.params.top_p == 1]
+    return plain_requests(COUNT, MAX_TOKENS)
 
 
 def answer(target, dtype: str, **options):

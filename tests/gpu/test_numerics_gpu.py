@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_files import OPTIONS, SIZES, requests, speculation, write_files
+from gpu_files import OPTIONS, SIZES, plain_requests, speculation, write_files
 from recorded_gpu import record
 
 from helpers.forward import CPU, Bench
@@ -72,16 +72,11 @@ def errors(found, path, items, max_len: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(prefill), torch.cat(decode)
 
 
-def plain_items(count: int):
-    """Requests whose logits need no processing."""
-    return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
-
-
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("method", ["plain", "ngram"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_random_models(tmp_path, architecture, method, eager):
-    files, items = write_files(tmp_path, architecture), plain_items(12)
+    files, items = write_files(tmp_path, architecture), plain_requests(12, MAX_TOKENS)
     found = record(
         items,
         model=str(files["target"]),
@@ -94,7 +89,7 @@ def test_random_models(tmp_path, architecture, method, eager):
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_one_wrong_token_is_far_above_the_bound(tmp_path, architecture):
-    files, (item,) = write_files(tmp_path, architecture), plain_items(1)
+    files, (item,) = write_files(tmp_path, architecture), plain_requests(1, MAX_TOKENS)
     found = record([item], model=str(files["target"]), **OPTIONS | {"enforce_eager": True})
     answer = found.tokens[item.request_id]
     found.tokens[item.request_id] = [(answer[0] + 1) % SIZES["vocab_size"], *answer[1:]]

@@ -6,7 +6,14 @@ import gc
 
 import pytest
 import torch
-from gpu_files import HYBRID_SIZES, OPTIONS, SIZES, requests, write_hybrid_target, write_target
+from gpu_files import (
+    HYBRID_SIZES,
+    OPTIONS,
+    SIZES,
+    plain_requests,
+    write_hybrid_target,
+    write_target,
+)
 from recorded_gpu import windows_must_be_captured
 
 from helpers.checkpoints import head_tensors, write_safeailab
@@ -32,7 +39,7 @@ def engine(path, spec: dict | None = NGRAM, **options) -> LLM:
 
 def items(count: int, max_tokens: int = MAX_TOKENS):
     """Greedy and sampled requests whose logits need no processing."""
-    return [item for item in requests(4 * count, max_tokens) if item.params.top_p == 1][:count]
+    return plain_requests(4 * count, max_tokens)[:count]
 
 
 def said(llm: LLM, count: int = 12) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -43,7 +44,7 @@ async def heartbeat() -> AsyncIterator[Heartbeat]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process in MB (10^6 bytes)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6
+def resident_bytes(pid: int | None = None) -> int:
+    """Resident memory of a process, by default this one."""
+    pages = int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from helpers.budgets import heartbeat, resident_mb
+from helpers.budgets import heartbeat, resident_bytes
 from helpers.fake_engine import FakeEngine
 from sametoken.serving.http import connections, middleware
 from sametoken.serving.http.app import create_app
@@ -225,9 +225,9 @@ async def test_bodies_that_no_path_takes_are_not_kept():
         assert (await answered)[0] == 405
 
     async with serving(api_key=("key",)) as door:
-        before = resident_mb(os.getpid())
+        before = resident_bytes()
         await asyncio.gather(*(send(door) for _ in range(6)))
-        assert resident_mb(os.getpid()) - before < 40
+        assert resident_bytes() - before < 40_000_000
 
 
 async def test_large_bodies_share_what_there_is_and_small_ones_get_through():

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from helpers.budgets import resident_mb
+from helpers.budgets import resident_bytes
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
@@ -192,7 +192,7 @@ def server(tmp_path_factory):
 def test_a_server_goes_on_beside_grammars(server):
     """Its event loop and its neighbours hardly notice; neither process grows."""
     process = server.engine._client.supervisor.process
-    before = [resident_mb(pid) for pid in (os.getpid(), process.pid)]
+    before = [resident_bytes(pid) for pid in (os.getpid(), process.pid)]
 
     async def scenario():
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -235,5 +235,5 @@ def test_a_server_goes_on_beside_grammars(server):
     assert empty.status_code == 400
     assert "anyOf is empty" in empty.json()["error"]["message"]
     assert slowest_health < 3
-    after = [resident_mb(pid) for pid in (os.getpid(), process.pid)]
-    assert max(now - then for now, then in zip(after, before, strict=True)) < 400
+    after = [resident_bytes(pid) for pid in (os.getpid(), process.pid)]
+    assert max(now - then for now, then in zip(after, before, strict=True)) < 400_000_000

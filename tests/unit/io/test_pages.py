@@ -2,28 +2,24 @@ from __future__ import annotations
 
 import mmap
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.budgets import resident_bytes
 from sametoken.errors import UnsupportedError
 from sametoken.io.pages import drop_pages
 
 PAGE = mmap.PAGESIZE
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-
 def test_the_system_gets_the_memory_back():
     num_bytes = 64 * 2**20
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
-    before = resident()
+    before = resident_bytes()
     dropped = drop_pages(tensor.data_ptr(), num_bytes)
     assert num_bytes - 2 * PAGE < dropped <= num_bytes
-    assert before - resident() > 0.9 * num_bytes
+    assert before - resident_bytes() > 0.9 * num_bytes
     assert tensor[PAGE:-PAGE].eq(0).all()
 
 

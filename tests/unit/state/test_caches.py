@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
-
 import pytest
 import torch
 
+from helpers.budgets import resident_bytes
 from helpers.decaying_sum import DecayingSum
 from helpers.recurrent import poison
 from sametoken.ops.cache_types import (
@@ -44,10 +42,6 @@ def allocate(caches=CACHES, num_blocks=7) -> ModelCache:
         num_drafts=5,
         device=torch.device("cpu"),
     )
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_a_cpu_s_memory_is_taken_when_it_is_written():

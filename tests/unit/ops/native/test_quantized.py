@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.budgets import resident_bytes
 from sametoken.ops.model.gemm.fp8 import rounded_by
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.native.backend import NativeKernels
@@ -143,9 +142,6 @@ def test_memory_of_a_thread_ends_with_it():
     """Threads may share an engine: a server may start one for every request."""
     weight = native.pack_fp8(fp8_matrix(8, 8192), BF16)
     x = torch.ones(48, 8192)
-
-    def resident_bytes():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     in_a_thread(lambda: weight.matmul(x))
     before = resident_bytes()

@@ -1,6 +1,7 @@
 """The law for two ranks: any drafter, chunks, company and steps in flight, the same tokens.
 
-Ranks are threads here; tests/unit/distributed/test_ranks.py has them as processes.
+They divide heads, recurrent state and experts. Ranks are threads here, but for one test;
+tests/unit/distributed/test_ranks.py has them as processes.
 """
 
 from __future__ import annotations
@@ -13,80 +14,105 @@ import torch
 from helpers.checkpoints import (
     eagle1_tensors,
     head_tensors,
+    write_checkpoint,
     write_eagle1,
     write_llama,
     write_safeailab,
 )
 from helpers.gguf_files import write_gguf
+from helpers.harness import request, requests_of
+from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
+from helpers.nemotron import write_nemotron
 from helpers.recorded import RecordedLogits
 from helpers.thread_ranks import engine_over_threads
-from helpers.two_ranks import VOCAB, answer, config_of, drive, requests
+from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
+from sametoken.scheduler import kept_states
 
 SIZES = {
     "vocab_size": VOCAB,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "intermediate_size": 32,
     "max_position_embeddings": 256,
 }
+LLAMA = SIZES | {"num_hidden_layers": 4, "intermediate_size": 32}
+HYBRID = SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+DRAFTS = {
+    "plain": None,
+    "ngram": NGRAM,
+    "long": NGRAM | {"num_speculative_tokens": 8, "draft_limits": "fixed"},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+KINDS = ("llama", "dense", "experts", "nemotron")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    one_layer = SIZES | {"num_hidden_layers": 1}
-    headless = head_tensors(full_vocab=True, **SIZES)
+    one_layer = LLAMA | {"num_hidden_layers": 1}
+    headless = head_tensors(full_vocab=True, **LLAMA)
     del headless["lm_head.weight"]
+    dense, twin = hybrid_config("qwen3_5", **HYBRID), twin_config(**HYBRID)
+    experts = hybrid_config("qwen3_next", **HYBRID)
     return {
-        "target": write_llama(folder / "target", **SIZES),
-        "other": write_llama(folder / "other", seed=9, **SIZES),
-        "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**SIZES), **one_layer),
-        "eagle3": write_safeailab(folder / "eagle3", head_tensors(**SIZES), **one_layer),
+        "llama": write_llama(folder / "llama", **LLAMA),
+        "other": write_llama(folder / "other", seed=9, **LLAMA),
+        "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**LLAMA), **one_layer),
+        "eagle3": write_safeailab(folder / "eagle3", head_tensors(**LLAMA), **one_layer),
         "headless": write_safeailab(folder / "headless", headless, **one_layer),
+        "dense": write_checkpoint(folder / "dense", dense, hybrid_tensors(dense, seed=4)),
+        "experts": write_checkpoint(
+            folder / "experts", experts, merged_experts(hybrid_tensors(experts, seed=3))
+        ),
+        "twin": write_checkpoint(folder / "twin", twin, twin_tensors(twin, seed=6)),
+        "nemotron": write_nemotron(folder / "nemotron", seed=4, moe_latent_size=6, **SIZES),
     }
 
 
-def speculation(files, method):
+def speculation(files, method, kind="llama"):
     if method in ("self", "other"):
-        path = files["target" if method == "self" else "other"]
+        path = files[kind if method == "self" else "other"]
         return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
     if method in ("eagle", "eagle3", "headless"):
         name = "eagle" if method == "eagle" else "eagle3"
         return {"method": name, "model": str(files[method]), "num_speculative_tokens": 2}
-    if method == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    return None
+    return DRAFTS[method]
 
 
 @pytest.fixture(scope="module")
-def truth(files):
+def truths(files):
     """Every request alone in its batch, plainly."""
-    return answer(files["target"], max_num_seqs=1)
+    return {kind: answer(files[kind], max_num_seqs=1) for kind in KINDS}
 
 
 @pytest.mark.parametrize(
-    ("method", "steps_in_flight", "max_num_seqs", "chunk"),
+    ("kind", "method", "steps_in_flight", "max_num_seqs", "chunk"),
     [
-        ("plain", 1, 6, 64),
-        ("plain", 3, 3, 16),
-        ("ngram", 2, 6, 32),
-        ("self", 3, 6, 16),
-        ("other", 2, 4, 32),
-        ("eagle3", 1, 6, 16),
-        ("eagle", 2, 3, 64),
+        ("llama", "plain", 1, 6, 64),
+        ("llama", "plain", 3, 3, 16),
+        ("llama", "ngram", 2, 6, 32),
+        ("llama", "self", 3, 6, 16),
+        ("llama", "other", 2, 4, 32),
+        ("llama", "eagle3", 1, 6, 16),
+        ("llama", "eagle", 2, 3, 64),
+        ("dense", "plain", 3, 3, 16),
+        ("experts", "long", 1, 2, 16),
+        ("dense", "mtp", 2, 6, 64),
+        ("experts", "self", 2, 4, 32),
+        ("nemotron", "long", 2, 6, 32),
+        ("nemotron", "mtp", 3, 3, 16),
     ],
 )
-def test_the_same_tokens(files, truth, method, steps_in_flight, max_num_seqs, chunk):
+def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_seqs, chunk):
     answers = answer(
-        files["target"],
-        speculation(files, method),
+        files[kind],
+        speculation(files, method, kind),
         steps_in_flight=steps_in_flight,
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=chunk,
     )
-    assert answers == truth
+    assert answers == truths[kind]
     assert (answers.offered > 0) == (method != "plain")
 
 
@@ -96,9 +122,8 @@ def test_the_same_tokens_of_a_gguf_file_in_its_bits(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", name, **sizes)
     packed = partial(answer, path, load_format="gguf-packed")
     wanted = packed(max_num_seqs=1)
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     for speculation, steps_in_flight, max_num_seqs, chunk in (
-        (drafts, 2, 6, 32),
+        (NGRAM, 2, 6, 32),
         (None, 3, 3, 16),
     ):
         answers = packed(
@@ -111,37 +136,93 @@ def test_the_same_tokens_of_a_gguf_file_in_its_bits(tmp_path, name):
         assert (answers.offered > 0) == (speculation is not None)
 
 
-def test_scarce_memory_and_preemption_change_nothing(files, truth):
-    drafts = speculation(files, "self")
-    config = config_of(files["target"], drafts, num_kv_blocks=10, max_num_seqs=6)
+@pytest.mark.parametrize(
+    ("kind", "method", "num_kv_blocks"), [("llama", "self", 10), ("experts", "mtp", 9)]
+)
+def test_scarce_memory_and_preemption_change_nothing(files, truths, kind, method, num_kv_blocks):
+    drafts = speculation(files, method, kind)
+    config = config_of(files[kind], drafts, num_kv_blocks=num_kv_blocks, max_num_seqs=6)
     with engine_over_threads(config) as (core, _):
-        assert drive(core) == truth
+        assert drive(core) == truths[kind]
         assert core._runner.num_swaps
 
 
-def test_a_drafter_that_is_the_target_is_always_right(files):
+@pytest.mark.parametrize("kind", ["llama", "dense", "experts"])
+def test_a_drafter_that_is_the_target_is_always_right(files, kind):
     """It runs whole on rank 0, so its logits differ by rounding alone."""
     plain = [item for item in requests() if item.params.top_p == 1]
-    answers = answer(files["target"], speculation(files, "self"), plain)
+    answers = answer(files[kind], speculation(files, "self", kind), plain)
     assert answers.accepted == answers.offered > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "headless"])
-def test_a_head_is_right_as_often_as_with_one_rank(files, method):
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *(("llama", method) for method in ("eagle", "eagle3", "headless")),
+        *((kind, "mtp") for kind in ("dense", "experts")),
+    ],
+)
+def test_a_head_is_right_as_often_as_with_one_rank(files, kind, method):
     """It runs whole on rank 0, and shares what the target has divided."""
-    options = speculation(files, method), list(requests())
-    two = answer(files["target"], *options)
-    one = answer(files["target"], *options, tensor_parallel_size=1)
+    drafts = speculation(files, method)
+    two = answer(files[kind], drafts)
+    one = answer(files[kind], drafts, tensor_parallel_size=1)
     assert [tokens for tokens, _ in two.values()] == [tokens for tokens, _ in one.values()]
     assert (two.offered, two.accepted) == (one.offered, one.accepted)
     assert two.accepted > 0
+
+
+def test_a_module_that_is_its_target_s_twin_is_always_right(files):
+    """Token 0 begins every prompt; every other request is sampled."""
+    prompts = [(0, *range(i, i + length)) for i, length in enumerate((1, 15, 16, 31, 33))]
+    items = requests_of(prompts, MAX_TOKENS, 0.0, 0.9)
+    plain = answer(files["twin"], None, items, max_num_seqs=1)
+    answers = answer(files["twin"], DRAFTS["mtp"], items, steps_in_flight=3)
+    assert answers == plain
+    assert answers.accepted == answers.offered > 0
+
+
+@pytest.mark.parametrize("method", ["long", "mtp"])
+def test_every_rank_starts_from_states_that_it_kept(files, method, monkeypatch):
+    """Inside the windows of an answer, from which the next prompt goes on."""
+    monkeypatch.setattr(kept_states, "INTERVAL", 1)
+    prompt, cold = (*range(41),), {"max_num_seqs": 1, "enable_prefix_caching": False}
+    options = {"steps_in_flight": 2, "max_num_seqs": 2}
+    with engine_over_threads(config_of(files["dense"], DRAFTS[method], **options)) as (core, _):
+        for num_hits in (0, 48, 48 + 64):
+            items = [request(f"r{num_hits}", prompt, MAX_TOKENS)]
+            answers = drive(core, items)
+            assert answers == answer(files["dense"], None, items, **cold)
+            assert core.scheduler.prefix_cache_hits == num_hits
+            ((tokens, _),) = answers.values()
+            prompt = (*prompt, *tokens, 3, 4)
+
+
+def test_processes_say_the_same(files, truths):
+    core = build_engine(config_of(files["experts"], DRAFTS["mtp"], steps_in_flight=2))
+    answers = drive(core)
+    assert answers == truths["experts"]
+    assert answers.accepted > 0
+
+
+def test_each_rank_has_its_heads_state_and_no_more(files):
+    one = build_engine(config_of(files["dense"], DRAFTS["long"], tensor_parallel_size=1)).resolved
+    with engine_over_threads(config_of(files["dense"], DRAFTS["long"])) as (core, _):
+        assert 2 * core.resolved.recurrent_bytes == one.recurrent_bytes > 0
+        slots = core._runner._inner.step.kv.slots
+        assert sum(memory.nbytes for memory in slots) == core.resolved.recurrent_bytes
+        assert core.resolved.num_kv_blocks >= one.num_kv_blocks
+        kv, whole = core.resolved.request_memory, one.request_memory
+        assert 2 * kv.kv_per_token == whole.kv_per_token
+        assert 2 * kv.recurrent_state == whole.recurrent_state
+        assert 2 * kv.pending == whole.pending > 0
 
 
 def test_logits_are_near_those_of_one_rank_and_not_the_same(files):
     """The degree is part of the arithmetic: the law holds for each by itself."""
     rows = {}
     for size in (1, 2):
-        config = config_of(files["target"], tensor_parallel_size=size)
+        config = config_of(files["llama"], tensor_parallel_size=size)
         found = rows[size] = {}
         record = partial(_recorded, found)
         if size == 1:

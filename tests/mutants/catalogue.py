@@ -922,7 +922,7 @@ def drafts_of_an_earlier_step_are_offered_near_the_end(patch: pytest.MonkeyPatch
     patch.setattr(EagleDrafter, "propose", mutant)
 
 
-@mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")
+@mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[llama-self-3-6-16]", "tokens")
 def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     propose = SharedDrafter.propose
 
@@ -935,7 +935,7 @@ def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedDrafter, "propose", mutant)
 
 
-@mutant("rank-commits-a-token-of-its-own", LAW, f"{TWO_RANKS}[ngram-2-6-32]", "tokens")
+@mutant("rank-commits-a-token-of-its-own", LAW, f"{TWO_RANKS}[llama-ngram-2-6-32]", "tokens")
 def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
 

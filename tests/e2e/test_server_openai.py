@@ -314,16 +314,6 @@ def test_errors_as_the_client_knows_them(client, request_body, error, stream):
     assert caught.value.body["type"].endswith("_error")
 
 
-def test_half_a_character_is_the_client_s_error_wherever_it_stands(client, server):
-    half = json.dumps("\ud800")
-    for field in ("prompt", "stop", "guided_regex", "guided_json", "bad_words"):
-        value = f"[{half}]" if field == "bad_words" else half
-        body = f'{{"prompt": "x", "max_tokens": 2, "{field}": {value}}}'
-        headers = {"Content-Type": "application/json"}
-        found = client._client.post(f"{server.url}/v1/completions", content=body, headers=headers)
-        assert found.status_code == 400, (field, found.text)
-
-
 def test_models_and_tokens(client, server, offline):
     assert [one.id for one in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 1024

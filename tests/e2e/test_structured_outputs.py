@@ -27,6 +27,7 @@ JSON = StructuredOutputs(json_schema=json.dumps(SCHEMA))
 REGEX = StructuredOutputs(regex="(ab|cd){2,4}-[0-9]{1,3}")
 GRAMMAR = StructuredOutputs(grammar='root ::= "(" root ")" | [a-z]{1,6} | "10"')
 WORD = StructuredOutputs(regex="[a-z]{3,20}")
+EITHER = StructuredOutputs(regex=REGEX.regex, free_after="<c>")
 CHOICE = StructuredOutputs(choice=("yes", "no", 'a "quoted" one'))
 FEW_SPACES = dict.fromkeys(map(token, (" ", "Ċ", "č", "ĉ")), -3.0)
 #: A form and parameters. Seeds are all different: with the prompt they name a request's truth.
@@ -39,6 +40,8 @@ CASES = (
     (GRAMMAR, {"seed": 5, "logit_bias": {token("("): 2.0}, "temperature": 0.8, "top_p": 0.8}),
     (CHOICE, {"seed": 6, "logprobs": 2}),
     (JSON, {"seed": 7, "presence_penalty": 0.3, "min_p": 0.01, "logit_bias": FEW_SPACES}),
+    (EITHER, {"seed": 8, "temperature": 1.0}),
+    (EITHER, {"seed": 9, "temperature": 1.0, "logit_bias": {token("<"): 9.0, EOS: 5.0}}),
 )
 PROMPTS = ((40, 41, 42, 43, 44, 45, 46, 47, 48), (40, 41, 42, 43, 44, 45, 46, 47, 11))
 LONGEST = 60
@@ -110,6 +113,8 @@ def is_of_form(text: str, structured: StructuredOutputs) -> bool:
         )
     if structured is REGEX:
         return re.fullmatch(structured.regex, text) is not None
+    if structured is EITHER:
+        return is_of_form(text, REGEX) or text.startswith("<c>")
     if structured is CHOICE:
         return text in structured.choice
     if structured is WORD:
@@ -159,6 +164,13 @@ def test_every_answer_is_of_its_form_and_then_only_eos_follows():
         end = tokens.index(EOS)
         assert is_of_form(text_of(tokens), CASES[case][0])
         assert set(tokens[end:]) == {EOS}
+
+
+def test_both_kinds_of_answers_come_where_either_may():
+    answer, free = (text_of(truths()[case]) for case in (8, 9))
+    assert is_of_form(answer, REGEX)
+    assert free.startswith("<c>")
+    assert len(free) > len("<c>") + 5
 
 
 def test_preemption_keeps_the_place_in_the_grammar():

@@ -135,6 +135,8 @@ class StructuredOutputs:
         regex: a regular expression that the whole text matches.
         grammar: a GBNF grammar whose rule ``root`` derives the whole text.
         choice: the allowed completions.
+        free_after: a mark; a text that begins with it matches too, whatever follows. None if every
+            text is of the kind.
         reasoning: what may stand before the text; None if the text begins with the first token.
 
     Raises:
@@ -147,6 +149,7 @@ class StructuredOutputs:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     reasoning: Reasoning | None = None
+    free_after: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -156,6 +159,9 @@ class StructuredOutputs:
         if not isinstance(self.reasoning, Reasoning | None):
             cause = f"structured_outputs reasoning={shown(self.reasoning)} is not possible"
             raise RequestError(cause, "use Reasoning or leave it out", param=PARAM)
+        if self.free_after is not None and not _is_text(self.free_after):
+            cause = f"structured_outputs free_after={shown(self.free_after)} is not possible"
+            raise RequestError(cause, "use a non-empty string or leave it out", param=PARAM)
         names = [name for name in _FORMS if self._is_set(name)]
         if len(names) != 1:
             found = " and ".join(names) or "nothing"

@@ -41,6 +41,9 @@ def test_a_schema_may_be_a_dict():
         ({"choice": ()}, "choice="),
         ({"choice": ("a", "")}, "choice="),
         ({"choice": "ab"}, "choice='ab'"),
+        ({"regex": "a", "free_after": ""}, "free_after=''"),
+        ({"regex": "a", "free_after": 5}, "free_after=5"),
+        ({"free_after": "a"}, "sets nothing"),
     ],
 )
 def test_anything_else_is_refused_with_a_remedy(fields, cause):

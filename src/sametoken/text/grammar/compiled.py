@@ -197,15 +197,27 @@ class CompiledGrammars:
 
 
 def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
-    compiler = vocabulary.compiler
+    import xgrammar
+
     try:
-        if source.kind in ("json_schema", "json_object"):
-            return compiler.compile_grammar(_grammar_of_schema(compilable(source.text)))
-        if source.kind == "regex":
-            return compiler.compile_regex(plain_regex(source.text))
-        return compiler.compile_grammar(source.text)
+        grammar = _grammar_of(source)
+        if source.free_after is not None:
+            free = xgrammar.Grammar.from_ebnf(f"{_one_of((source.free_after,))} {_ANY_TEXT}")
+            grammar = xgrammar.Grammar.union(grammar, free)
+        return vocabulary.compiler.compile_grammar(grammar)
     except (RuntimeError, ValueError) as error:
         raise not_valid(source.kind, error) from error
+
+
+def _grammar_of(source: GrammarSource) -> xgrammar.Grammar:
+    """The grammar of a source's own kind."""
+    import xgrammar
+
+    if source.kind in ("json_schema", "json_object"):
+        return _grammar_of_schema(compilable(source.text))
+    if source.kind == "regex":
+        return xgrammar.Grammar.from_regex(plain_regex(source.text))
+    return xgrammar.Grammar.from_ebnf(source.text)
 
 
 def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
@@ -239,6 +251,7 @@ MAX_CHARACTERS = 2**16
 MAX_NESTING = 200
 
 _ANY_OBJECT = '{"type": "object"}'
+_ANY_TEXT = r"[\u0000-\U0010ffff]*"
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -249,10 +262,12 @@ class GrammarSource:
     Attributes:
         kind: the field of ``StructuredOutputs``.
         text: a JSON schema, a regular expression, or a grammar in GBNF form.
+        free_after: as in ``StructuredOutputs``.
     """
 
     kind: str
     text: str
+    free_after: str | None = None
 
     @classmethod
     def of(cls, structured: StructuredOutputs) -> GrammarSource:
@@ -265,11 +280,11 @@ class GrammarSource:
         texts = (_ANY_OBJECT,) if structured.json_object else getattr(structured, kind)
         texts = (texts,) if isinstance(texts, str) else texts
         # Before any work on them.
-        _require_short(kind, sum(map(len, texts)))
+        _require_short(kind, sum(map(len, (*texts, structured.free_after or ""))))
         text = _one_of(texts) if kind == "choice" else texts[0]
         _require_short(kind, len(text))
         _require_shallow(kind, text)
-        return cls(kind, text)
+        return cls(kind, text, structured.free_after)
 
 
 def _one_of(texts: tuple[str, ...]) -> str:

@@ -119,6 +119,11 @@ class XGrammar:
         import xgrammar
 
         kind = self.source.kind
+        if self.source.free_after is not None:
+            # With the mark, a kind that matches nothing would go unnoticed.
+            XGrammar(replace(self.source, free_after=None), self.vocabulary, self._store).validate()
+            self.prepare()
+            return
         try:
             for pattern in _checked_patterns(self.source):
                 # Within a schema, the compiler ignores what it does not support in a pattern.

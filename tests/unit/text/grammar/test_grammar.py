@@ -198,6 +198,36 @@ def test_white_space_between_elements_is_bounded(compiler, tokenizer):
     assert not accepts(grammar, tokenizer, "{" + " " * (MAX_WHITESPACE + 1) + "}")
 
 
+MARK = '<c\\"\n>'
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"json_object": True}, json.dumps({"a": MARK})),
+        ({"json_schema": '{"enum": ["the", 1]}'}, '"the"'),
+        ({"regex": "(the|a<c>)+"}, "thea<c>"),
+        ({"grammar": 'root ::= "(" root ")" | "the"'}, "((the))"),
+        ({"choice": ("cat", "<c>")}, "<c>"),
+    ],
+)
+def test_a_text_of_the_kind_or_any_after_the_mark(fields, right, compiler, tokenizer, vocab_size):
+    plain = compiler.compile(StructuredOutputs(**fields))
+    either = compiler.compile(StructuredOutputs(**fields, free_after=MARK))
+    assert accepts(plain, tokenizer, right)
+    for grammar in (either, pickle.loads(pickle.dumps(either))):
+        for text in (right, MARK, f"{MARK}\x00 é🎉\n</c>{MARK}{right}"):
+            assert accepts(grammar, tokenizer, text), text
+        for text in ("", MARK[:-1], f" {MARK}", f"{right}{MARK}", f"x{right}", right[:-1]):
+            assert not accepts(grammar, tokenizer, text), text
+    assert not accepts(plain, tokenizer, MARK)
+    matcher = either.new_matcher()
+    assert EOS not in allowed(matcher, vocab_size)
+    for token_id in tokenizer.encode(MARK, add_special_tokens=False):
+        assert matcher.accept(token_id)
+    assert {EOS, SECOND_EOS, *tokenizer.encode("the cat 10 {")} <= allowed(matcher, vocab_size)
+
+
 def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     structured = StructuredOutputs(regex="once")
     kept = compiler.compile(structured)
@@ -229,6 +259,9 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
         ({"grammar": "root ::= x"}, 'grammar is not valid: .*"x" is not defined'),
         ({"grammar": 'a ::= "b"'}, "grammar is not valid: .*root"),
         ({"grammar": "root ::= root"}, "no text matches"),
+        ({"grammar": "root ::= root", "free_after": MARK}, "no text matches"),
+        ({"regex": "a^b", "free_after": MARK}, "has the anchor"),
+        ({"regex": "a", "free_after": "a" * MAX_CHARACTERS}, f"above {MAX_CHARACTERS}"),
         ({"json_schema": '{"type": "strin"}'}, "json_schema is not valid: .*strin"),
         ({"json_schema": '{"not": {}}'}, "not is not supported"),
         ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "has the lookahead"),

@@ -13,7 +13,7 @@ import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from helpers.chat_model import SCHEMA, write_chat_model
+from helpers.chat_model import SCHEMA, byte_tokenizer, write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 from sametoken.errors import RequestError
@@ -271,6 +271,31 @@ def test_structured_answers(client, k):
         model="tiny", prompt=PROMPT, seed=1, extra_body=extra | {"guided_regex": "(ab|cd){3}"}
     )
     assert re.fullmatch("(ab|cd){3}", found.choices[0].text)
+
+
+def test_a_call_or_an_answer_of_the_format(client):
+    """A random model writes no call, only its mark, which this helps along or hinders."""
+    mark = byte_tokenizer().token_to_id("<")
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    request = {"model": "tiny", "messages": USER, "seed": 1, "tools": [ADD], "max_tokens": 150}
+    for bias in (-9.0, 9.0):
+        request |= {"response_format": form, "logit_bias": {str(mark): bias}}
+        drafted, plain = (
+            client.chat.completions.create(
+                **request, extra_body={"speculative": {"num_speculative_tokens": k}}
+            )
+            for k in (6, 0)
+        )
+        (choice,) = drafted.choices
+        assert choice == plain.choices[0]
+        if bias < 0:
+            assert set(json.loads(choice.message.content)) == {"name", "old"}
+            assert choice.finish_reason == "stop"
+        else:
+            assert choice.message.content.startswith("<tool_call>")
+        stream = client.chat.completions.create(**request, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "".join(pieces) == choice.message.content
 
 
 def test_forced_tool_calls(client):

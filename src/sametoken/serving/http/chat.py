@@ -94,11 +94,11 @@ async def begin_chat(
 
 
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
-    parser = served.tool_parser(request.tools) if request.tools else None
-    use = tool_use(request, structured_outputs(request), parser)
+    syntax = served.call_syntax(request.tools) if request.tools and request.may_call else None
+    use = tool_use(request, structured_outputs(request), syntax)
     _, reasoning = served.parsers
     params = chat_params(request, served.defaults, use.structured)
-    if parser is not None and use.parser is parser:
+    if syntax is not None:
         params = served.with_calls(params)
     return replace(use, reasoning=reasoning), params
 

@@ -30,11 +30,11 @@ from sametoken.serving.http.parsed import (
 )
 from sametoken.types.structured_outputs import Reasoning
 
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_START, CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 #: Marks that end an answer.
 ENDS = ("<|return|>", "<|call|>")
 _ENDS = ("<|end|>", *ENDS)
-MARKS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+MARKS = (_START, CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
 #: A chat template with this text writes harmony.
 TEMPLATE_MARK = "<|channel|>analysis"
 
@@ -144,7 +144,7 @@ def before_final(prompt: str, encode: Encode) -> Reasoning | None:
     """What comes before a message in channel final, as ``ReasoningForm.before_content``."""
     begun = _begun(prompt)
     is_message = begun.endswith(_MESSAGE)
-    ids = [encode(mark) for mark in (_START, _CHANNEL, _MESSAGE)]
+    ids = [encode(mark) for mark in (_START, CHANNEL, _MESSAGE)]
     if any(len(one) != 1 for one in ids) or (is_message and _channel_in(begun) == _FINAL):
         return None
     start, channel, (message,) = ids
@@ -183,13 +183,13 @@ class _Reader:
     def read_mark(self, found: re.Match[str]) -> None:
         """Read a mark."""
         mark, header = found[0], self._header
-        begins = mark == _START or (mark == _CHANNEL and not self._takes_channel(found.start()))
+        begins = mark == _START or (mark == CHANNEL and not self._takes_channel(found.start()))
         if begins or mark in _ENDS:
             if header is not None:
                 self._end_header(header, found.start(), _CUT)
             self._turn_to("content")
             # A channel belongs to its header; the other marks do not.
-            self._header = found.start() if mark == _CHANNEL else found.end() if begins else None
+            self._header = found.start() if mark == CHANNEL else found.end() if begins else None
         elif mark == _MESSAGE and header is not None:
             self._end_header(header, found.start(), _WHOLE)
             self._turn_to(self._destination(self._whole[header : found.start()]))
@@ -216,7 +216,7 @@ class _Reader:
         """Whether a channel at ``end`` belongs to the header before it."""
         start = self._header
         is_header = start is not None and self._fits(start, end, _CUT)
-        return is_header and self._whole.find(_CHANNEL, start, end) < 0
+        return is_header and self._whole.find(CHANNEL, start, end) < 0
 
     def _fits(self, start: int, end: int, form: re.Pattern[str]) -> bool:
         return end - start <= _MAX_HEADER and bool(form.fullmatch(self._whole, start, end))

@@ -205,6 +205,17 @@ def _with_first_calls(parts: Iterable[Part], most: int) -> tuple[list[Part], int
     return found, most
 
 
+def call_or_text(parser: Parser, mark: str) -> Parser:
+    """The parser where an answer begins with a mark; any other is text, whatever it holds."""
+
+    def parse(text: str, finished: bool) -> Parsed:
+        if not finished and mark.startswith(text):
+            return Parsed("")
+        return (parser if text.startswith(mark) else parse_nothing)(text, finished)
+
+    return parse
+
+
 def num_safe(text: str, *marks: str) -> int:
     """Number of leading characters that cannot be part of a mark begun at the text's end."""
     longest = max(map(len, marks))

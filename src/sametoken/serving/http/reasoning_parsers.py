@@ -65,7 +65,8 @@ class ReasoningForm(Protocol):
             prompt: of the answers.
             content: the parser of the content.
             shows_marks: whether marks without a meaning are shown.
-            is_constrained: whether a grammar of the content begins after ``before_content``.
+            is_constrained: whether all content is a grammar's, which begins after
+                ``before_content``.
         """
         ...
 

@@ -362,6 +362,11 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool = True
 
     @property
+    def may_call(self) -> bool:
+        """Whether the model decides about calls."""
+        return self.tool_choice in (None, "auto")
+
+    @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a call of a tool."""
         return self.tool_choice not in (None, "none", "auto")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import shown
-from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.config import OPENAI, ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
 from sametoken.serving.http.logprobs import LogprobsForm, chat_logprobs, positions
@@ -26,7 +26,13 @@ from sametoken.serving.http.reasoning_parsers import (
 from sametoken.serving.http.responses import ChatLogprobs, ModelCard
 from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
-from sametoken.serving.http.tool_parsers import CALL_MARKS, TOOL_PARSERS, parser_of_template
+from sametoken.serving.http.tool_parsers import (
+    CALL_MARKS,
+    FIRST_MARKS,
+    TOOL_PARSERS,
+    CallSyntax,
+    parser_of_template,
+)
 from sametoken.serving.http.tools import template_messages
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
@@ -199,13 +205,22 @@ class Served:
         template = str(self.engine.get_tokenizer().hf.chat_template or "")
         return self.config.parsers(parser_of_template(template))
 
-    def tool_parser(self, tools: Sequence[Tool]) -> Parser | None:
-        """The parser for the model's calls of these tools, if there is one."""
+    def call_syntax(self, tools: Sequence[Tool]) -> CallSyntax | None:
+        """How the model writes calls of these tools, if that is known."""
         name, _ = self.parsers
         if name is None:
             return None
         functions = [tool.function for tool in tools]
-        return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
+        parser = TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
+        mark = FIRST_MARKS.get(name)
+        if mark is None:
+            return CallSyntax(parser)
+        tokenizer = self.engine.get_tokenizer()
+        # No grammar has special tokens. Harmony's come before its text; others never could.
+        is_special = tokenizer.backend.token_to_id(mark) in tokenizer.special_ids
+        is_before = name == OPENAI and not self.config.constrains_reasoning
+        possible = mark if is_special == is_before else None
+        return CallSyntax(parser, possible, is_constrained=not is_before)
 
     def with_calls(self, params: SamplingParams) -> SamplingParams:
         """Parameters of an answer in which calls are looked for."""
@@ -237,7 +252,7 @@ class Served:
             prompt,
             content,
             shows_marks=not params.skip_special_tokens,
-            is_constrained=structured is not None,
+            is_constrained=structured is not None and structured.free_after is None,
         )
         params = replace(params, structured_outputs=structured)
         return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser

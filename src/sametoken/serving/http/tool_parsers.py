@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from sametoken.serving.http.harmony import TEMPLATE_MARK, parse_harmony
+from sametoken.serving.http.harmony import CHANNEL, TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_spans import (
     Member,
     ObjectSpan,
@@ -41,6 +41,21 @@ from sametoken.serving.http.parsed import (
     parsed_of,
 )
 from sametoken.serving.http.schema_types import STRING, parameter_types, types_of_value
+
+
+class CallSyntax(NamedTuple):
+    """How a model writes calls.
+
+    Attributes:
+        parser: of answers with calls.
+        mark: what begins an answer of calls, where other answers may have a constraint; None if
+            none may.
+        is_constrained: whether the mark is in what a grammar constrains.
+    """
+
+    parser: Parser
+    mark: str | None = None
+    is_constrained: bool = True
 
 
 class _Syntax(NamedTuple):
@@ -196,6 +211,8 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
     "openai": lambda _: parse_harmony,
     "qwen3_coder": qwen3_coder_parser,
 }
+#: What a call begins with, by the values of ``--tool-call-parser``. Llama's calls are mere JSON.
+FIRST_MARKS: Mapping[str, str] = {"hermes": _START, "openai": CHANNEL, "qwen3_coder": _START}
 
 
 def parser_of_template(template: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sametoken.engine.user_inputs import content_text
@@ -11,7 +11,7 @@ from sametoken.errors import shown
 from sametoken.serving.http.body import require_bounded
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.params import json_schema
-from sametoken.serving.http.parsed import Parser, parse_nothing
+from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
 from sametoken.serving.http.schemas import (
     ChatRequest,
     Message,
@@ -19,7 +19,7 @@ from sametoken.serving.http.schemas import (
     NamedTool,
     Tool,
 )
-from sametoken.serving.http.tool_parsers import named_parser, parse_required
+from sametoken.serving.http.tool_parsers import CallSyntax, named_parser, parse_required
 from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Where templates read an earlier message's reasoning: gpt-oss's the last, Qwen's the second.
@@ -48,14 +48,14 @@ class ToolUse:
 
 
 def tool_use(
-    request: ChatRequest, structured: StructuredOutputs | None, parser: Parser | None
+    request: ChatRequest, structured: StructuredOutputs | None, syntax: CallSyntax | None
 ) -> ToolUse:
     """Resolve a request's ``tools`` and ``tool_choice``.
 
     Args:
         request: the request.
         structured: the request's own constraint.
-        parser: for the model's syntax of tool calls, if it is known.
+        syntax: of the model's calls, if it is known and the model decides about them.
 
     Raises:
         ApiError: the choice is impossible or contradicts something else.
@@ -70,26 +70,46 @@ def tool_use(
     tools = template_tools(request.tools)
     if choice == "none":
         return ToolUse(tools, parse_nothing, structured)
+    if request.may_call:
+        return _call_or_form(tools, structured, syntax)
     # A response_format is that of texts, and a forced call is none.
-    if structured is not None and not (request.forces_call and request.formats_text):
+    if structured is not None and not request.formats_text:
         raise invalid(
-            "structured outputs and tools contradict each other. Send one of them, or "
-            'tool_choice "none"; response_format also goes with "required" or a named function',
+            "structured outputs and a forced call contradict each other. Send one of them, or "
+            "response_format, which a call leaves aside",
             "tool_choice",
         )
     if isinstance(choice, NamedTool):
         chosen = _named(request.tools, choice.function.name)
         form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
-    if choice == "required":
-        return ToolUse(tools, parse_required, json_schema(_any_call(request)))
-    if parser is None:
+    return ToolUse(tools, parse_required, json_schema(_any_call(request)))
+
+
+def _call_or_form(
+    tools: list[dict[str, Any]],
+    structured: StructuredOutputs | None,
+    syntax: CallSyntax | None,
+) -> ToolUse:
+    """The use of tools that the model may call instead of an answer under the constraint."""
+    if syntax is None:
         raise invalid(
             "the syntax of this model's tool calls is not known. Start the server with "
             '--tool-call-parser, or use tool_choice "required"',
             "tools",
         )
-    return ToolUse(tools, parser, None)
+    if structured is None:
+        return ToolUse(tools, syntax.parser, None)
+    if syntax.mark is None:
+        raise invalid(
+            "structured outputs and tools that the model may call go together only if a grammar "
+            "can tell its calls from other answers, which is not so on this server. Send one of "
+            'them, or tool_choice "none"; response_format also goes with "required" or a named '
+            "function",
+            "tool_choice",
+        )
+    structured = replace(structured, free_after=syntax.mark if syntax.is_constrained else None)
+    return ToolUse(tools, call_or_text(syntax.parser, syntax.mark), structured)
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -139,6 +139,113 @@ def test_without_parallel_calls_the_first_is_the_only_one(serve):
         assert {call["index"] for one in deltas for call in one.get("tool_calls") or []} == {0}
 
 
+FORM = {"tools": [ADD], "response_format": {"type": "json_object"}}
+#: An answer of the form with what looks like a call of each syntax.
+NO_CALL = '{"a": "<tool_call><function=add></function></tool_call> <|channel|>"}'
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+ADDED = [("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("server", [{}, {"reasoning_parser": "deepseek_r1"}])
+@pytest.mark.parametrize(
+    ("syntax", "said", "content", "calls"),
+    [
+        ("hermes", NO_CALL, NO_CALL, []),
+        ("hermes", CALL, None, ADDED),
+        ("hermes", f"{CALL}\n{CALL} bye", " bye", [*ADDED, *ADDED]),
+        ("hermes", "<tool_call>x", "<tool_call>x", []),
+        ("qwen3_coder", NO_CALL, NO_CALL, []),
+        ("qwen3_coder", XML, None, [("add", '{"a": "1"}')]),
+    ],
+)
+def test_an_answer_is_of_its_format_or_calls(serve, server, syntax, said, content, calls):
+    reasoned = "hm</think>" if server else ""
+    engine = thinking(reasoned + said)
+    server = server | {"tool_call_parser": syntax}
+    for more in ({}, {"n": 2, "tool_choice": "auto"}, {"logprobs": True, "return_token_ids": True}):
+        whole, chunks = both(serve, engine, server, **FORM, **more)
+        structured = engine.seen[-1][1].structured_outputs
+        assert (structured.json_object, structured.free_after) == (True, "<tool_call>")
+        assert (structured.reasoning is not None) == bool(server.get("reasoning_parser"))
+        found = merged_chat(chunks)
+        for choice in whole["choices"]:
+            message, streamed = choice["message"], found[choice["index"]]
+            assert (message["content"], calls_of(message)) == (content, calls)
+            assert message.get("reasoning") == (reasoned.removesuffix("</think>") or None)
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            assert streamed["content"] == (content or "")
+            assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == calls
+            assert streamed["finish_reason"] == choice["finish_reason"]
+
+
+def test_one_call_or_an_answer_up_to_a_stop_string(serve):
+    one = FORM | {"parallel_tool_calls": False}
+    whole, chunks = both(serve, f"{CALL}\n{CALL}", **one)
+    assert calls_of(whole["choices"][0]["message"]) == ADDED
+    assert len(merged_chat(chunks)[0]["calls"]) == 1
+    whole, chunks = both(serve, CALL, **one, stop=["</tool_call>"])
+    assert calls_of(whole["choices"][0]["message"]) == ADDED
+    whole, chunks = both(serve, '{"a": "<tool_', **FORM, stop=["call"], max_tokens=200)
+    assert whole["choices"][0]["message"]["content"] == '{"a": "<tool_'
+    assert merged_chat(chunks)[0]["content"] == '{"a": "<tool_'
+
+
+def test_qwen_may_call_within_its_reasoning_instead_of_an_answer_of_the_format(serve):
+    server = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "qwen3_coder"}
+    whole, chunks = both(serve, thinking(f"hm {XML}"), server, **FORM)
+    assert calls_of(whole["choices"][0]["message"]) == [("add", '{"a": "1"}')]
+    assert merged_chat(chunks)[0]["reasoning"] == whole["choices"][0]["message"]["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>{{}}", "{}", []),
+        (f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|>', None, ADDED),
+        ("{}", "{}", []),
+    ],
+)
+def test_harmony_s_calls_are_outside_of_the_format(serve, said, content, calls):
+    engine = harmony(said)
+    whole, chunks = both(serve, engine, **FORM)
+    structured = engine.seen[-1][1].structured_outputs
+    assert structured.free_after is None
+    assert structured.reasoning is not None
+    (choice,) = whole["choices"]
+    message, streamed = choice["message"], merged_chat(chunks)[0]
+    assert (message["content"], calls_of(message)) == (content, calls)
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert (streamed["content"], len(streamed["calls"])) == (content or "", len(calls))
+
+
+def test_an_answer_continued_in_harmony_s_final_message_is_of_the_format(serve):
+    messages = [*USER, {"role": "assistant", "content": "{"}]
+    template = HARMONY.replace("<|message|>{{ message.content }}<|end|>", "{{ message.content }}")
+    engine = FakeEngine('"a": 1}', special=SPECIAL, template=template)
+    messages[1]["content"] = "<|channel|>final<|message|>{"
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    whole, chunks = both(serve, engine, messages=messages, **FORM, **more)
+    assert whole["choices"][0]["message"]["content"] == '"a": 1}'
+    assert merged_chat(chunks)[0]["content"] == '"a": 1}'
+
+
+def test_where_no_grammar_can_tell_calls_from_answers_both_are_refused(serve):
+    special = (*BYTES_SPECIAL, "<tool_call>", "</tool_call>")
+    at_once = {"structured_outputs_config": '{"enable_in_reasoning": true}'}
+    for engine, server in (
+        (FakeEngine(), {"tool_call_parser": "llama3_json"}),
+        (FakeEngine(special=special), {}),
+        (FakeEngine(special=special), {"tool_call_parser": "qwen3_coder"}),
+        (harmony(FINAL), at_once),
+    ):
+        answer = serve(engine, **server).post(
+            "/v1/chat/completions", json={"messages": USER} | FORM
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tool_choice")
+        assert 'tool_choice "none"' in error["message"]
+
+
 def test_content_is_null_beside_a_bare_call(serve):
     whole, _ = both(serve, CALL, tools=[ADD])
     assert whole["choices"][0]["message"]["content"] is None

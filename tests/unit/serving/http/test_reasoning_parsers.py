@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.harmony import MARKS
-from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
+from sametoken.serving.http.parsed import FoundCall, Parsed, call_or_text, parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
 from sametoken.serving.http.tool_parsers import (
     named_parser,
@@ -83,6 +83,7 @@ def test_harmony_s_calls_are_found_where_there_are_tools():
     assert found == Parsed("", (FoundCall("f", "{}"),))
 
 
+CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), parse_required)
 PIECES = (*MARKS, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "<function=f>")
 WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "arguments": {}}')
 
@@ -91,7 +92,7 @@ WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "ar
 @given(
     st.sampled_from(sorted(REASONING_FORMS)),
     st.sampled_from((PLAIN, OPENED, ENDED, HARMONY)),
-    st.sampled_from((parse_nothing, parse_hermes, qwen3_coder_parser({}), parse_required)),
+    st.sampled_from((*CONTENTS, *(call_or_text(one, "<tool_call>") for one in CONTENTS))),
     st.booleans(),
     st.lists(st.sampled_from((*PIECES, *WORDS)), max_size=10).map("".join),
 )

@@ -84,6 +84,7 @@ def text_of(item) -> str:
     return part.text
 
 
+FORMAT = {"text": {"format": {"type": "json_object"}}}
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 CASES = {
     "text": (TEXT, {}, {}),
@@ -93,6 +94,8 @@ CASES = {
     "only reasoning": ("<think>Let me", {"reasoning_parser": "deepseek_r1"}, {}),
     "call": (f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
     "calls": (CALL + CALL, {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
+    "a call or a format": (CALL, {}, {"tools": [ADD], **FORMAT}),
+    "a format or a call": ('{"a": "<tool_call>"}', {}, {"tools": [ADD], **FORMAT}),
     "text after a call": (
         f"Sure.\n{CALL}\nAnd{CALL} done",
         {"tool_call_parser": "hermes"},
@@ -291,6 +294,13 @@ def test_the_constraint_is_that_of_the_format(serve):
     assert engine.seen[-1][1].structured_outputs.json_object
     whole(serve, engine, text={"format": {"type": "text"}, "verbosity": "low"})
     assert engine.seen[-1][1].structured_outputs is None
+    (item,) = whole(serve, engine, tools=[ADD], **FORMAT).output
+    assert (item.type, text_of(item)) == ("message", '{"a": 1}')
+    assert engine.seen[-1][1].structured_outputs.free_after == "<tool_call>"
+    (item,) = whole(serve, CALL, tools=[ADD], **FORMAT).output
+    assert (item.type, item.arguments) == ("function_call", '{"a": 1}')
+    mere_json = post(serve, "never", {"tool_call_parser": "llama3_json"}, tools=[ADD], **FORMAT)
+    assert 'tool_choice "none"' in mere_json.json()["error"]["message"]
     forced = {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}
     (item,) = whole(serve, FakeEngine("{}"), **forced).output
     assert (item.type, item.name, item.arguments) == ("function_call", "add", "{}")
@@ -315,11 +325,6 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: Input should be"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
-        (
-            {"tools": [ADD], "text": {"format": {"type": "json_object"}}},
-            "tool_choice",
-            'tool_choice "none"',
-        ),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0.type"),

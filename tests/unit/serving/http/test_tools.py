@@ -10,7 +10,12 @@ from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.params import structured_outputs
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.schemas import ChatRequest
-from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
+from sametoken.serving.http.tool_parsers import (
+    CallSyntax,
+    parse_hermes,
+    parse_llama3_json,
+    parse_required,
+)
 from sametoken.serving.http.tools import template_messages, tool_use
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -26,9 +31,12 @@ JSON = {"type": "json_object"}
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-def use(parser=parse_hermes, **fields):
+HERMES = CallSyntax(parse_hermes, "<tool_call>")
+
+
+def use(syntax=HERMES, **fields):
     request = ChatRequest(messages=USER, **fields)
-    return tool_use(request, structured_outputs(request), parser)
+    return tool_use(request, structured_outputs(request), syntax)
 
 
 def test_without_tools_nothing_is_parsed():
@@ -37,7 +45,7 @@ def test_without_tools_nothing_is_parsed():
 
 
 def test_a_model_that_must_not_call_sees_the_tools():
-    found = use(tools=[ADD], tool_choice="none", parser=None)
+    found = use(tools=[ADD], tool_choice="none", syntax=None)
     assert (found.tools, found.parser, found.structured) == ([ADD], parse_nothing, None)
 
 
@@ -62,8 +70,26 @@ def test_auto_uses_the_model_s_own_syntax():
     assert found.structured is None
 
 
+MERE_JSON = CallSyntax(parse_llama3_json)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"response_format": JSON}, {"json_object": True}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ],
+)
+def test_a_model_may_call_instead_of_an_answer_of_the_form(choice, fields, kind):
+    asked = {"tools": [ADD], "tool_choice": choice} | fields
+    assert use(**asked).structured == StructuredOutputs(**kind, free_after="<tool_call>")
+    outside = CallSyntax(parse_hermes, "<tool_call>", is_constrained=False)
+    assert use(outside, **asked).structured == StructuredOutputs(**kind)
+
+
 def test_required_constrains_to_the_tools():
-    found = use(tools=[ADD, NOW], tool_choice="required", parser=None)
+    found = use(tools=[ADD, NOW], tool_choice="required", syntax=None)
     schema = json.loads(found.structured.json_schema)
     names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
     assert (schema["minItems"], names) == (1, ["add", "now"])
@@ -79,7 +105,7 @@ def test_one_call_alone_may_be_forced():
 
 
 def test_a_named_tool_constrains_to_its_parameters():
-    found = use(tools=[ADD, NOW], tool_choice=NAMED, parser=None)
+    found = use(tools=[ADD, NOW], tool_choice=NAMED, syntax=None)
     assert json.loads(found.structured.json_schema) == ADD["function"]["parameters"]
     assert not found.reports_calls
 
@@ -89,8 +115,8 @@ def test_a_named_tool_constrains_to_its_parameters():
     [
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [ADD], "response_format": JSON}, "tool_choice"),
-        ({"tools": [ADD], "tool_choice": "auto", "response_format": JSON}, "tool_choice"),
+        ({"tools": [ADD], "syntax": MERE_JSON, "response_format": JSON}, "tool_choice"),
+        ({"tools": [ADD], "syntax": MERE_JSON, "guided_regex": "a"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": NAMED, "guided_regex": "a"}, "tool_choice"),
         (
             {
@@ -101,7 +127,8 @@ def test_a_named_tool_constrains_to_its_parameters():
             },
             "tool_choice",
         ),
-        ({"tools": [ADD], "parser": None}, "tools"),
+        ({"tools": [ADD], "syntax": None}, "tools"),
+        ({"tools": [ADD], "syntax": None, "response_format": JSON}, "tools"),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             "tool_choice",

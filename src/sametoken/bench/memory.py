@@ -25,8 +25,8 @@ from sametoken.engine.resolve import (
     resolve_kv_dtype,
     resolve_max_model_len,
     resolve_sizes,
+    resolve_steps,
 )
-from sametoken.engine.step_memory import StepMemory, most_expanded, most_mixing
 from sametoken.engine.swap_plan import plan_swap_of
 from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
@@ -163,13 +163,7 @@ def measure_memory(
     drafter = load_drafter(spec, target, placement)
     aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
     own, drafts = (stored_in(one.caches, kv_dtype(config, dtype)) for one in (target, drafter))
-    num_expanded = most_expanded((target, drafter.model), device)
-    mixing = most_mixing(
-        (target, drafter.model), config, kv_dtype(config, dtype), device, longest,
-        has_sinks=target.has_sinks,
-    )  # fmt: skip
-    num_aux = len(aux_layers)
-    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded, mixing)
+    steps = resolve_steps(config, target, drafter.model, dtype, device, len(aux_layers))
     caches = (*own, *drafts)
     num_kept_states, _ = count_kept_states(
         config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))

@@ -37,14 +37,10 @@ from sametoken.engine.resolve import (
     resolve_kv_dtype,
     resolve_max_model_len,
     resolve_sizes,
+    resolve_steps,
 )
 from sametoken.engine.sampling_defaults import default_sampling_params
-from sametoken.engine.step_memory import (
-    StepMemory,
-    most_expanded,
-    most_mixing,
-    require_addressable,
-)
+from sametoken.engine.step_memory import require_addressable
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
@@ -234,17 +230,9 @@ def load(
     per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
     recurrent_bytes = (config.max_num_seqs + 1) * per_slot
     architecture, (dtype, why) = requested.architecture, requested.dtype
-    num_expanded = most_expanded((target, drafter.model), requested.device)
-    num_aux = len(requested.aux_layers)
-    mixing = most_mixing(
-        (target, drafter.model),
-        config,
-        kv_dtype(config, dtype),
-        requested.device,
-        resolve_max_model_len(config, architecture),
-        has_sinks=target.has_sinks,
+    steps = resolve_steps(
+        config, target, drafter.model, dtype, requested.device, len(requested.aux_layers)
     )
-    steps = StepMemory.of(config, architecture, own, dtype, num_aux, num_expanded, mixing)
     budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
@@ -295,14 +283,12 @@ def _attention_kernels(
 
 def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
-    config, device = requested.config, requested.device
-    path, architecture = requested.path, requested.architecture
+    config, device, path = requested.config, requested.device, requested.path
     dtype, _ = requested.dtype
     # Only rank 0 drafts, so only rank 0 loads the drafter.
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
     layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
-    max_len = resolve_max_model_len(config, architecture)
-    own = requested.caches
+    max_len, own = requested.max_model_len, requested.caches
     require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)

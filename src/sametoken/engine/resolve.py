@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.step_memory import StepMemory, most_expanded, most_mixing
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.quantization import SCHEME, kv_strategy
 from sametoken.models.registry import require_divisible
-from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot, stored_in
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.units import in_units
@@ -278,6 +279,31 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+def resolve_steps(
+    config: EngineConfig,
+    target: Decoder,
+    head: object,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_aux_layers: int,
+) -> StepMemory:
+    """What steps of a target and its draft head need.
+
+    Args:
+        config: the user's options, sizes resolved.
+        target: the model, or its shapes alone.
+        head: of the drafter; None if it has none.
+        dtype: of the activations.
+        device: where they run.
+        num_aux_layers: layers whose inputs the drafter reads.
+    """
+    models, stored = (target, head), kv_dtype(config, dtype)
+    caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
+    num_expanded = most_expanded(models, device)
+    mixing = most_mixing(models, config, stored, device, longest, has_sinks=target.has_sinks)
+    return StepMemory.of(config, target.config, caches, dtype, num_aux_layers, num_expanded, mixing)
 
 
 def resolve_kv_bytes(

@@ -17,6 +17,7 @@ from helpers.packed import packed_in
 from sametoken.bench import memory
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
+from sametoken.engine import resolve
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
@@ -217,7 +218,7 @@ def test_a_gpu_s_step_expands_a_matrix_in_four_bits(tmp_path, monkeypatch):
     )
     on_cpu = measure_memory(asked).step
     monkeypatch.setattr(memory, "resolve_device", lambda config: torch.device("cuda"))
-    monkeypatch.setattr(memory, "most_mixing", lambda *given, **options: 0)
+    monkeypatch.setattr(resolve, "most_mixing", lambda *given, **options: 0)
     # In graphs, and in steps without.
     assert measure_memory(asked).step == on_cpu + 2 * 2 * (2 * 160 * 64)
     eager = dataclasses.replace(asked, enforce_eager=True)

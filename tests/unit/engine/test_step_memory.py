@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import VOCAB, write_llama
+from helpers.families import FAMILIES, write_family
 from helpers.harness import request
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_latent
@@ -91,6 +92,23 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
     assert memory.peak <= planned <= 2.5 * memory.peak
 
 
+def peak_and_planned(path, max_len: int) -> tuple[int, int]:
+    """Bytes that steps of 256 rows take on a GPU, of 64 requests, and those planned."""
+    sizes = (64, 0, 256)
+    with recorded():
+        step = step_on_meta(path, None, sizes[0], max_len + 1)
+        shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
+        chunks = [(rows, longest) for rows in (64, 256) for longest in range(1, 65)]
+        shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
+        with PeakMemory() as memory:
+            run_on_meta(step, shapes)
+        config = EngineConfig("m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64)
+        model, dtype = step.model, torch.bfloat16
+        mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=model.has_sinks)
+        planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
+    return memory.peak, planned.bytes_of(256)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -104,20 +122,17 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
 )
 def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, changes):
     """Partial results of long requests are what it has most of, in chunks of a few rows."""
-    sizes, max_len = (64, 0, 256), 33023
     write_shapes(tmp_path, name, changes)
-    with recorded():
-        step = step_on_meta(tmp_path / name, None, sizes[0], max_len + 1)
-        shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
-        chunks = [(rows, longest) for rows in (64, 256) for longest in range(1, 65)]
-        shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
-        with PeakMemory() as memory:
-            run_on_meta(step, shapes)
-        config = EngineConfig("m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64)
-        model, dtype = step.model, torch.bfloat16
-        mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=False)
-        planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
-    assert memory.peak <= planned.bytes_of(256) <= 1.1 * memory.peak
+    peak, planned = peak_and_planned(tmp_path / name, 33023)
+    assert peak <= planned <= 1.1 * peak
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_of_every_family_is_planned(tmp_path, name):
+    """Of small models it has most of what grows with nothing, less than a MiB."""
+    sizes = {"head_dim": 64} if name not in ("phi3", "olmo2", "granite", "qwen2") else {}
+    peak, planned = peak_and_planned(write_family(tmp_path, name, **sizes), 500)
+    assert peak <= planned + 2**20
 
 
 def test_rows_beyond_a_slice_add_only_what_must_be_whole():

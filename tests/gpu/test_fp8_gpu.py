@@ -31,7 +31,7 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
 )
-from sametoken.ops.model.norm_triton import rms_norm
+from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm, rounding_rms_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -181,6 +181,23 @@ def test_every_number_of_16_bits_is_rounded_as_by_the_reference():
             assert torch.equal(got[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [256, 576, 3000, 4096, 5120, 8192, 12288])
+def test_a_norm_that_rounds_has_the_bits_of_the_norm_and_the_rounding(width, norm_dtype):
+    """Rows of real numbers, whose sums of squares depend on their order; the last are special."""
+    x, residual = normal(64, width) * 3, normal(64, width, seed=1)
+    x[60], x[61, 7], x[62, width - 1], x[63] = 0, torch.nan, torch.inf, torch.nan
+    residual[60] = 0
+    weight = (1 + normal(width, seed=2) / 8).to(norm_dtype)
+    normed, total = add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    cases = [(rms_norm(x, weight, 1e-6), x, None), (normed, x, residual.clone())]
+    for expected, given, added in cases:
+        rows, summed = rounding_rms_norm(given, added, weight, 1e-6)
+        for got, wanted in zip((rows.values, rows.scale), rounded(expected), strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(summed.view(torch.uint8), total.view(torch.uint8))
+
+
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", [Fp8DeviceWeight.matmul, Fp8DeviceWeight.gated_matmul])
 def test_a_row_with_nan_or_an_infinity_has_no_result(form, what):
@@ -229,7 +246,16 @@ def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth, epilogue):
     assert torch.equal(run(company)[77], expected[0])
 
 
-def test_a_captured_chain_of_dependent_products_replays_the_same_bits():
+def of_normed(weight: Fp8DeviceWeight, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+    return weight.gated_matmul(rms_norm(x, ones, 1e-6))
+
+
+def of_rounded(weight: Fp8DeviceWeight, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+    return weight.gated_matmul_rounded(rounding_rms_norm(x, None, ones, 1e-6)[0])
+
+
+@pytest.mark.parametrize("gated", [of_normed, of_rounded])
+def test_a_captured_chain_of_dependent_products_replays_the_same_bits(gated):
     """Each kernel starts before the one in front ends, the roundings between them too."""
     wide = [quantized(normal(8192, 2048, seed=seed) / 45) for seed in range(4)]
     narrow = [quantized(normal(2048, 4096, seed=9 + seed) / 20) for seed in range(4)]
@@ -239,7 +265,7 @@ def test_a_captured_chain_of_dependent_products_replays_the_same_bits():
         y = x
         for gate_up, down in list(zip(wide, narrow, strict=True)) * 4:
             # Without a norm the squares of squares would leave bf16 after seven turns.
-            y = gate_up.gated_matmul(rms_norm(y, ones, 1e-6))
+            y = gated(gate_up, y, ones)
             between()
             y = down.matmul(y)
             between()

@@ -25,7 +25,7 @@ from sametoken.ops.model.latent_attention.shape import (
 )
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
-from sametoken.ops.weight import Packing, UnquantizedWeight
+from sametoken.ops.weight import Packing, RoundedRows, UnquantizedWeight
 
 
 class RunGroup(NamedTuple):
@@ -227,6 +227,15 @@ class Kernels(Packing, Protocol):
         """``r = x + residual`` (rounded to dtype); returns ``(rms_norm(r), r)``.
 
         May reuse the memory of ``x`` and ``residual``.
+        """
+        ...
+
+    def rounding_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[RoundedRows, Tensor]:
+        """``rms_norm`` or, with a residual, ``add_rms_norm``, its rows rounded for a product.
+
+        The rows have the bits of a norm in x's dtype that is rounded ``BY_ROW`` after.
         """
         ...
 

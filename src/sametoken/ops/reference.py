@@ -19,7 +19,7 @@ from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import partial_sum as partial_sum_op
 from sametoken.ops.model.attention import reference as attention_op
 from sametoken.ops.model.gemm import reference as gemm
-from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded
 from sametoken.ops.model.gemm.int4 import Int4Weight, expanded
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -38,6 +38,7 @@ from sametoken.ops.weight import (
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
+    RoundedRows,
     UnquantizedWeight,
     Weight,
 )
@@ -62,6 +63,15 @@ class ComposedKernels:
         return embedding_reference.embed_beside(
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
+
+    def rounding_rms_norm(
+        self: Kernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[RoundedRows, Tensor]:
+        if residual is None:
+            normed, total = self.rms_norm(x, weight, eps), x
+        else:
+            normed, total = self.add_rms_norm(x, residual, weight, eps)
+        return RoundedRows(*rounded(normed), normed.dtype), total
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         return None

@@ -66,6 +66,7 @@ from sametoken.ops.weight import (
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
+    RoundedRows,
     UnquantizedWeight,
     Weight,
 )
@@ -230,6 +231,11 @@ class TritonKernels:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return norm.add_rms_norm(x, residual, weight, eps)
+
+    def rounding_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[RoundedRows, Tensor]:
+        return norm.rounding_rms_norm(x, residual, weight, eps)
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)

@@ -33,12 +33,44 @@ class Rounding:
         assert self.grouped or not self.powers
 
     @property
+    def by_row(self) -> bool:
+        """Whether a row's scale is that of its own largest element."""
+        return self.scale is None and not self.grouped
+
+    @property
     def form(self) -> tuple[bool, bool]:
         """What is known of it before a checkpoint's scales are read."""
         return self.grouped, self.powers
 
 
 BY_ROW = Rounding()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows that were rounded ``BY_ROW`` for a product.
+
+    Attributes:
+        values: [T, K] float8 e4m3, contiguous.
+        scale: [T] fp32, factors on the rows.
+        dtype: of the rows before, and of products.
+    """
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K]."""
+        return self.values.shape
+
+    def __getitem__(self, rows: slice) -> RoundedRows:
+        return RoundedRows(self.values[rows], self.scale[rows], self.dtype)
+
+
+#: Rows that a projection reads: in the model's dtype, or as its weight would round them.
+Normed = Tensor | RoundedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +196,22 @@ class UnquantizedWeight(Weight, Protocol):
         Raises:
             UnsupportedError: this backend has no fp8 products.
         """
+        ...
+
+
+@runtime_checkable
+class RoundingWeight(Weight, Protocol):
+    """A quantized weight whose products take rows that others have rounded, with the same bits."""
+
+    @property
+    def rounding(self) -> Rounding | None: ...
+
+    def matmul_rounded(self, rows: RoundedRows, bias: Tensor | None = None) -> Tensor:
+        """``matmul`` of the rows before they were rounded; ``rounding`` must be ``by_row``."""
+        ...
+
+    def gated_matmul_rounded(self, rows: RoundedRows) -> Tensor:
+        """``gated_matmul``, likewise."""
         ...
 
 

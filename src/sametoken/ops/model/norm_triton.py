@@ -13,10 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
+from sametoken.ops.model.gemm.fp8_triton import store_rounded
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.weight import RoundedRows
 
 _ELEMENTS_PER_WARP = 512
 _GATED_ELEMENTS = 1024
+
+
+@triton.jit
+def _scale_of(value, eps, WIDTH: tl.constexpr):
+    return tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
 
 
 @triton.jit
@@ -30,7 +37,7 @@ def store_normed(
 ):
     """Store one normed row times ``factor``."""
     columns = tl.arange(0, BLOCK)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    scale = _scale_of(value, eps, WIDTH)
     tl.store(out + columns, (value * scale * factor).to(out.dtype.element_ty), columns < WIDTH)
 
 
@@ -42,24 +49,32 @@ def _rms_norm_kernel(
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
     total,  # [T, WIDTH], written: x + residual; may be residual; None without
+    row_scale,  # [T], written: of rows that are rounded to out's float8; None: they are not
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    start = row * WIDTH
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     factor = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     gdc_launch_and_wait(PDL)
-    x_start = start if x_stride is None else tl.program_id(0).to(tl.int64) * x_stride
+    x_start = start if x_stride is None else row * x_stride
     value = tl.load(x + x_start + columns, inside, other=0.0).to(tl.float32)
     if residual is not None:
         added = value + tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
         rounded = added.to(total.dtype.element_ty)
         tl.store(total + start + columns, rounded, inside)
         value = rounded.to(tl.float32)
-    store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
+    if row_scale is None:
+        store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
+    else:
+        normed = (value * _scale_of(value, eps, WIDTH) * factor).to(x.dtype.element_ty)
+        # A thread with 16 elements to store would load 16 to add: as many as of x keep the sum.
+        at = tl.max_contiguous(out + start + columns, 128 // x.dtype.element_ty.primitive_bitwidth)
+        store_rounded(at, row_scale + row, normed.to(tl.float32), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,20 +153,21 @@ def _gated_group_norm_kernel(
     gate_stride,
     eps,
     GROUPS: tl.constexpr,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    inside = column < D
-    factor = tl.load(weight + group * D + column, inside, other=0.0).to(tl.float32)
+    inside = column < WIDTH
+    factor = tl.load(weight + group * WIDTH + column, inside, other=0.0).to(tl.float32)
     gdc_launch_and_wait(PDL)
-    start = (row * GROUPS + group) * D
+    start = (row * GROUPS + group) * WIDTH
     value = tl.load(x + start + column, inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_stride + group * D + column, inside, other=0.0).to(tl.float32)
-    store_normed(out + start, value * (g / (1.0 + tl.exp(-g))), factor, eps, D, BLOCK)
+    at = row * gate_stride + group * WIDTH + column
+    g = tl.load(gate + at, inside, other=0.0).to(tl.float32)
+    store_normed(out + start, value * (g / (1.0 + tl.exp(-g))), factor, eps, WIDTH, BLOCK)
 
 
 def gated_group_norm(
@@ -167,20 +183,10 @@ def gated_group_norm(
     assert width % num_groups == 0
     assert aligned(x, weight)
     out = torch.empty_like(x)
-    program = row_program(width // num_groups)
+    options = row_program(width // num_groups) | pdl_options(x)
     if num_rows:
         _gated_group_norm_kernel[(num_rows, num_groups)](
-            x,
-            gate,
-            weight,
-            out,
-            gate.stride(0),
-            eps,
-            GROUPS=num_groups,
-            D=program["WIDTH"],
-            BLOCK=program["BLOCK"],
-            num_warps=program["num_warps"],
-            **pdl_options(x),
+            x, gate, weight, out, gate.stride(0), eps, GROUPS=num_groups, **options
         )
     return out
 
@@ -200,6 +206,16 @@ def add_rms_norm_apart(
     return out, total
 
 
+def rounding_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[RoundedRows, Tensor]:
+    """See ``Kernels.rounding_rms_norm``; writes the sum into ``residual``."""
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _launch_rms_norm(x, weight, eps, values, residual, residual, scale)
+    return RoundedRows(values, scale, x.dtype), x if residual is None else residual
+
+
 def _launch_rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -207,6 +223,7 @@ def _launch_rms_norm(
     out: Tensor,
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -222,8 +239,9 @@ def _launch_rms_norm(
     if num_rows:
         x_stride = None if x.is_contiguous() else x.stride(0)
         _rms_norm_kernel[(num_rows,)](
-            x, x_stride, residual, weight, out, total, eps, **row_program(width), **pdl_options(x)
-        )
+            x, x_stride, residual, weight, out, total, row_scale, eps,
+            **row_program(width), **pdl_options(x),
+        )  # fmt: skip
 
 
 def row_program(width: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ from helpers.compiled import compile_launches
 from helpers.poisoned import DEVICE, close, noise, poisoned
 from sametoken.ops.model import norm_rope as reference
 from sametoken.ops.model import norm_triton as norm
+from sametoken.ops.model.gemm import fp8_triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -37,6 +38,105 @@ def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
     close(normed, expected)
     # What is normed is the rounded sum: a product that added the residual gives these bits too.
     assert torch.equal(normed, norm.rms_norm(poisoned(total), weight, 1e-6))
+
+
+def hostile(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of noise, zeros, NaN or an infinity in one place, one huge element, and tiny ones."""
+    x = noise(7, width, dtype=dtype)
+    x[1] = 0
+    x[2, width // 2], x[3, width - 1], x[4, 0] = torch.nan, torch.inf, 3e4
+    x[5] *= 2.0**-14
+    return x
+
+
+def nothing(x: torch.Tensor) -> torch.Tensor | None:
+    return None
+
+
+def other_noise(x: torch.Tensor) -> torch.Tensor:
+    return noise(*x.shape, dtype=x.dtype, seed=5)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN slice) encountered")
+@pytest.mark.parametrize("residual_of", [nothing, other_noise, torch.zeros_like])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 64, 99, 576, 1500])
+def test_a_norm_that_rounds_is_the_norm_and_then_the_rounding(width, dtype, residual_of):
+    x, weight = hostile(width, dtype), noise(width, dtype=dtype, seed=1)
+    residual, before = residual_of(x), x.clone()
+    if residual is None:
+        normed, total = norm.rms_norm(x, weight, 1e-6), x
+    else:
+        normed, total = norm.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    values, scale = fp8_triton.rounded(normed)
+    rows, summed = norm.rounding_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(rows.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(rows.scale.view(torch.uint8), scale.view(torch.uint8))
+    assert rows.dtype == dtype
+    assert summed is (x if residual is None else residual)
+    assert torch.equal(summed.view(torch.uint8), total.view(torch.uint8))
+    assert torch.equal(x.view(torch.uint8), before.view(torch.uint8))
+    assert normed.isnan().any(1).tolist()[1:4] == [False, True, True]
+    assert norm.rounding_rms_norm(x[:0], None, weight, 1e-6)[0].shape == (0, width)
+
+
+def test_a_norm_that_rounds_writes_its_rows_and_no_more(monkeypatch):
+    x, weight = noise(3, 99, dtype=torch.float16), noise(99, dtype=torch.float16, seed=1)
+    expected, _ = norm.rounding_rms_norm(x, None, weight, 1e-6)
+    memory = {
+        dtype: torch.full((512,), torch.nan, device=DEVICE).to(dtype)
+        for dtype in (torch.float8_e4m3fn, torch.float32)
+    }
+
+    def carved(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        shape = torch.Size(size)
+        return memory[dtype][64 : 64 + shape.numel()].view(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda x, dtype: carved(x.shape, dtype))
+        patch.setattr(torch, "empty", lambda rows, dtype, device: carved((rows,), dtype))
+        rows, _ = norm.rounding_rms_norm(x, None, weight, 1e-6)
+    assert rows.values.data_ptr() == memory[torch.float8_e4m3fn].data_ptr() + 64
+    assert torch.equal(rows.values.float(), expected.values.float())
+    assert torch.equal(rows.scale, expected.scale)
+    for part, count in ((rows.values, 3 * 99), (rows.scale, 3)):
+        outside = torch.cat((memory[part.dtype][:64], memory[part.dtype][64 + count :]))
+        assert outside.float().isnan().all()
+
+
+NORMS = """
+from sametoken.ops.model import norm_triton as norm
+x, residual, (weight, _) = (torch.zeros(2, {width}, dtype=torch.bfloat16) for _ in range(3))
+norm.{call}
+"""
+#: The layout of what is added up: which thread holds which elements.
+ADDED = re.compile(r'"tt.reduce"(?:(?!"tt.reduce").)*?arith.addf.*?: \(tensor<\w+, (#\w+)>\)', re.S)
+
+
+def layout_of_the_sum(cache, width: int, call: str) -> str:
+    cache.mkdir()
+    compile_launches(NORMS.format(width=width, call=call), cache)
+    (file,) = cache.rglob("_rms_norm_kernel.ttgir")
+    code = file.read_text()
+    (name,) = ADDED.findall(code)
+    return re.search(rf"^{name} = (.*)$", code, re.M)[1]
+
+
+@pytest.mark.parametrize(
+    ("plain", "rounding"),
+    [
+        ("rms_norm(x, weight, 1e-6)", "rounding_rms_norm(x, None, weight, 1e-6)"),
+        ("add_rms_norm(x, residual, weight, 1e-6)", "rounding_rms_norm(x, residual, weight, 1e-6)"),
+    ],
+)
+@pytest.mark.parametrize("width", [4096, 5120, 3000])
+def test_a_norm_that_rounds_adds_in_the_order_of_one_that_does_not(
+    tmp_path, width, plain, rounding
+):
+    """A thread that stores 16 elements of 8 bits would load 16 and add those to each other."""
+    expected = layout_of_the_sum(tmp_path / "plain", width, plain)
+    assert "sizePerThread = [8]" in expected
+    assert layout_of_the_sum(tmp_path / "rounding", width, rounding) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sametoken.ops.model.activation import silu_mul
 from sametoken.ops.model.gemm.reference import MatrixWeight, product_fp32
-from sametoken.ops.weight import BY_ROW, Rounding
+from sametoken.ops.weight import BY_ROW, RoundedRows, Rounding
 
 #: The largest number of e4m3.
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -103,17 +103,28 @@ class Fp8Weight(MatrixWeight):
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
+        values, x_scale = (x, None) if self.rounding is None else rounded_by(self.rounding, x)
+        return self._product(values, x_scale, bias).to(out_dtype or x.dtype)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.matmul(x))
+
+    def matmul_rounded(self, rows: RoundedRows, bias: Tensor | None = None) -> Tensor:
+        """See ``RoundingWeight``."""
+        return self._product(rows.values, rows.scale, bias).to(rows.dtype)
+
+    def gated_matmul_rounded(self, rows: RoundedRows) -> Tensor:
+        """See ``RoundingWeight``."""
+        return silu_mul(self.matmul_rounded(rows))
+
+    def _product(self, values: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         width = group_width(self.in_features, self.scale, self.rounding)
 
         def sums(values: Tensor, index: int) -> Tensor:
             return product_fp32(values, self.matrix[:, index * width : (index + 1) * width])
 
-        values, x_scale = (x, None) if self.rounding is None else rounded_by(self.rounding, x)
         out = scaled_product(values, x_scale, self.scale, width, sums)
-        return (out if bias is None else out + bias).to(out_dtype or x.dtype)
-
-    def gated_matmul(self, x: Tensor) -> Tensor:
-        return silu_mul(self.matmul(x))
+        return out if bias is None else out + bias
 
     def cut(self, token_ids: Tensor) -> Self:
         """See ``CutWeight``."""

@@ -39,7 +39,7 @@ from sametoken.ops.model.gemm.tuning import (
     streamed_config,
 )
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.weight import BY_ROW, Rounding
+from sametoken.ops.weight import BY_ROW, Normed, RoundedRows, Rounding
 
 #: Elements of the sum per loop iteration of few rows, and of a group of scales.
 DEPTH = 128
@@ -62,6 +62,8 @@ LONG = 8192
 
 #: Rows above which a tile is chosen by how well a launch fills the chip.
 FEW_ROWS = 64
+
+_STEP, _TINY = tl.constexpr(STEP), tl.constexpr(TINY)
 
 
 class Tile(NamedTuple):
@@ -202,9 +204,15 @@ class Fp8DeviceWeight(Fp8Weight):
     def gated_matmul(self, x: Tensor) -> Tensor:
         return product(x, self, "silu_mul")
 
+    def matmul_rounded(self, rows: RoundedRows, bias: Tensor | None = None) -> Tensor:
+        return product(rows, self, epilogue_of(bias, None), bias)
+
+    def gated_matmul_rounded(self, rows: RoundedRows) -> Tensor:
+        return product(rows, self, "silu_mul")
+
 
 def product(
-    x: Tensor,
+    x: Normed,
     weight: Fp8Weight,
     epilogue: Epilogue = "none",
     bias: Tensor | None = None,
@@ -213,7 +221,7 @@ def product(
     """One product with quantized activations.
 
     Args:
-        x: [T, K], contiguous.
+        x: [T, K], contiguous; rounded by row only if the weight's products round so.
         weight: [N, K].
         epilogue, bias: as in ``gemm.product``.
         config: by default ``streamed_config`` where that kernel serves, else ``default_config``;
@@ -223,20 +231,27 @@ def product(
     assert in_features == weight.in_features
     assert weight.matrix.is_contiguous()
     shape = GemmShape(weight.out_features, in_features, epilogue)
-    values, x_scale = x, None
-    if weight.rounding is not None:
-        values, x_scale = rounded(x, weight.rounding)
+    values, x_scale = _operand(x, weight.rounding)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
-    if config is None and is_hopper(x.device) and x_scale is not None and not scaling.grouped:
+    if config is None and is_hopper(values.device) and x_scale is not None and not scaling.grouped:
         config = streamed_config(shape, rows, 1)
     if isinstance(config, StreamedConfig):
         return streamed_hopper.product(config, values, weight.matrix, epilogue, bias, scaling)
-    config = config or default_config(
-        shape, rows, pdl_options(x)["PDL"], shared_memory(x), values.element_size(), scaling.grouped
-    )
+    if config is None:
+        pdl, memory = pdl_options(values)["PDL"], shared_memory(values)
+        config = default_config(shape, rows, pdl, memory, values.element_size(), scaling.grouped)
     assert config.block_depth == DEPTH == GROUP or not scaling.grouped
     assert config.block_features % FEATURES == 0
     return gemm.tiled_product(config, values, weight.matrix, epilogue, bias, scaling)
+
+
+def _operand(x: Normed, rounding: Rounding | None) -> tuple[Tensor, Tensor | None]:
+    """The rows as a product reads them, and their scales, if they have any."""
+    if not isinstance(x, RoundedRows):
+        return (x, None) if rounding is None else rounded(x, rounding)
+    assert rounding is not None
+    assert rounding.by_row
+    return x.values, x.scale
 
 
 def shared_memory(x: Tensor) -> int:
@@ -265,8 +280,6 @@ def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
             scale,
             rounding.scale,
             width,
-            STEP=STEP,
-            TINY=TINY,
             LARGEST=LARGEST,
             MANTISSA=MANTISSA if rounding.powers else 0,
             EXPONENT=EXPONENT,
@@ -278,14 +291,31 @@ def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _step_of(value):
+    # tl.max skips NaN, which stays NaN in the row.
+    return tl.maximum(tl.max(tl.abs(value)), _TINY) * _STEP
+
+
+@triton.jit
+def store_rounded(
+    out,  # [BLOCK] pointers to float8 e4m3
+    scale,  # of the row, written
+    value,  # [BLOCK] fp32
+    inside,  # [BLOCK]
+):
+    """Store one row as ``rounded`` makes it ``BY_ROW``."""
+    step = _step_of(tl.where(inside, value, 0.0))
+    tl.store(out, (value * tl.div_rn(1.0, step)).to(out.dtype.element_ty), inside)
+    tl.store(scale, step)
+
+
+@triton.jit
 def _round_kernel(
     x,  # [rows, width]
     matrix,  # [rows, width] float8 e4m3
     scale,  # [rows], or [rows, groups]: of each program
     fixed,  # [], the scale of all rows, or None
     width,
-    STEP: tl.constexpr,
-    TINY: tl.constexpr,
     LARGEST: tl.constexpr,
     MANTISSA: tl.constexpr,  # 0: scales are no powers of two
     EXPONENT: tl.constexpr,
@@ -302,11 +332,10 @@ def _round_kernel(
         value *= tl.div_rn(1.0, step)
         value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     else:
-        step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
+        step = _step_of(value)
         if MANTISSA:
             step = (step.to(tl.int32, bitcast=True) + MANTISSA) & EXPONENT
             step = step.to(tl.float32, bitcast=True)
-        # tl.max skips NaN, which stays NaN in the row.
         value *= tl.div_rn(1.0, step)
     tl.store(matrix + at, value.to(matrix.dtype.element_ty), mask=element < width)
     tl.store(scale + row * tl.num_programs(1) + group, step)

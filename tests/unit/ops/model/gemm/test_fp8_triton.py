@@ -27,7 +27,7 @@ from sametoken.ops.model.gemm.fp8_triton import (
     rounded,
 )
 from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig
-from sametoken.ops.weight import Rounding
+from sametoken.ops.weight import RoundedRows, Rounding, RoundingWeight
 
 CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
@@ -127,6 +127,28 @@ def test_products_choose_their_epilogues():
     assert torch.equal(weight.gated_matmul(x), product(x, weight, "silu_mul"))
     assert torch.equal(weight.matmul(x, out_dtype=torch.float32), product(x, weight, "logits"))
     assert weight.gated_matmul(x).shape == (5, 24)
+
+
+@pytest.mark.parametrize("kind", [Fp8DeviceWeight, Fp8Weight])
+def test_rows_that_others_have_rounded_have_the_products_of_rows(kind):
+    """Of all of them, and of some."""
+    x, bias, given = activations(5, 72), integers(48).half(), weight_of(48, 72)
+    weight, rows = kind(given.matrix, given.scale), RoundedRows(*rounded(x), x.dtype)
+    assert isinstance(weight, RoundingWeight)
+    assert rows.shape == x.shape
+    for some in (slice(0, 5), slice(1, 4), slice(5, 5)):
+        own, part = x[some], rows[some]
+        assert torch.equal(weight.matmul_rounded(part), weight.matmul(own))
+        assert torch.equal(weight.matmul_rounded(part, bias), weight.matmul(own, bias))
+        assert torch.equal(weight.gated_matmul_rounded(part), weight.gated_matmul(own))
+
+
+@pytest.mark.parametrize("rounding", [None, Rounding(grouped=True), Rounding(scale=torch.ones(()))])
+def test_rows_rounded_otherwise_than_the_product_rounds_are_refused(rounding):
+    rows = RoundedRows(*rounded(activations(3, 128)), torch.float16)
+    weight = Fp8DeviceWeight(*quantize(integers(48, 128)), rounding)
+    with pytest.raises(AssertionError):
+        weight.matmul_rounded(rows)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

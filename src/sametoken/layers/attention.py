@@ -20,6 +20,7 @@ from sametoken.ops.backend import (
 )
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
+from sametoken.ops.weight import Normed
 
 
 def wanted_queries(
@@ -52,7 +53,7 @@ class Attention(Matrices):
     sinks: Tensor | None = None
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+        self, x: Normed, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it.
 

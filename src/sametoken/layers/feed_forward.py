@@ -13,7 +13,7 @@ from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.residual import Matrices
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
-from sametoken.ops.weight import Experts, Weight
+from sametoken.ops.weight import Experts, Normed, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class GatedMLP(Matrices):
     gate_up: Linear
     down: Projection
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Normed) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return in_slices(lambda rows: self.down(self.gate_up.weight.gated_matmul(rows)), x)
+        return in_slices(lambda rows: self.down(self.gate_up.gated(rows)), x)
 
 
 @dataclass(frozen=True, slots=True)

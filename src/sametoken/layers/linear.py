@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels
-from sametoken.ops.weight import Weight
+from sametoken.ops.weight import Normed, RoundedRows, RoundingWeight, Weight
 
 
 class Projection(Protocol):
@@ -42,9 +42,25 @@ class Linear:
     weight: Weight
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Normed) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
-        return in_slices(lambda rows: self.weight.matmul(rows, self.bias), x)
+        return in_slices(self._product, x)
+
+    def gated(self, x: Normed) -> Tensor:
+        """``Weight.gated_matmul``, without bias: [T, in_features] -> [T, out_features / 2]."""
+        if isinstance(x, RoundedRows):
+            return self._rounding.gated_matmul_rounded(x)
+        return self.weight.gated_matmul(x)
+
+    def _product(self, x: Normed) -> Tensor:
+        if isinstance(x, RoundedRows):
+            return self._rounding.matmul_rounded(x, self.bias)
+        return self.weight.matmul(x, self.bias)
+
+    @property
+    def _rounding(self) -> RoundingWeight:
+        # A norm rounds for such a weight alone; isinstance would look at all members of a protocol.
+        return cast("RoundingWeight", self.weight)
 
     @property
     def nbytes(self) -> int:

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sametoken.layers.norm import RMSNorm
+from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.ops.backend import KeptRows
+from sametoken.ops.weight import Normed
 
 
 class Block(Protocol):
@@ -19,8 +20,8 @@ class Block(Protocol):
         """Bytes of the block's matrices."""
         ...
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, hidden], as the norm before gives it, -> [T, hidden]."""
         ...
 
 
@@ -53,11 +54,15 @@ class NoNorm:
         return total, total
 
 
+#: What may stand in front of a block.
+BlockNorm = RMSNorm | RoundingNorm | NoNorm
+
+
 class Layer(Protocol):
     """A layer of the residual stream; its first norm runs with the layer before."""
 
     @property
-    def input_norm(self) -> RMSNorm | NoNorm:
+    def input_norm(self) -> BlockNorm:
         """The norm of the layer's input."""
         ...
 
@@ -68,12 +73,12 @@ class Layer(Protocol):
 
     def __call__(
         self,
-        x: Tensor,
+        x: Any,
         residual: Tensor,
-        following: RMSNorm | NoNorm,
+        following: BlockNorm,
         *cache: Any,
         kept: KeptRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Normed, Tensor]:
         """Run the layer on the residual stream [T, hidden].
 
         Args:

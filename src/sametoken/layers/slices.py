@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
+
+from sametoken.ops.weight import Normed
 
 #: Rows of a slice. Steps of fewer rows run whole.
 SLICE_ROWS = 8192
 
+_Rows = TypeVar("_Rows", Tensor, Normed)
 
-def in_slices(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+
+def in_slices(run: Callable[[_Rows], Tensor], x: _Rows) -> Tensor:
     """``run(x)`` for a function of single rows, [T, ...] -> [T, N], a slice of rows at a time.
 
     Only the result and what one slice needs are in memory at once. Every product is batch

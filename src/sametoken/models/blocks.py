@@ -10,13 +10,14 @@ from torch import Tensor
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
-from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, NoNorm
+from sametoken.layers.norm import RMSNorm, RoundingNorm
+from sametoken.layers.residual import Block, BlockNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.layer import LayerParts
+from sametoken.ops.weight import RoundingWeight, Weight
 
 
 class Biases(NamedTuple):
@@ -63,7 +64,7 @@ def load_attention(
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
 
 
-def layer_parts(attention: Block, norm: RMSNorm | NoNorm, mlp: Block) -> LayerParts | None:
+def layer_parts(attention: Block, norm: BlockNorm, mlp: Block) -> LayerParts | None:
     """A layer of these blocks as a backend may run it in one call; None: it has others."""
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         return None
@@ -81,6 +82,25 @@ def layer_parts(attention: Block, norm: RMSNorm | NoNorm, mlp: Block) -> LayerPa
         mlp.gate_up.weight,
         down.weight,
     )
+
+
+def norms_before(
+    attention: Block, mlp: Block, input_norm: RMSNorm, post_attention_norm: RMSNorm
+) -> tuple[BlockNorm, BlockNorm]:
+    """A layer's norms; each rounds its rows if one product alone reads and rounds them by row."""
+    if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
+        return input_norm, post_attention_norm
+    return (
+        _norm_before(attention.qkv.weight, input_norm),
+        _norm_before(mlp.gate_up.weight, post_attention_norm),
+    )
+
+
+def _norm_before(weight: Weight, norm: RMSNorm) -> BlockNorm:
+    rounding = weight.rounding if isinstance(weight, RoundingWeight) else None
+    if rounding is None or not rounding.by_row:
+        return norm
+    return RoundingNorm(norm.kernels, norm.weight, norm.eps)
 
 
 def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:

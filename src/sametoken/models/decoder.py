@@ -13,10 +13,17 @@ from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.residual import Block, Layer, Matrices, NoNorm, kept_of
+from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import Biases, attention_cache, layer_parts, load_attention, load_mlp
+from sametoken.models.blocks import (
+    Biases,
+    attention_cache,
+    layer_parts,
+    load_attention,
+    load_mlp,
+    norms_before,
+)
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.quantization import kv_strategy
@@ -25,7 +32,7 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayer
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import Normed, UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
@@ -46,22 +53,23 @@ class DecoderLayer(Matrices):
         whole: all of it in one call, for few rows; None: the backend or the blocks have none.
     """
 
-    input_norm: RMSNorm | NoNorm
+    input_norm: BlockNorm
     attention: Block
-    post_attention_norm: RMSNorm | NoNorm
+    post_attention_norm: BlockNorm
     mlp: Block
     whole: WholeLayer | None = None
 
     def __call__(
         self,
-        x: Tensor,
+        x: Normed,
         residual: Tensor,
-        following: RMSNorm | NoNorm,
+        following: BlockNorm,
         *cache: Any,
         kept: KeptRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Normed, Tensor]:
         """See ``Layer``."""
         if self.whole is not None and kept is None and x.shape[0] <= WHOLE_LAYER_ROWS:
+            assert isinstance(x, Tensor)
             assert isinstance(following, RMSNorm)
             return self.whole(x, residual, following, *cache)
         attended = self.attention(x, *cache, kept=kept)
@@ -245,6 +253,7 @@ class Decoder:
         self._keep(auxiliary, len(self.layers), residual)
         if step is not None:
             step.finish()
+        assert isinstance(x, Tensor)
         return HiddenStates(x, auxiliary)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -310,7 +319,7 @@ class Decoder:
         """Prefixes of tensor names that this checkpoint may have, and that are not read."""
         return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
 
-    def _norm_after(self, index: int) -> RMSNorm | NoNorm:
+    def _norm_after(self, index: int) -> BlockNorm:
         last = index + 1 == len(self.layers)
         return self._final_norm if last else self.layers[index + 1].input_norm
 
@@ -337,14 +346,14 @@ class Decoder:
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"
-        layer = DecoderLayer(
-            self._load_norm(weights, f"{prefix}.input_layernorm"),
-            self._load_attention(weights, index, rotary),
-            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
-        )
-        parts = layer_parts(layer.attention, layer.post_attention_norm, layer.mlp)
-        return layer if parts is None else replace(layer, whole=weights.kernels.whole_layer(parts))
+        attention = self._load_attention(weights, index, rotary)
+        mlp = self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index)
+        names = ("input_layernorm", "post_attention_layernorm")
+        norms = (self._load_norm(weights, f"{prefix}.{name}") for name in names)
+        norm, between = norms_before(attention, mlp, *norms)
+        parts = layer_parts(attention, between, mlp)
+        whole = None if parts is None else weights.kernels.whole_layer(parts)
+        return DecoderLayer(norm, attention, between, mlp, whole)
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         return self._self_attention(weights, index, rotary)

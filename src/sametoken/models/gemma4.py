@@ -20,7 +20,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import ExpertsBeside, GeluMLP
 from sametoken.layers.layer_input import LayerEmbeddings, LayerInput
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, Matrices, NoNorm, NormedAfter, kept_of
+from sametoken.layers.residual import Block, BlockNorm, Matrices, NormedAfter, kept_of
 from sametoken.layers.rotary import PROPORTIONAL, rotary_table
 from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
@@ -32,7 +32,7 @@ from sametoken.models.load.settings import MAX_EXPERTS, Settings, require_head_c
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import KeptRows, QKNorm, RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, PagedKV
-from sametoken.ops.weight import GeluExperts, UnquantizedWeight
+from sametoken.ops.weight import GeluExperts, Normed, UnquantizedWeight
 from sametoken.state.caches import ModelCache
 
 _ROPES = {
@@ -83,10 +83,10 @@ class Gemma4Layer(Matrices):
         self,
         x: Tensor,
         residual: Tensor,
-        following: RMSNorm | NoNorm,
+        following: BlockNorm,
         *cache: Any,
         kept: KeptRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Normed, Tensor]:
         """See ``Layer``; ``cache`` is rows, own KV, KV to read, and the layer's embedding."""
         *attended, embedded = cache
         out = self.attention(x, *attended, kept=kept)

@@ -22,7 +22,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, Layer, Matrices, NoNorm, kept_of
+from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.squared_relu import (
     Latent,
@@ -39,7 +39,7 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
-from sametoken.ops.weight import Experts, Weight
+from sametoken.ops.weight import Experts, Normed, Weight
 
 MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
 #: The letters of a pattern, and older names of types.
@@ -190,10 +190,10 @@ class MixerLayer(Matrices):
         self,
         x: Tensor,
         residual: Tensor,
-        following: RMSNorm | NoNorm,
+        following: BlockNorm,
         *cache: Any,
         kept: KeptRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Normed, Tensor]:
         """See ``Layer``."""
         return following.add(self.mixer(x, *cache, kept=kept), kept_of(residual, kept))
 

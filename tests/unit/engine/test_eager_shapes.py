@@ -111,6 +111,7 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
         ("lightning-30b-a3b", "mtp", (256, 5, 4096, 33024), {}),
         ("lightning-30b-a3b", None, (2, 0, 2048, 8192), {}),
         ("qwen3-30b-a3b", None, (256, 0, 4096, 33024), {}),
+        ("qwen3-8b-fp8", None, (256, 0, 4096, 33024), {}),
     ],
     ids=str,
 )

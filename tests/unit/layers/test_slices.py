@@ -10,8 +10,10 @@ from sametoken.layers.feed_forward import GatedExpert, GatedMLP, RoutedExperts, 
 from sametoken.layers.linear import Linear
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Routing
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.weight import RoundedRows
 
 
 def random(*shape):
@@ -39,6 +41,14 @@ def test_slices_change_no_bit(kernels, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(slices, "SLICE_ROWS", 5)
             assert torch.equal(module(x), whole)
+
+
+def test_nor_do_slices_of_rounded_rows(monkeypatch):
+    linear = Linear(Fp8Weight(*quantize(random(40, 12))), random(40))
+    mlp, x = GatedMLP(linear, Linear(Fp8Weight(*quantize(random(12, 20))))), random(23, 12)
+    monkeypatch.setattr(slices, "SLICE_ROWS", 5)
+    for module in (linear, mlp):
+        assert torch.equal(module(RoundedRows(*rounded(x), x.dtype)), module(x))
 
 
 def test_a_slice_has_its_rows_and_no_more(monkeypatch):

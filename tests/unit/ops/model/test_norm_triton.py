@@ -104,7 +104,7 @@ def test_a_norm_that_rounds_writes_its_rows_and_no_more(monkeypatch):
         assert outside.float().isnan().all()
 
 
-NORMS = """
+BOTH_NORMS = """
 from sametoken.ops.model import norm_triton as norm
 x, residual, (weight, _) = (torch.zeros(2, {width}, dtype=torch.bfloat16) for _ in range(3))
 norm.{call}
@@ -115,7 +115,7 @@ ADDED = re.compile(r'"tt.reduce"(?:(?!"tt.reduce").)*?arith.addf.*?: \(tensor<\w
 
 def layout_of_the_sum(cache, width: int, call: str) -> str:
     cache.mkdir()
-    compile_launches(NORMS.format(width=width, call=call), cache)
+    compile_launches(BOTH_NORMS.format(width=width, call=call), cache)
     (file,) = cache.rglob("_rms_norm_kernel.ttgir")
     code = file.read_text()
     (name,) = ADDED.findall(code)
@@ -174,8 +174,6 @@ from sametoken.ops.model import norm_triton as norm
 wide, (weight, _) = torch.zeros(2, 2112, dtype=torch.bfloat16), torch.zeros(2, {width}).bfloat16()
 norm.rms_norm({rows}, weight, 1e-6)
 """
-#: The layout of what is added up: which thread holds which elements.
-ADDED = re.compile(r'"tt.reduce"(?:(?!"tt.reduce").)*?arith.addf.*?: \(tensor<\w+, (#\w+)>\)', re.S)
 
 
 @pytest.mark.parametrize("width", [512, 1536])

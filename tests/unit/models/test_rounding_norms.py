@@ -1,0 +1,177 @@
+"""Norms that round their rows for the one product that reads them: which do, and that no bit moves.
+
+Logits are compared with those of the same model whose norms leave rounding to products.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint, write_llama
+from helpers.families import write_family
+from helpers.forward import OneRun, load
+from helpers.quantized import GROUP, STATIC, TOKEN, compressed_config, quantize_tensors
+from helpers.thread_ranks import run_ranks
+from sametoken.layers.norm import RMSNorm, RoundingNorm
+from sametoken.models import blocks
+from sametoken.models.in_place import Replacement
+from sametoken.models.quantize import quantize_checkpoint
+from sametoken.ops.model.gemm import fp8_triton
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
+
+TOKENS = [3, 20, 17, 5, 5, 21, 0, 9, 9, 12, 2]
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def triton_kernels() -> TritonKernels:
+    return TritonKernels(load_table("another device"))
+
+
+def write_fp8(folder, strategy: str = "channel", activations: dict | None = TOKEN, seed: int = 0):
+    config = LLAMA | SIZES
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
+    shapes["model.norm.weight"] = (hidden,)
+    for index in range(2):
+        shapes |= layer_shapes(config, f"model.layers.{index}", hidden)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    fixed = [0.02, 0.02] * 7 if activations is STATIC else ()
+    stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale", input_scales=fixed)
+    config |= {"quantization_config": compressed_config(strategy, activations)}
+    return write_checkpoint(folder, config, stored)
+
+
+def kinds_of(model) -> set[type]:
+    assert type(model._final_norm) is RMSNorm
+    layers = model.layers
+    return {type(one) for layer in layers for one in (layer.input_norm, layer.post_attention_norm)}
+
+
+@contextmanager
+def without_rounding_norms():
+    """Models that are loaded within have none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_norm_before", lambda weight, norm: norm)
+        yield
+
+
+def both(path, *arguments, **options) -> tuple:
+    """The model, and the same without norms that round."""
+    model = load(path, *arguments, **options)
+    assert kinds_of(model) == {RoundingNorm}
+    with without_rounding_norms():
+        plain = load(path, *arguments, **options)
+    assert kinds_of(plain) == {RMSNorm}
+    return model, plain
+
+
+def logits_of(model, *chunks: int) -> torch.Tensor:
+    return OneRun(model, max_len=16).logits(TOKENS, list(chunks))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        (triton_kernels(), torch.float16),
+        (triton_kernels(), torch.float32),
+        (ReferenceKernels(), torch.bfloat16),
+    ],
+)
+def test_no_bit_of_the_logits_moves(tmp_path, kernels, dtype):
+    """Of a prompt, of single rows, and of windows of drafts after them."""
+    model, plain = both(write_fp8(tmp_path), kernels, dtype=dtype)
+    expected = logits_of(plain)
+    for chunks in ((), (5, 1, 1, 3)):
+        assert torch.equal(logits_of(model, *chunks), expected)
+
+
+def test_kept_rows_and_auxiliary_states_are_the_same(tmp_path):
+    models = both(write_fp8(tmp_path), dtype=torch.bfloat16, aux_layers=(0, 1))
+    for kept in (None, [2, 7]):
+        got, expected = (OneRun(model, max_len=16).run(TOKENS, 0, kept=kept) for model in models)
+        assert torch.equal(got.last, expected.last)
+        assert torch.equal(got.auxiliary, expected.auxiliary)
+
+
+def test_products_behind_norms_round_nothing_themselves(tmp_path, monkeypatch):
+    """Of four products of a layer two are behind no norm."""
+    model, rounded, calls = load(write_fp8(tmp_path), triton_kernels()), fp8_triton.rounded, []
+    monkeypatch.setattr(
+        fp8_triton, "rounded", lambda *given: [calls.append(given), rounded(*given)][1]
+    )
+    OneRun(model, max_len=16).run(TOKENS[:3], 0)
+    assert len(calls) == 2 * SIZES["num_hidden_layers"]
+
+
+def test_nor_of_two_ranks(tmp_path):
+    """Each norms whole rows, and divides features behind them alone."""
+    path = write_fp8(tmp_path)
+
+    def run(rank) -> tuple:
+        model = load(path, parallel=rank, dtype=torch.bfloat16)
+        return logits_of(model), kinds_of(model)
+
+    got = run_ranks(2, run)
+    with without_rounding_norms():
+        expected = run_ranks(2, run)
+    assert [kinds for _, kinds in (*got, *expected)] == [{RoundingNorm}] * 2 + [{RMSNorm}] * 2
+    assert all(torch.equal(logits, expected[0][0]) for logits, _ in got)
+
+
+def test_new_weights_in_place_are_those_of_another_load(tmp_path):
+    live, loaded = (load(write_fp8(tmp_path / str(seed), seed=seed)) for seed in (0, 1))
+    expected = logits_of(loaded)
+    assert not torch.equal(logits_of(live), expected)
+    Replacement.of(live, loaded).write()
+    assert kinds_of(live) == {RoundingNorm}
+    assert torch.equal(logits_of(live), expected)
+
+
+def w4a16(folder):
+    plain = write_llama(folder / "plain", hidden_size=64, intermediate_size=64, head_dim=16)
+    quantize_checkpoint(plain, folder / "copy", "w4a16")
+    return folder / "copy"
+
+
+def fp8_copy(folder, family: str, **changes):
+    plain = write_family(folder / "plain", family, **changes)
+    quantize_checkpoint(plain, folder / "copy", "fp8-dynamic")
+    return folder / "copy"
+
+
+EXPERTS_ALONE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+OTHERS = {
+    "plain": write_llama,
+    "blocks": lambda folder: write_fp8(folder, "block", GROUP),
+    "static": lambda folder: write_fp8(folder, "tensor", STATIC),
+    "weights alone": lambda folder: write_fp8(folder, "channel", None),
+    "w4a16": w4a16,
+    "experts": lambda folder: fp8_copy(folder, "qwen3_moe", **EXPERTS_ALONE),
+    "factors behind blocks": lambda folder: fp8_copy(folder, "granite"),
+    "factors of positions": lambda folder: fp8_copy(folder, "ministral3"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_layers_keep_their_norms(tmp_path, kind):
+    path = OTHERS[kind](tmp_path)
+    for kernels in (triton_kernels(), ReferenceKernels()):
+        assert kinds_of(load(path, kernels)) == {RMSNorm}
+
+
+def test_c_kernels_round_in_their_products(tmp_path):
+    assert kinds_of(load(write_fp8(tmp_path), NativeKernels())) == {RMSNorm}

@@ -208,7 +208,8 @@ def _launches(config: EngineConfig, max_len: int) -> Launches:
 
 def _mixers(node: object) -> Iterator[Mixer]:
     # Without KV heads a shape says what a layer writes that reads another's.
-    if isinstance(node, Mixer) and getattr(node, "num_kv_heads", 1):
+    only_writes = isinstance(node, AttentionShape) and not node.num_kv_heads
+    if isinstance(node, Mixer) and not only_writes:
         yield node
     for _, child in children_of(node):
         yield from _mixers(child)

@@ -132,7 +132,7 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
     counts = row_counts(shapes, max_rows, max_num_seqs)
     weights = [
         kernels.pack(torch.zeros(features, depth, dtype=torch.bfloat16))
-        for features, depth in ((48, 64), (128, 4096), (5000, 64), (64, 24))
+        for features, depth in ((48, 64), (128, 4096), (5000, 64), (64, 24), (12288, 24))
     ]
     x = torch.zeros(MOST_ROWS + max_num_seqs, 4096, dtype=torch.bfloat16)
 

@@ -18,8 +18,14 @@ from sametoken.ops.hopper_layouts import load_box
 
 
 @gluon.jit
+def first_row_of(tile, rows, ROWS: gl.constexpr):
+    """The first row of a tile, as in ``ops/model/gemm/triton.py``."""
+    return gl.minimum(tile * ROWS, gl.maximum(rows - ROWS, 0))
+
+
+@gluon.jit
 def load_rows(
-    x, boxes, full, free, num_tiles, chunks, row_tiles,
+    x, boxes, full, free, num_tiles, chunks, row_tiles, rows,
     PARTS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads activations."""
@@ -29,7 +35,7 @@ def load_rows(
         cuda.gdc_wait()
     n = 0 * chunks
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row = tile % row_tiles * ROWS
+        row = first_row_of(tile % row_tiles, rows, ROWS)
         for chunk in range(chunks):
             slot = n % SLOTS
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)

@@ -24,7 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
-from sametoken.ops.model.gemm.hopper_tiles import load_rows, silu_mul_of, store_features, with_bias
+from sametoken.ops.model.gemm.hopper_tiles import (
+    first_row_of,
+    load_rows,
+    silu_mul_of,
+    store_features,
+    with_bias,
+)
 from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
 
 #: Warp groups that take turns.
@@ -186,7 +192,7 @@ def _store(
 ):  # fmt: skip
     """Store a tile's sums [64, ROWS]; GATED: SiLU of the gate times up, as ``activated``."""
     ROWS: gl.constexpr = sums.shape[1]
-    row = tile % row_tiles * ROWS
+    row = first_row_of(tile % row_tiles, rows, ROWS)
     halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
     low, high = gl.split(halves)
     if GATED:
@@ -328,7 +334,7 @@ def turns_kernel(
                 SLOTS,
             )),
             (load_rows, (
-                x, x_boxes, full, free, num_tiles, chunks, row_tiles, 4, SLOTS, PDL,
+                x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, 4, SLOTS, PDL,
             )),
         ],
         [4, 4, 1, 1], [160, 160, 24, 24],

@@ -21,6 +21,7 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 from sametoken.ops.model.gemm.hopper_tiles import (
+    first_row_of,
     load_rows,
     silu_mul_of,
     store_features,
@@ -126,7 +127,7 @@ def _multiply(
             n += 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(free.index((n - 1) % SLOTS))
-        row = tile % row_tiles * ROWS
+        row = first_row_of(tile % row_tiles, rows, ROWS)
         if scales is not None:
             # The kernel before wrote these; it has ended, as activations are there.
             at = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
@@ -192,7 +193,7 @@ def streamed_kernel(
                     weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [1, 1], [24, 24],
@@ -210,7 +211,7 @@ def streamed_kernel(
                     weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [4, 1, 1], [152, 24, 24],
@@ -232,7 +233,7 @@ def streamed_kernel(
                     weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, PARTS, SLOTS, PDL,
+                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [4, 4, 1, 1], [120, 120, 24, 24],

@@ -261,6 +261,15 @@ def groups_of(scale: Tensor | None) -> int:
     return 1 if scale is None or scale.dim() == 1 else scale.shape[1]
 
 
+@triton.jit
+def first_row_of(tile, rows, ROWS: tl.constexpr):
+    """The first row of a tile of ROWS, of which the last ends with the last row.
+
+    TMA takes longer over rows that do not exist than over those of two tiles (docs/LOG.md).
+    """
+    return tl.minimum(tile * ROWS, tl.maximum(rows - ROWS, 0))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x,  # [rows, in_features]
@@ -289,7 +298,7 @@ def _product_kernel(
 ):
     # Neighbouring programs share a weight tile, so that it is read from memory once.
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
-    first_row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS
+    first_row = first_row_of(tl.program_id(0) % row_tiles, rows, BLOCK_ROWS)
     first_feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES
     row, feature = (
         first_row + tl.arange(0, BLOCK_ROWS),

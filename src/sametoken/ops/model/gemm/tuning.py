@@ -26,7 +26,7 @@ Epilogue = Literal["none", "bias", "silu_mul", "logits"]
 Release = Literal["early", "late", "never"]
 
 #: A row count uses the choice of the smallest bucket that holds it, or of the last one.
-ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
+ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 2048)
 
 #: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
@@ -36,6 +36,9 @@ NARROW = 4608
 
 #: Bytes of a weight's row from which its tiles are shared out evenly among multiprocessors.
 LONG = 8192
+
+#: The same from which two tiles of rows are faster in Triton.
+LONGEST = 24576
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,14 @@ GemmConfig = TritonConfig | StreamedConfig | CublasConfig
 
 #: The kernel whose bits define the result; every other choice must equal it.
 CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
+
+#: Tiles of more than 64 rows on Hopper. Started early they lose 1 to 3 % of a step.
+MANY_ROWS = tuple(
+    TritonConfig(rows, features, 64, warps, stages, tma=True, release="late")
+    for rows, features, warps, stages in (
+        (128, 64, 4, 8), (64, 128, 4, 6), (64, 64, 4, 12), (128, 128, 8, 4),
+    )
+)  # fmt: skip
 
 #: fp32 products do not use tensor cores: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
@@ -208,10 +219,10 @@ def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> Streamed
     features = shape.out_features // (2 if gated else 1)
     if row_bytes % 16 or (gated and features % 8):
         return None
-    if rows > (64 if element_bytes > 1 else 32):
-        # Two tiles of rows give twice as many programs to a narrow weight.
-        twice = element_bytes > 1 and rows <= 128 and features < NARROW and not gated
-        return StreamedConfig(64, 64, boxes=1) if twice else None
+    if rows > (128 if element_bytes > 1 else 32):
+        return None
+    if rows > 64:
+        return _streamed_of_many(features, row_bytes, gated=gated)
     block = next(size for size in (8, 16, 32, 64) if rows <= size)
     if gated:
         few = row_bytes < LONG or block == 8
@@ -220,6 +231,16 @@ def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> Streamed
     widths = [64] if row_bytes < LONG else [64, 32] if block == 32 else [64, 48, 32]
     width = _evenest(features, widths)
     return StreamedConfig(block, width, boxes=4 if width == 32 and block <= 32 else 2)
+
+
+def _streamed_of_many(features: int, row_bytes: int, *, gated: bool) -> StreamedConfig | None:
+    """Of 65 to 128 rows, where other tiles leave many multiprocessors idle."""
+    if gated:
+        serves = 0.45 * MULTIPROCESSORS < cdiv(features, 96) <= MULTIPROCESSORS
+        return StreamedConfig(128, 32, boxes=1, warp_groups=3) if serves else None
+    # Two tiles of rows give twice as many programs to a narrow weight.
+    serves = features < NARROW and row_bytes < LONGEST
+    return StreamedConfig(64, 64, boxes=2) if serves else None
 
 
 def _evenest(features: int, widths: Sequence[int]) -> int:
@@ -232,9 +253,9 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     gated = shape.epilogue == "silu_mul"
     # TMA reads rows that begin at multiples of 16 bytes.
     if rows > 64 and hopper and shape.in_features % 8 == 0:
-        if rows <= 128 and not gated:
-            return TritonConfig(64, 64, 128, 4, 4, tma=True, pdl=True, prefetch_bytes=0)
-        return TritonConfig(128, 128, 64, 8, 4, tma=True, pdl=True, prefetch_bytes=0)
+        if gated:
+            return TritonConfig(128, 128, 64, 8, 4, tma=True, release="never")
+        return _soonest(shape.out_features, row_bucket(rows))
     if rows > 64:
         return TritonConfig(128, 64, 64, num_warps=8 if gated else 4, num_stages=3)
     programs = shape.out_features // (2 if gated else 1)
@@ -243,6 +264,19 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     depth = 256 if width <= 32 and block_rows <= 32 else 128
     return TritonConfig(block_rows, width, depth, num_warps=4, num_stages=3)
+
+
+def _soonest(features: int, rows: int) -> TritonConfig:
+    """The tile whose programs on one multiprocessor load the fewest bytes, in rounds of them all.
+
+    L2 bounds products of these row counts: a tile loads its rows and its features.
+    """
+
+    def loaded(tile: TritonConfig) -> int:
+        tiles = cdiv(rows, tile.block_rows) * cdiv(features, tile.block_features)
+        return cdiv(tiles, MULTIPROCESSORS) * (tile.block_rows + tile.block_features)
+
+    return min(MANY_ROWS, key=loaded)
 
 
 def load_table(

@@ -68,6 +68,48 @@ def test_defaults_of_hopper_stream_few_rows_and_are_cublas_for_many():
     assert not table.in_order(odd, 65).tma
 
 
+@pytest.mark.parametrize(
+    ("features", "tiles"),
+    [
+        (2048, {128: (64, 64), 192: (64, 64), 256: (64, 64)}),
+        (2560, {128: (64, 64), 192: (64, 64), 256: (128, 64)}),
+        (4096, {128: (64, 64), 192: (128, 64), 256: (128, 64), 384: (128, 128)}),
+        (5120, {128: (128, 64), 192: (64, 128), 256: (128, 128), 2048: (128, 128)}),
+    ],
+)
+def test_tiles_of_many_rows_are_those_measured_fastest(features, tiles):
+    """Down projections of four models on an H100 (benchmarks/results/h200-kernels.md)."""
+    shape = GemmShape(features, 4 * features)
+    for rows, tile in tiles.items():
+        below = max(bucket for bucket in ROW_BUCKETS if bucket < rows) + 1
+        for count in (below, rows):
+            config = in_order_config(shape, count, hopper=True)
+            assert (config.block_rows, config.block_features) == tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_counts"),
+    [
+        # Down projections of Qwen3-1.7B and 8B, o and qkv of 8B; gate and up of 1.7B, 4B, 8B, 14B,
+        # Llama-3-8B.
+        (GemmShape(2048, 6144), range(65, 129)),
+        (GemmShape(4096, 12288), ()),
+        (GemmShape(4096, 4096), range(65, 129)),
+        (GemmShape(6144, 4096), ()),
+        (GemmShape(2 * 6144, 2048, "silu_mul"), range(65, 129)),
+        (GemmShape(2 * 9728, 2560, "silu_mul"), range(65, 129)),
+        (GemmShape(2 * 12288, 4096, "silu_mul"), range(65, 129)),
+        (GemmShape(2 * 17408, 5120, "silu_mul"), ()),
+        (GemmShape(2 * 14336, 4096, "silu_mul"), ()),
+    ],
+    ids=str,
+)
+def test_products_of_many_rows_are_streamed_where_that_was_faster(shape, row_counts):
+    streamed = [rows for rows in range(65, 600) if streamed_config(shape, rows, 2)]
+    assert streamed == [*row_counts]
+    assert not any(streamed_config(shape, rows, 1) for rows in range(65, 600))
+
+
 def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
     table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
     other = default_config(SHAPE, 64, hopper=False)

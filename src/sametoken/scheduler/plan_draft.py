@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from sametoken.scheduler.draft_limits import draft_limits
 from sametoken.scheduler.limits import SchedulerLimits
@@ -149,6 +151,9 @@ def max_sampled_rows(max_num_batched_tokens: int, max_num_seqs: int) -> int:
 #: Prompts are guaranteed 1 / SHARE of a step's rows, and short prompts 1 / SHARE of those.
 SHARE = 4
 
+#: Reads of the weights within a step's computation from which more rows gain little time a row.
+BUSY = 10
+
 
 class RowBudget:
     """One row budget per step for decoding requests, drafts and prompt chunks.
@@ -158,6 +163,8 @@ class RowBudget:
 
     - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
       fill the step, every second step reserves that quarter.
+    - If all prompts could end in the step, those behind the rows that keep the device busy wait for
+      the next: the others have their first token earlier, and they about when they would.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
@@ -196,6 +203,10 @@ class RowBudget:
         longest = self._limits.longest_chunk
         chunks: dict[RequestState, int] = {}
         to_end = rows
+        before = list(accumulate((request.num_left for request in prompts), initial=0))
+        if before[-1] <= rows:
+            busy = BUSY * self._limits.rows_per_weight_read
+            prompts = prompts[: bisect_left(before, busy)]
         for request in prompts:
             if request.num_left <= min(to_end, longest):
                 chunks[request] = request.num_left

@@ -43,6 +43,31 @@ def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 12, 0, True)]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "first", "second"),
+    [
+        # Ten reads of the weights' time are busy; the last prompt that is needed for it is whole.
+        ((8, 8, 8, 8), [8, 8, 8], [8]),
+        ((20, 4), [20], [4]),
+        ((19, 4), [19, 4], None),
+        # Where a step more is needed anyway, each is as full as can be.
+        ((9, 9, 9, 9, 9), [9, 9, 9, 9, 4], [5]),
+        ((30, 30, 8), [30, 10], [20]),
+    ],
+)
+def test_prompts_that_fit_one_step_end_in_two_if_the_first_keeps_the_device_busy(
+    kit, lengths, first, second
+):
+    sizes = {"max_num_batched_tokens": 40, "rows_per_weight_read": 2, "longest_chunk": 40}
+    scheduler = kit.scheduler(**sizes, max_num_seqs=8)
+    for index, length in enumerate(lengths):
+        scheduler.add(kit.request("abcde"[index], length))
+    assert [rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0])] == first
+    if second:
+        chunks = [rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0]) if rows > 1]
+        assert chunks == second
+
+
 def test_one_prompt_may_have_a_longest_chunk(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
     for name in "abc":

@@ -25,7 +25,7 @@ from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.fp8_triton import product as float8_product
 from sametoken.ops.model.gemm.tuning import StreamedConfig, TritonConfig
-from sametoken.ops.triton import tuned_table
+from sametoken.ops.triton import device_table
 
 #: Roles of a layer, the largest first.
 LAYER_ROLES = ("gate_up", "down", "qkv", "o")
@@ -53,7 +53,7 @@ class Float8Chain(Chain):
 
 
 def defaults(batch: int) -> Choices:
-    start = start_choices(tuned_table(), batch, 1)
+    start = start_choices(device_table(), batch, 1)
     return start | {role: candidates(ROLES[role], batch)[0] for role in LAYER_ROLES}
 
 

@@ -8,9 +8,8 @@ weights at a context of 640, logits, keys, verify; for a kernel timed alone does
 overlaps with its neighbours. One choice after the other is replaced by its candidates and kept
 if the step gets faster. A candidate whose bits differ is shown with ``!`` and never chosen.
 
-Then the products that an EAGLE-3 head alone has, each timed by itself.
-
-Writes the GEMM table to --out ($OUT by default), and prints the attention configs that won.
+Prints what won: the rules of ``ops/model/gemm/tuning.py`` and ``ops/model/attention/tuning.py`` are
+drawn from that.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import time
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -46,16 +43,12 @@ from decode_chain import (
     random_layers,
 )
 from gemm_gpu import (
-    HEADER,
-    SHAPES,
     candidates,
     canonical_rows,
-    exceptions,
     fits,
     label,
     library_agrees,
     normal,
-    tune_shape,
 )
 from graph_times import COMPILERS, compile_in_parallel
 from triton.runtime.errors import OutOfResources
@@ -66,15 +59,14 @@ from sametoken.ops.model.gemm.tuning import (
     CublasConfig,
     GemmConfig,
     GemmShape,
+    GemmTable,
     Release,
     StreamedConfig,
     TritonConfig,
-    TuningTable,
     in_order_config,
     row_bucket,
-    table_name,
 )
-from sametoken.ops.triton import tuned_table
+from sametoken.ops.triton import device_table
 
 SMALL_KERNELS = (
     "stage", "embedding", "add_rms_norm", "rope_and_cache", "attention", "keys", "verify",
@@ -108,7 +100,7 @@ def name_of(choice: Choice) -> str:
     return name_of_config(choice) if isinstance(choice, AttentionConfig) else label(choice)
 
 
-def start_choices(table: TuningTable, batch: int, window: int) -> Choices:
+def start_choices(table: GemmTable, batch: int, window: int) -> Choices:
     rows = batch * window
     found: Choices = {role: table.choose(shape, rows) for role, shape in ROLES.items()}
     found["attention"] = choose(batch, window, SHAPE, MAX_LEN, torch.bfloat16)
@@ -182,9 +174,10 @@ class Tuner:
 
 
 def run_case(
-    layers: list[Layer], head: torch.Tensor, table: TuningTable, case: tuple[int, int],
+    layers: list[Layer], head: torch.Tensor, table: GemmTable, case: tuple[int, int],
     options: argparse.Namespace,
-) -> tuple[TuningTable, AttentionConfig]:  # fmt: skip
+) -> AttentionConfig:  # fmt: skip
+    """Tune and print one case; the attention config that won."""
     batch, window = case
     chain = Chain(layers, head, batch, window)
     tuner = Tuner(chain, start_choices(table, batch, window), options.seconds)
@@ -203,18 +196,9 @@ def run_case(
         f"{key} {after - chain.milliseconds(best, key):.3f}" for key in (*ROLES, *SMALL_KERNELS)
     ]
     print(f"  ms saved when left out: {', '.join(costs)}", flush=True)
-    for role, shape in ROLES.items():
-        table = table.replaced(shape, row_bucket(chain.rows), best[role])
-    return table, best["attention"]
-
-
-def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
-    """Tune the products of an EAGLE-3 head that the target does not have."""
-    print(f"\n{HEADER}")
-    for shape in SHAPES["eagle3"]:
-        for rows, config in tune_shape(shape, row_counts).items():
-            table = table.replaced(shape, row_bucket(rows), config)
-    return table
+    won = best["attention"]
+    assert isinstance(won, AttentionConfig)
+    return won
 
 
 def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> None:
@@ -241,7 +225,6 @@ def main() -> None:
     parser.add_argument("--variants", choices=("all", "attention", "gemm"), default="all")
     parser.add_argument("--cases", default="1x1,1x4,8x1,8x4,64x1,64x4")
     parser.add_argument("--seconds", type=float, default=20, help="seconds of tuning per case")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     cases = parsed_cases(options.cases)
@@ -254,21 +237,16 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     if options.variants != "gemm":
         time_configs(SHAPE, [*cases, *PREFILL], CONTEXT)
-    table = tuned_table()
+    table = device_table()
     layers, head = random_layers(), normal(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5)
-    path = options.out / table_name(device)
     winners = {}
     for case in cases:
-        table, winners[case] = run_case(layers, head, table, case, options)
-        path.write_text(exceptions(table).to_json())
+        winners[case] = run_case(layers, head, table, case, options)
         torch.cuda.empty_cache()
-    if options.variants != "attention":
-        table = tune_head(table, sorted({batch * window for batch, window in cases}))
-        path.write_text(exceptions(table).to_json())
     print("\nfor LIGHT of ops/model/attention/tuning.py:")
     for (batch, window), config in winners.items():
         print(f"  {batch}x{window}: {config}")
-    print(f"wrote {path} after {time.time() - begun:.0f} s")
+    print(f"done after {time.time() - begun:.0f} s")
 
 
 if __name__ == "__main__":

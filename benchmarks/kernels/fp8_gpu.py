@@ -30,7 +30,7 @@ from sametoken.ops.model.gemm.tuning import (
     TritonConfig,
     streamed_config,
 )
-from sametoken.ops.triton import tuned_table
+from sametoken.ops.triton import device_table
 
 Float8Config = TritonConfig | StreamedConfig
 
@@ -132,7 +132,7 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
 
 def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
-    table = tuned_table()
+    table = device_table()
     jobs: dict[tuple, Callable[[], object]] = {}
     for shape in shapes:
         epilogue = shape.epilogue
@@ -163,7 +163,7 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
     ]
     weight = Fp8Weight(*quantize(matrices[0]))
     weights = [Fp8Weight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))]
-    table = tuned_table()
+    table = device_table()
     x = normal(max(row_counts), shape.in_features)
     for rows in row_counts:
         part = x[:rows]

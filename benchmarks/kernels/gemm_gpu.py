@@ -1,20 +1,17 @@
-"""Choose GEMM kernels on this GPU: check bits, time, print, and write the table.
+"""Compare GEMM kernels on this GPU: check bits, time, print.
 
-    python benchmarks/kernels/gemm_gpu.py --out tuned.json [--only qwen3] [--rows 1,4,64]
+    python benchmarks/kernels/gemm_gpu.py [--only qwen3] [--rows 1,4,64]
 
 Every time is of one product inside a CUDA graph over copies of the weight that exceed L2 several
 times, so weights are read from memory. A candidate whose rows differ from the canonical kernel's
-in one bit is shown with ``!`` and never chosen. The table has what is not the default; inside a
-step other kernels win (``decode_gpu.py``).
+in one bit is shown with ``!`` and never chosen. Inside a step other kernels win
+(``decode_gpu.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from graph_times import COMPILERS, compile_in_parallel, microseconds
@@ -23,19 +20,15 @@ from triton.runtime.errors import OutOfResources
 from sametoken.ops.model.gemm.product import product
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
+    MANY_ROWS,
     ROW_BUCKETS,
     CublasConfig,
     GemmConfig,
     GemmShape,
     StreamedConfig,
     TritonConfig,
-    TuningTable,
-    default_config,
     in_order_config,
-    row_bucket,
-    table_name,
 )
-from sametoken.ops.triton import tuned_table
 
 SHAPES = {
     "qwen3": [
@@ -162,8 +155,10 @@ UP_TO_128 = [
     T(128, 64, 128, 4, 4, tma=True),
     T(128, 128, 64, 8, 4, tma=True),
     T(64, 128, 64, 4, 5, tma=True),
+    *MANY_ROWS,
 ]
 BEYOND = [
+    *MANY_ROWS,
     T(128, 64, 64, 4, 3, tma=True),
     T(128, 64, 64, 4, 5, tma=True),
     T(128, 64, 64, 4, 8, tma=True),
@@ -186,13 +181,13 @@ def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
 
 
 def streamed(shape: GemmShape, rows: int) -> list[GemmConfig]:
-    """Tiles of the Hopper kernel of few rows, one tile of rows or two."""
-    if rows > 128 or torch.cuda.get_device_capability()[0] != 9:
+    """Tiles of the Hopper kernel of few rows; up to 256 rows, several tiles of rows."""
+    if rows > 256 or torch.cuda.get_device_capability()[0] != 9:
         return []
-    sizes = [size for size in (8, 16, 32, 64, 128) if size >= rows][:1]
+    sizes = [size for size in (8, 16, 32, 64, 128) if size >= min(rows, 128)][:1]
     sizes += [64] if rows > 64 else []
     gated = shape.epilogue == "silu_mul"
-    widths = [(32, 1), (32, 2), (32, 3)] if gated else [(32, 1), (48, 1), (64, 1)]
+    widths = [(32, 1), (32, 2), (32, 3)] if gated else [(32, 1), (48, 1), (64, 1), (64, 2)]
     boxes = [2, 4] if rows <= 32 else [1, 2]
     return [
         StreamedConfig(size, width, box, groups)
@@ -278,7 +273,8 @@ def copies(num_bytes: int) -> int:
     return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
-def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]:
+def compare(shape: GemmShape, row_counts: list[int]) -> None:
+    """Print a line of the table for each row count."""
     weight_bytes = shape.out_features * shape.in_features * 2
     scale = shape.in_features**-0.5
     weights = [
@@ -288,7 +284,6 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
     counts = [n for n in row_counts if shape.epilogue != "logits" or n <= MAX_LOGITS_ROWS]
     x = normal(max(counts), shape.in_features)
     expected = canonical_rows(x, weights[0], shape)
-    chosen: dict[int, GemmConfig] = {}
     for rows in counts:
         part, want = x[:rows], expected[:rows]
         times: dict[GemmConfig, float] = {CANONICAL: float("inf")}
@@ -312,7 +307,6 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
         free = microseconds(lambda weight: torch.mm(part, weight.t()), weights)  # noqa: B023
         best = min(times, key=times.__getitem__)
         plain = [time for config, time in times.items() if not overlaps(config)]
-        chosen[rows] = best
         flops = 2 * rows * shape.out_features * shape.in_features
         print(
             f"| {shape.out_features}x{shape.in_features} {shape.epilogue} | {rows} "
@@ -321,26 +315,10 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
             f"| {flops / times[best] / 1e6:.0f} | {', '.join(notes)} |",
             flush=True,
         )
-    return chosen
-
-
-def exceptions(table: TuningTable) -> TuningTable:
-    """The table without choices that are the default's."""
-    entries = {
-        shape: {
-            rows: config
-            for rows, config in choices.items()
-            if config != default_config(shape, rows, table.hopper)
-        }
-        for shape, choices in table.entries.items()
-    }
-    return replace(table, entries={shape: kept for shape, kept in entries.items() if kept})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    folder = os.environ.get("OUT", ".")
-    parser.add_argument("--out", type=Path, default=None, help="file for the JSON table")
     parser.add_argument("--only", default="", help="comma-separated models; default: all")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
@@ -357,13 +335,9 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     print(HEADER)
-    table = tuned_table()
-    out = options.out or Path(folder) / table_name(name)
     for shape in shapes:
-        for count, config in tune_shape(shape, rows).items():
-            table = table.replaced(shape, row_bucket(count), config)
-        out.write_text(exceptions(table).to_json())
-    print(f"wrote {out} after {time.time() - begun:.0f} s")
+        compare(shape, rows)
+    print(f"done after {time.time() - begun:.0f} s")
 
 
 if __name__ == "__main__":

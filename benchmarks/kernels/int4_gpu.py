@@ -36,7 +36,7 @@ from sametoken.ops.model.gemm.int4_triton import (
 )
 from sametoken.ops.model.gemm.selfcheck import ProvenTable
 from sametoken.ops.model.gemm.tuning import CANONICAL, GemmShape, StreamedConfig
-from sametoken.ops.triton import tuned_table
+from sametoken.ops.triton import device_table
 
 SHAPES = [
     GemmShape(6144, 4096),
@@ -202,7 +202,7 @@ def main() -> None:
     begun = time.time()
     compile_in_parallel()
     print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
-    table = ProvenTable(tuned_table())
+    table = ProvenTable(device_table())
     for shape in SHAPES:
         # Proofs are of shapes that were asked for.
         table.choose(shape, 1)

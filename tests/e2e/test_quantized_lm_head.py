@@ -16,7 +16,7 @@ from sametoken.models.heads.base import lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import SCHEMES
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 
@@ -85,7 +85,7 @@ def test_floats_become_what_a_quantized_copy_has(pairs):
     assert said(live) == said(engine(copy))
 
 
-@pytest.mark.parametrize("kernels", [ReferenceKernels(), TritonKernels(TuningTable())])
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), TritonKernels(GemmTable())])
 def test_a_map_takes_rows_in_their_bits_where_they_are_not_expanded(pairs, tmp_path, kernels):
     """As on a GPU."""
     (_, copy), _ = pairs

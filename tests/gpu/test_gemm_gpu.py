@@ -15,9 +15,9 @@ from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     CublasConfig,
     GemmShape,
+    GemmTable,
     StreamedConfig,
     TritonConfig,
-    TuningTable,
     default_config,
     in_order_config,
 )
@@ -146,7 +146,7 @@ def test_a_row_cannot_tell_its_place_or_its_company(config):
 def test_close_to_float64(dtype):
     x, matrix = normal(40, 1544, dtype=dtype), normal(400, 1544, dtype=dtype, seed=1)
     exact = x.double() @ matrix.double().T
-    weight = DeviceWeight(matrix, TuningTable())
+    weight = DeviceWeight(matrix, GemmTable())
     out = weight.matmul(x)
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
     assert (out.double() - exact).norm() / exact.norm() < tolerance
@@ -160,7 +160,7 @@ def test_close_to_float64(dtype):
 
 def test_float32_rows_are_equal_too():
     x, matrix = normal(130, 576, dtype=torch.float32), normal(192, 576, dtype=torch.float32)
-    weight = DeviceWeight(matrix, TuningTable())
+    weight = DeviceWeight(matrix, GemmTable())
     everything = weight.matmul(x)
     for rows in (1, 5, 16, 64, 130):
         assert torch.equal(weight.matmul(x[:rows]), everything[:rows])
@@ -168,7 +168,7 @@ def test_float32_rows_are_equal_too():
 
 def test_fused_epilogues_equal_the_unfused_path():
     x, matrix = normal(70, 1024), normal(2 * 704, 1024, seed=1)
-    weight = DeviceWeight(matrix, TuningTable())
+    weight = DeviceWeight(matrix, GemmTable())
     for rows in (1, 4, 30, 70):
         stored = weight.matmul(x[:rows])
         assert torch.equal(weight.gated_matmul(x[:rows]), silu_mul(stored))
@@ -181,7 +181,7 @@ def test_fused_epilogues_equal_the_unfused_path():
 def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
     matrix = normal(features, depth, seed=1)
     shape = GemmShape(features, depth, epilogue)
-    table = ProvenTable(TuningTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())}))
+    table = ProvenTable(GemmTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())}))
     counts = [*range(1, 65), 100, 128, 200, 256, 384, 512, 1000, 2048]
     (report,) = table.prove([matrix], tuple(counts))
     refused = {count for refusal in report.refused for count in refusal.row_counts}

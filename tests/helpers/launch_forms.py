@@ -30,7 +30,7 @@ from sametoken.models.registry import model_class
 from sametoken.ops import hopper, pdl
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.step import triton as step_ops
 from sametoken.ops.step.types import NUM_COUNTS, LayoutTable
 from sametoken.ops.triton import TritonKernels
@@ -119,9 +119,7 @@ def step_on_meta(
     path: Path, spec: SpeculativeConfig | None, max_num_seqs: int, max_len: int
 ) -> Step:
     """The step of a GPU engine for a model's config.json, without memory. In ``recorded``."""
-    backend = Backend(
-        TritonKernels(TuningTable(hopper=True)), step_ops, ngram.lookup, suffix.search
-    )
+    backend = Backend(TritonKernels(GemmTable(hopper=True)), step_ops, ngram.lookup, suffix.search)
     config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
     aux_layers = required_aux_layers(spec, config, path, DUMMY)
     quantization = read_quantization(config.extra, str(path))

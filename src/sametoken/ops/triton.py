@@ -46,8 +46,7 @@ from sametoken.ops.model.gemm.tuning import (
     Epilogue,
     GemmChooser,
     GemmShape,
-    TuningTable,
-    load_table,
+    GemmTable,
 )
 from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.latent_attention import rope_triton as latent_rope
@@ -106,23 +105,22 @@ class DeviceWeight(MatrixWeight):
         return product(config, x, self.matrix, epilogue, bias)
 
 
-def tuned_table() -> TuningTable:
-    """The table of the current GPU."""
-    on_hopper = is_hopper(torch.device("cuda"))
-    return load_table(torch.cuda.get_device_name(), hopper=on_hopper)
+def device_table() -> GemmTable:
+    """The kernels of the current GPU."""
+    return GemmTable(hopper=is_hopper(torch.device("cuda")))
 
 
 class TritonKernels:
     """``Kernels`` in Triton; contracts are those of the protocol.
 
     Args:
-        table: the GEMM kernel of each shape; by default the one tuned on this device.
+        table: the GEMM kernel of each shape; by default by the rules of this device.
     """
 
     name = "triton"
 
-    def __init__(self, table: TuningTable | None = None) -> None:
-        self.table = ProvenTable(table or tuned_table())
+    def __init__(self, table: GemmTable | None = None) -> None:
+        self.table = ProvenTable(table or device_table())
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
         self._quantized = QuantizedCheck()

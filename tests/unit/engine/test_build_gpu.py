@@ -22,7 +22,7 @@ from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.gemm import product as gemm
 from sametoken.ops.model.gemm import streamed_hopper
 from sametoken.ops.model.gemm import triton as tiled
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
@@ -127,7 +127,7 @@ def launched(monkeypatch):
 
 
 def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched):
-    kernels, (max_num_seqs, k, max_rows) = TritonKernels(TuningTable(hopper=True)), (64, 3, 2048)
+    kernels, (max_num_seqs, k, max_rows) = TritonKernels(GemmTable(hopper=True)), (64, 3, 2048)
     shapes = captured_shapes(max_num_seqs, k, max_rows)
     counts = row_counts(shapes, max_rows, max_num_seqs)
     weights = [

@@ -37,7 +37,7 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
@@ -189,7 +189,7 @@ def test_the_largest_matrix_in_four_bits_that_products_expand_is_counted(tmp_pat
     sizes = SIZES | {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
     _, copy = write_with_lm_head(tmp_path, 0, W4A16, **sizes)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    kernels = TritonKernels(TuningTable())
+    kernels = TritonKernels(GemmTable())
     model = load_model(copy, kernels=kernels, dtype=torch.bfloat16, device=cpu, max_positions=1)
     seen, expanded = [], Int4Panels.expanded
 

@@ -15,7 +15,7 @@ from sametoken.exact.packed import PackedSequences
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.registry import model_class
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.sampling.logprobs import log_probabilities
@@ -35,7 +35,7 @@ def on_both(path, monkeypatch):
     plain = ExactModel(str(path), dtype="float32", device="cpu")
     wanted = plain(SEQUENCES)
     torch.cat(wanted).sum().backward()
-    kernels = TritonKernels(TuningTable())
+    kernels = TritonKernels(GemmTable())
     monkeypatch.setattr(model, "select_kernels", lambda device: kernels)
     exact = ExactModel(str(path), dtype="float32", device="cpu")
     found = exact(SEQUENCES)
@@ -75,7 +75,7 @@ def by_the_engines_decoder(path, ids) -> torch.Tensor:
     """Log-probabilities of a sequence after its first token, by a GPU's kernels."""
     checkpoint, device = open_checkpoint(path), torch.device("cpu")
     reader = WeightReader(
-        checkpoint.open_tensors(), TritonKernels(TuningTable()), torch.float32, device
+        checkpoint.open_tensors(), TritonKernels(GemmTable()), torch.float32, device
     )
     build = model_class(checkpoint.config.architecture)
     decoder = build(checkpoint.config, reader, max_positions=100)

@@ -12,7 +12,7 @@ from helpers.latents import write_nextn
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.loader import load_model
 from sametoken.ops.backend import RowRuns
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 
@@ -35,7 +35,7 @@ class RunBench(Bench):
 def test_triton_s_logits_and_drafts_are_near_the_reference_s(tmp_path):
     write_nextn(tmp_path, "deepseek_v3", num_hidden_layers=2)
     logits, drafts = [], []
-    for kernels in (ReferenceKernels(), TritonKernels(load_table("NVIDIA H200"))):
+    for kernels in (ReferenceKernels(), TritonKernels(GemmTable())):
         options = {"kernels": kernels, "dtype": torch.float32, "device": CPU, "max_positions": 64}
         target = load_model(tmp_path, **options)
         logits.append(RunBench(target).finite().logits(TOKEN_IDS, [2]))

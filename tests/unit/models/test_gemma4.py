@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from helpers.families import write_family
 from helpers.forward import Bench, OneRun, load
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.triton import TritonKernels
 
 
@@ -48,7 +48,7 @@ def test_embeddings_by_layer_cover_the_vocabulary(checkpoint):
 def test_a_gpu_serves_the_heads_of_published_models(tmp_path):
     checkpoint = write_family(tmp_path, "gemma4", global_head_dim=512)
     wanted = Bench(load(checkpoint)).logits([1, 2, 3, 4], [5])
-    kernels = TritonKernels(load_table("another device"))
+    kernels = TritonKernels(GemmTable())
     got = OneRun(load(checkpoint, kernels)).logits([1, 2, 3, 4], [5])
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -57,4 +57,4 @@ def test_a_gpu_refuses_heads_that_do_not_fit(checkpoint):
     heads = {"head_dim": 1024, "num_key_value_heads": 2}
     edit(checkpoint, per_layer_config={"1": heads, "2": heads})
     with pytest.raises(UnsupportedError, match="head_dim 1024 is above 512"):
-        load(checkpoint, TritonKernels(load_table("another device")))
+        load(checkpoint, TritonKernels(GemmTable()))

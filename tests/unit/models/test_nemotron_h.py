@@ -17,7 +17,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.loader import read_config
 from sametoken.models.nemotron_h import NemotronHForCausalLM, time_step_limit
 from sametoken.ops.cache_types import PagedKV, Recurrent, Stateless
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.triton import TritonKernels
 
@@ -175,7 +175,7 @@ def test_experts_in_one_tensor_each_are_the_same(tmp_path):
 def test_the_triton_kernels_run_every_layer(tmp_path):
     """Under the interpreter where there is no GPU: near the reference, and chunks change no bit."""
     path = write_nemotron(tmp_path, pattern="M*E-", moe_latent_size=6)
-    kernels, prompt = TritonKernels(load_table("another device")), [1, 5, 3, 2, 7, 7]
+    kernels, prompt = TritonKernels(GemmTable()), [1, 5, 3, 2, 7, 7]
     wanted = Bench(load(path)).logits(prompt, [])
     model = load(path, kernels)
     found = OneRun(model).logits(prompt, [])

@@ -13,7 +13,7 @@ from helpers.forward import OneRun, load
 from helpers.nemotron import write_nemotron
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import Routing
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.async_output import NUM_COUNTS, HostBuffer
@@ -125,7 +125,7 @@ def test_a_replayed_pass_writes_where_the_captured_one_did():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 def test_triton_kernels_record_what_the_reference_chooses(tmp_path):
     path, found = write_nemotron(tmp_path, pattern="M*E-E", moe_latent_size=6), []
-    for kernels in (ReferenceKernels(), TritonKernels(load_table("another device"))):
+    for kernels in (ReferenceKernels(), TritonKernels(GemmTable())):
         experts, plan = recorder_of(load(path, recording(kernels)), 6, CPU), plan_of(6)
         OneRun(experts).logits([1, 5, 3, 2, 7, 7], [])
         found.append(kept(experts, plan).of(0, *plan.requests, 0))

@@ -22,7 +22,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.ops.lookup.ngram_triton import lookup
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
@@ -304,7 +304,7 @@ def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic
         sequences=sequences,
         model=still,
         kv=None,
-        kernels=TritonKernels(load_table("any")),
+        kernels=TritonKernels(GemmTable()),
         ops=in_triton,
         table=table,
         drafter=still if k else NoDrafter(),

@@ -21,7 +21,7 @@ from sametoken.models.load.gguf_file import read_gguf
 from sametoken.ops.model.gemm.int4 import expanded
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.integers import product
-from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.weights import QuantizedWeight
 from sametoken.ops.reference import ReferenceKernels
@@ -142,7 +142,7 @@ def test_a_model_in_its_bits_has_the_logits_of_the_reference_s_products(
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
 def test_kernels_of_a_gpu_give_the_bits_of_the_expanded_model(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", name)
-    kernels = TritonKernels(load_table("another device"))
+    kernels = TritonKernels(GemmTable())
     kept, plain = (load(path, each, kernels) for each in ("gguf-packed", "gguf"))
     assert isinstance(kept.embedding, Int4DeviceWeight)
     found, wanted = (OneRun(model).logits(PROMPT, []) for model in (kept, plain))

@@ -9,7 +9,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.ops.model import moe_triton
 from sametoken.ops.model.gemm import fp8
 from sametoken.ops.model.gemm.int4 import packed_int4
-from sametoken.ops.model.gemm.tuning import TuningTable
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import BY_ROW, ClampedExperts, Fp8Matrix, Int4Matrix, Rounding
@@ -65,7 +65,7 @@ def packed(monkeypatch):
     monkeypatch.setattr(moe_triton, "rounded", lambda x, how: fp8.rounded_by(how, x))
 
     def pack(weight):
-        kernels = TritonKernels(TuningTable())
+        kernels = TritonKernels(GemmTable())
         sizes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
         gate_up, down = ([weight(kernels, *size) for _ in range(NUM_EXPERTS)] for size in sizes)
         biases = (floats(NUM_EXPERTS, size) for size, _ in sizes)

@@ -27,8 +27,8 @@ from sametoken.ops.model.gemm.tuning import (
     Epilogue,
     GemmChooser,
     GemmShape,
+    GemmTable,
     StreamedConfig,
-    TuningTable,
 )
 from sametoken.ops.pdl import gdc_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
@@ -62,7 +62,7 @@ class Int4DeviceWeight:
     ) -> Int4DeviceWeight:
         """Take over a matrix."""
         order = matrix.order if isinstance(matrix, Int4Matrix) else None
-        return cls(Int4Panels.of(matrix, dtype), order, table or TuningTable(), dtype)
+        return cls(Int4Panels.of(matrix, dtype), order, table or GemmTable(), dtype)
 
     @property
     def out_features(self) -> int:

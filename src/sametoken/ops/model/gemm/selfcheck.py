@@ -16,7 +16,7 @@ from sametoken.ops.model.gemm.tuning import (
     Epilogue,
     GemmConfig,
     GemmShape,
-    TuningTable,
+    GemmTable,
     row_bucket,
 )
 
@@ -32,7 +32,7 @@ class ProvenTable:
         table: the choices; refused ones have been replaced.
     """
 
-    table: TuningTable
+    table: GemmTable
     _proven: dict[GemmShape, frozenset[int]] = field(default_factory=dict)
     _asked: set[GemmShape] = field(default_factory=set)
 
@@ -47,7 +47,7 @@ class ProvenTable:
     def prove(
         self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]
     ) -> tuple[GemmReport, ...]:
-        """Check the choices for these weights at these row counts, where tuned or ever asked for.
+        """Check the choices for these weights at these row counts, where ever asked for.
 
         Args:
             matrices: one weight [N, K] per shape, on the device.
@@ -99,8 +99,8 @@ class GemmReport:
 
 
 def check_gemm(
-    weight: Tensor, epilogue: Epilogue, table: TuningTable, row_counts: Iterable[int]
-) -> tuple[TuningTable, GemmReport]:
+    weight: Tensor, epilogue: Epilogue, table: GemmTable, row_counts: Iterable[int]
+) -> tuple[GemmTable, GemmReport]:
     """Compare the chosen kernels with the canonical one on random rows.
 
     cuBLAS may pick another kernel at any row count, so pass every count that will be served. It

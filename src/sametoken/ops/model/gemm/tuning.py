@@ -1,21 +1,15 @@
-"""The GEMM kernel of each weight shape and row count: tuned tables and defaults.
+"""The GEMM kernel of each weight shape and row count, by rules.
 
-Every choice gives the same bits (docs/lossless.md), so a table changes speed only; ``selfcheck``
-verifies that on the chip in use. ``benchmarks/kernels/gemm_gpu.py`` writes the tables.
+Every choice gives the same bits (docs/lossless.md), so a rule changes speed only; ``selfcheck``
+verifies that on the chip in use. ``benchmarks/kernels/decode_gpu.py`` measures choices.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol
 
-from sametoken.errors import ConfigError
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.launch_sizes import cdiv
 
@@ -130,11 +124,11 @@ class GemmChooser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TuningTable:
-    """Choices by shape and row bucket; other shapes get ``default_config``.
+class GemmTable:
+    """Choices by shape and row bucket.
 
     Attributes:
-        entries: measured choices.
+        entries: choices other than ``default_config``, or found to keep the law.
         hopper: as for ``default_config``.
     """
 
@@ -143,47 +137,17 @@ class TuningTable:
 
     def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
         """The kernel for ``rows`` rows of activations."""
-        measured = self.entries.get(shape, {})
-        chosen = measured.get(row_bucket(rows))
+        chosen = self.entries.get(shape, {}).get(row_bucket(rows))
         return chosen if chosen is not None else default_config(shape, rows, self.hopper)
 
     def in_order(self, shape: GemmShape, rows: int) -> TritonConfig:
         """The default for row counts at which cuBLAS does not serve."""
         return in_order_config(shape, rows, self.hopper)
 
-    def replaced(self, shape: GemmShape, bucket: int, config: GemmConfig) -> TuningTable:
+    def replaced(self, shape: GemmShape, bucket: int, config: GemmConfig) -> GemmTable:
         """This table with another choice for one bucket of one shape."""
         choices = {**self.entries.get(shape, {}), bucket: config}
         return replace(self, entries={**self.entries, shape: choices})
-
-    def to_json(self) -> str:
-        """The table as JSON text for ``from_json``."""
-        rows = [
-            dataclasses.asdict(shape)
-            | {"choices": {str(bucket): _dumped(config) for bucket, config in choices.items()}}
-            for shape, choices in self.entries.items()
-        ]
-        return json.dumps(rows, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str, source: str, hopper: bool = False) -> TuningTable:
-        """Read a table.
-
-        Args:
-            text: from ``to_json``.
-            source: the file's name, for error messages.
-            hopper: as for ``default_config``.
-
-        Raises:
-            ConfigError: the text is not a tuning table.
-        """
-        try:
-            return cls(dict(_entry(row) for row in json.loads(text)), hopper)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"tuning table {source} is malformed: {error!r}",
-                "write it anew with benchmarks/kernels/gemm_gpu.py",
-            ) from error
 
 
 def row_bucket(rows: int) -> int:
@@ -192,7 +156,7 @@ def row_bucket(rows: int) -> int:
 
 
 def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
-    """The kernel of shapes that have no entry in a table.
+    """The kernel of a shape by rule.
 
     Args:
         shape: of the product.
@@ -202,7 +166,19 @@ def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
     if not hopper:
         return in_order_config(shape, rows, hopper)
     streamed = streamed_config(shape, rows, 2)
-    return streamed or (CublasConfig() if rows > 64 else in_order_config(shape, rows, hopper))
+    if streamed is not None:
+        return streamed
+    if rows <= 64 or _fills_rounds(shape, row_bucket(rows)):
+        return in_order_config(shape, rows, hopper)
+    return CublasConfig()
+
+
+def _fills_rounds(shape: GemmShape, rows: int) -> bool:
+    """Whether tiles of a gated product keep all multiprocessors busy: then they beat cuBLAS."""
+    if shape.epilogue != "silu_mul" or shape.in_features % 8 or rows not in (128, 256):
+        return False
+    tiles = cdiv(rows, 128) * cdiv(shape.out_features // 2, 128)
+    return tiles > 0.8 * cdiv(tiles, MULTIPROCESSORS) * MULTIPROCESSORS
 
 
 def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> StreamedConfig | None:
@@ -277,47 +253,3 @@ def _soonest(features: int, rows: int) -> TritonConfig:
         return cdiv(tiles, MULTIPROCESSORS) * (tile.block_rows + tile.block_features)
 
     return min(MANY_ROWS, key=loaded)
-
-
-def load_table(
-    device_name: str, folder: Traversable | None = None, hopper: bool = False
-) -> TuningTable:
-    """The tuned table of a device, for example "NVIDIA H200"; without entries if there is none.
-
-    Raises:
-        ConfigError: the table's file is malformed.
-    """
-    folder = folder or resources.files(__package__) / "tuned"
-    file = folder / table_name(device_name)
-    if not file.is_file():
-        return TuningTable(hopper=hopper)
-    return TuningTable.from_json(file.read_text(), file.name, hopper)
-
-
-def table_name(device_name: str) -> str:
-    """File name of a device's table."""
-    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
-
-
-def _dumped(config: GemmConfig) -> Any:
-    return "cublas" if isinstance(config, CublasConfig) else dataclasses.asdict(config)
-
-
-def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
-    if row["epilogue"] not in get_args(Epilogue):
-        raise ValueError(f"unknown epilogue {row['epilogue']!r}")
-    shape = GemmShape(row["out_features"], row["in_features"], row["epilogue"])
-    choices: dict[int, GemmConfig] = {}
-    for bucket, config in row["choices"].items():
-        if int(bucket) not in ROW_BUCKETS:
-            raise ValueError(f"unknown row bucket {bucket}")
-        choices[int(bucket)] = CublasConfig() if config == "cublas" else _tiles(**config)
-    return shape, choices
-
-
-def _tiles(**fields: Any) -> TritonConfig | StreamedConfig:
-    is_streamed = "boxes" in fields
-    config = StreamedConfig(**fields) if is_streamed else TritonConfig(**fields)
-    if config.release not in get_args(Release) or (is_streamed and config.release == "late"):
-        raise ValueError(f"unknown release {config.release!r}")
-    return config

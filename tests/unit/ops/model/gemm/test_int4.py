@@ -15,9 +15,8 @@ from sametoken.ops.model.gemm.int4_triton import FEW_ROWS, Int4DeviceWeight, pro
 from sametoken.ops.model.gemm.tuning import (
     CublasConfig,
     GemmShape,
+    GemmTable,
     StreamedConfig,
-    TuningTable,
-    load_table,
 )
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -172,7 +171,7 @@ def test_integers_in_planes_give_the_exact_product(bits, width, minima):
 
 def test_the_start_up_check_proves_each_form_of_one_shape():
     """As q and v have in files of mixed types; a form that is there twice is proven once."""
-    kernels = TritonKernels(TuningTable())
+    kernels = TritonKernels(GemmTable())
     codes, scale = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 4)
     forms = [(codes, 4, scale, 8), (codes, 4, scale, 8), (codes, 4, scale, 0, -scale)]
     forms += [(codes, 5, scale, 0, -scale), (codes, 6, torch.ones(64, 8), 32)]
@@ -184,12 +183,13 @@ def test_the_start_up_check_proves_each_form_of_one_shape():
 
 def test_no_expanded_matrix_is_multiplied_by_a_kernel_that_reads_it_early(monkeypatch):
     """That kernel waits for the rows alone, and an expanded matrix is written just before."""
-    table = load_table("NVIDIA H200", hopper=True)
-    for shape in (*table.entries, GemmShape(64, 128), GemmShape(4096, 12288)):
+    table = GemmTable(hopper=True)
+    gated = (GemmShape(2 * features, 4096, "silu_mul") for features in (6144, 12288, 14336))
+    for shape in (*gated, GemmShape(64, 128), GemmShape(4096, 12288)):
         for rows in range(FEW_ROWS + 1, 2049):
             assert not isinstance(table.choose(shape, rows), StreamedConfig)
 
-    kernels, ran = TritonKernels(TuningTable(hopper=True)), []
+    kernels, ran = TritonKernels(GemmTable(hopper=True)), []
     monkeypatch.setattr(
         selfcheck,
         "product",

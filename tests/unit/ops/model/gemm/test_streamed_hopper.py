@@ -22,7 +22,7 @@ from sametoken.ops.model.gemm.triton import Scaling
 from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     GemmShape,
-    TuningTable,
+    GemmTable,
     streamed_config,
 )
 from sametoken.ops.triton import DeviceWeight
@@ -137,7 +137,7 @@ def served(monkeypatch):
 def test_a_weight_that_cannot_be_streamed_has_another_kernel(
     features, depth, gated, dtype, kernel, served
 ):
-    weight = DeviceWeight(torch.zeros(features, depth, dtype=dtype), TuningTable(hopper=True))
+    weight = DeviceWeight(torch.zeros(features, depth, dtype=dtype), GemmTable(hopper=True))
     x = torch.zeros(3, depth, dtype=dtype)
     (weight.gated_matmul if gated else weight.matmul)(x)
     assert served == [kernel]

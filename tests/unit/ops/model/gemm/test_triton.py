@@ -18,14 +18,14 @@ from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     CublasConfig,
     GemmShape,
+    GemmTable,
     TritonConfig,
-    TuningTable,
     default_config,
 )
 from sametoken.ops.triton import DeviceWeight
 
 SMALL = TritonConfig(16, 16, 32, num_warps=4, num_stages=2)
-TABLE = TuningTable()
+TABLE = GemmTable()
 SHAPE = GemmShape(24, 32)
 
 
@@ -120,7 +120,7 @@ def test_a_bias_that_the_epilogue_has_no_use_for_is_refused():
 
 
 def test_selfcheck_keeps_what_agrees():
-    table = TuningTable({SHAPE: {4: SMALL}})
+    table = GemmTable({SHAPE: {4: SMALL}})
     checked, report = check_gemm(integers(24, 32), "none", table, [1, 3, 4, 4])
     assert checked.choose(SHAPE, 3) == SMALL
     assert report.refused == ()
@@ -132,7 +132,7 @@ def test_selfcheck_drops_a_kernel_whose_bits_differ_at_one_row_count(monkeypatch
         return out + 1 if config == SMALL and x.shape[0] == 3 else out
 
     monkeypatch.setattr(selfcheck, "product", splitting)
-    table = TuningTable({SHAPE: {4: SMALL, 8: SMALL}})
+    table = GemmTable({SHAPE: {4: SMALL, 8: SMALL}})
     checked, report = check_gemm(integers(24, 32), "none", table, [2, 3, 4, 6])
     assert report.refused == (Refusal(SMALL, (3,)),)
     assert checked.choose(SHAPE, 4) == default_config(SHAPE, 4, hopper=False)
@@ -145,7 +145,7 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
         return gemm.product(CANONICAL, x, matrix, epilogue, bias) + is_split
 
     monkeypatch.setattr(selfcheck, "product", splitting)
-    table = ProvenTable(TuningTable({SHAPE: {4: CublasConfig()}}))
+    table = ProvenTable(GemmTable({SHAPE: {4: CublasConfig()}}))
     (report,) = table.prove([integers(24, 32)], (2, 3, 4))
     assert report.refused == (Refusal(CublasConfig(), (3,)),)
     assert table.choose(SHAPE, 2) == table.choose(SHAPE, 4) == CublasConfig()
@@ -153,7 +153,7 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
 
 
 def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
-    matrix, table = integers(24, 32), ProvenTable(TuningTable(hopper=True))
+    matrix, table = integers(24, 32), ProvenTable(GemmTable(hopper=True))
     assert table.prove([matrix], (170, 180)) == ()
     in_order = table.choose(SHAPE, 170)
     assert isinstance(in_order, TritonConfig)
@@ -165,7 +165,7 @@ def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
 
 def test_every_kernel_that_is_compared_has_run_before(monkeypatch):
     """So that start-up compiles them side by side."""
-    table = ProvenTable(TuningTable({SHAPE: {4: SMALL, 8: CublasConfig()}}))
+    table = ProvenTable(GemmTable({SHAPE: {4: SMALL, 8: CublasConfig()}}))
     ran = []
 
     def product(config, *given):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from sametoken.errors import ConfigError
 from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     CublasConfig,
     GemmShape,
-    StreamedConfig,
+    GemmTable,
     TritonConfig,
-    TuningTable,
     default_config,
     in_order_config,
-    load_table,
     row_bucket,
     streamed_config,
-    table_name,
 )
 
 SHAPE = GemmShape(4096, 4096, "bias")
@@ -33,7 +27,7 @@ def test_a_row_count_takes_the_smallest_bucket_that_holds_it():
 
 
 def test_measured_choice_wins_and_the_default_serves_the_rest():
-    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    table = GemmTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
     assert table.choose(SHAPE, 3) is CONFIG
     assert table.choose(SHAPE, 40) == CublasConfig()
     assert table.choose(SHAPE, 16) == default_config(SHAPE, 16, hopper=False)
@@ -62,7 +56,7 @@ def test_defaults_of_hopper_stream_few_rows_and_are_cublas_for_many():
         assert isinstance(in_order_config(even, rows, hopper=True), TritonConfig)
     assert default_config(even, 65, hopper=True) == CublasConfig()
     assert isinstance(default_config(even, 65, hopper=False), TritonConfig)
-    table = TuningTable({SHAPE: {4: CONFIG}}, hopper=True)
+    table = GemmTable({SHAPE: {4: CONFIG}}, hopper=True)
     assert table.replaced(SHAPE, 64, CONFIG).choose(even, 65) == CublasConfig()
     assert table.in_order(even, 65).tma
     assert not table.in_order(odd, 65).tma
@@ -85,6 +79,19 @@ def test_tiles_of_many_rows_are_those_measured_fastest(features, tiles):
         for count in (below, rows):
             config = in_order_config(shape, count, hopper=True)
             assert (config.block_rows, config.block_features) == tile
+
+
+def test_gated_products_that_fill_rounds_have_tiles_of_128():
+    """Llama-3-8B's and Qwen3-8B's, as measured."""
+    llama, qwen = (GemmShape(2 * features, 4096, "silu_mul") for features in (14336, 12288))
+    tiled = [
+        rows
+        for rows in range(65, 600)
+        if default_config(llama, rows, hopper=True) == in_order_config(llama, rows, hopper=True)
+    ]
+    assert tiled == [*range(65, 129), *range(193, 257)]
+    assert default_config(llama, 256, hopper=True).block_features == 128
+    assert default_config(qwen, 256, hopper=True) == CublasConfig()
 
 
 @pytest.mark.parametrize(
@@ -111,49 +118,9 @@ def test_products_of_many_rows_are_streamed_where_that_was_faster(shape, row_cou
 
 
 def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
-    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    table = GemmTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
     other = default_config(SHAPE, 64, hopper=False)
     changed = table.replaced(SHAPE, 64, other)
     assert changed.choose(SHAPE, 64) == other
     assert changed.choose(SHAPE, 4) is CONFIG
     assert table.choose(SHAPE, 64) == CublasConfig()
-
-
-def test_a_table_survives_its_file(tmp_path):
-    streamed = StreamedConfig(128, 32, boxes=1, warp_groups=3, release="never")
-    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig(), 128: streamed}})
-    (tmp_path / "nvidia_h200.json").write_text(table.to_json())
-    assert load_table("NVIDIA H200", tmp_path) == table
-
-
-def test_a_table_from_before_an_option_existed_has_its_default():
-    config = TritonConfig(16, 32, 256, 4, 3, pdl=True, prefetch_bytes=8192)
-    (entry,) = json.loads(TuningTable({SHAPE: {4: config}}).to_json())
-    del entry["choices"]["4"]["prefetch_bytes"]
-    assert TuningTable.from_json(json.dumps([entry]), "old.json").choose(SHAPE, 4) == config
-
-
-def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
-    assert load_table("Some Chip", tmp_path) == TuningTable()
-    assert load_table("Some Chip") == TuningTable()
-    assert table_name("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3.json"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        '{"a": 1}',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "tanh", "choices": {}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"5": "cublas"}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4": "mkl"}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
-        ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
-        ' "num_stages": 3, "release": "soon"}}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
-        ' {"block_rows": 8, "block_features": 32, "boxes": 4, "release": "late"}}}]',
-    ],
-)
-def test_a_malformed_table_names_its_file(text):
-    with pytest.raises(ConfigError, match=r"h200\.json"):
-        TuningTable.from_json(text, "h200.json")

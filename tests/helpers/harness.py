@@ -163,6 +163,7 @@ def build(
         num_speculative_tokens=k,
         adaptive_drafts=True,
         rows_per_weight_read=shape.rows_per_weight_read,
+        busy_rows=10 * shape.rows_per_weight_read,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         sliding_window=common_window(model.caches) or 0,

@@ -16,7 +16,11 @@ from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import Loaded, Requested, load, validate
-from sametoken.engine.resolve import ROWS_PER_WEIGHT_READ, ResolvedConfig
+from sametoken.engine.resolve import (
+    READS_OF_A_BUSY_STEP,
+    ROWS_PER_WEIGHT_READ,
+    ResolvedConfig,
+)
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.weights import Weights, weights_of
@@ -28,7 +32,7 @@ from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
-from sametoken.runner.routed_experts import recorder_of
+from sametoken.runner.routed_experts import recorder_of, routers_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
@@ -233,6 +237,14 @@ def _attach_drafter(loaded: Loaded, table: SamplingTable) -> Drafter:
     return loaded.drafter.attach(cache, Coupling(loaded.backend.model.sample, table))
 
 
+def _busy_rows(loaded: Loaded) -> int:
+    """See ``SchedulerLimits``; of sparse models any step's rows share the read of all experts."""
+    config, device = loaded.resolved.config, loaded.resolved.device
+    if any(router for layer in loaded.target.layers for router in routers_of(layer)):
+        return config.max_num_batched_tokens
+    return READS_OF_A_BUSY_STEP * ROWS_PER_WEIGHT_READ[device.type]
+
+
 def _limits(loaded: Loaded, drafter: Drafter) -> SchedulerLimits:
     config, memory = loaded.resolved.config, loaded.memory
     speculative = config.speculative_config
@@ -248,6 +260,7 @@ def _limits(loaded: Loaded, drafter: Drafter) -> SchedulerLimits:
         num_speculative_tokens=config.num_speculative_tokens,
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
+        busy_rows=_busy_rows(loaded),
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         sliding_window=common_window((*loaded.caches, *loaded.drafter.caches)) or 0,

@@ -170,6 +170,9 @@ DEVICE_DEFAULTS = {
 #: Approximate number of rows that a device computes in the time of one read of the weights.
 ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
 
+#: Reads of the weights that take the time of a step whose rows hide all else that it does.
+READS_OF_A_BUSY_STEP = 10
+
 
 def resolve_device(config: EngineConfig) -> torch.device:
     """The device to run on: a GPU if there is one, unless the CPU was requested.

@@ -139,7 +139,7 @@ class ExpertRecorder:
     def __init__(
         self, target: Decoder, kernels: RecordingKernels, num_rows: int, device: torch.device
     ) -> None:
-        found = {i: one for i, layer in enumerate(target.layers) for one in _routers(layer)}
+        found = {i: one for i, layer in enumerate(target.layers) for one in routers_of(layer)}
         if not found:
             raise UnsupportedError(
                 f"{target.config.architecture} has no experts to return",
@@ -213,7 +213,7 @@ def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> ExpertR
     return ExpertRecorder(target, kernels, num_rows + ROW_MULTIPLE, device)
 
 
-def _routers(node: object) -> Iterator[tuple[int, int]]:
+def routers_of(node: object) -> Iterator[tuple[int, int]]:
     """How many experts the routers in a layer choose, and of how many."""
     if not is_dataclass(node):
         return
@@ -221,4 +221,4 @@ def _routers(node: object) -> Iterator[tuple[int, int]]:
     if "routing" in parts:
         yield parts["routing"].top_k, parts["router"].weight.out_features
     for part in parts.values():
-        yield from _routers(part)
+        yield from routers_of(part)

@@ -151,9 +151,6 @@ def max_sampled_rows(max_num_batched_tokens: int, max_num_seqs: int) -> int:
 #: Prompts are guaranteed 1 / SHARE of a step's rows, and short prompts 1 / SHARE of those.
 SHARE = 4
 
-#: Reads of the weights within a step's computation from which more rows gain little time a row.
-BUSY = 10
-
 
 class RowBudget:
     """One row budget per step for decoding requests, drafts and prompt chunks.
@@ -163,8 +160,8 @@ class RowBudget:
 
     - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
       fill the step, every second step reserves that quarter.
-    - If all prompts could end in the step, those behind the rows that keep the device busy wait for
-      the next: the others have their first token earlier, and they about when they would.
+    - If all prompts could end in the step, those behind ``busy_rows`` wait for the next: the others
+      have their first token earlier, and they about when they would.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
@@ -205,8 +202,7 @@ class RowBudget:
         to_end = rows
         before = list(accumulate((request.num_left for request in prompts), initial=0))
         if before[-1] <= rows:
-            busy = BUSY * self._limits.rows_per_weight_read
-            prompts = prompts[: bisect_left(before, busy)]
+            prompts = prompts[: bisect_left(before, self._limits.busy_rows)]
         for request in prompts:
             if request.num_left <= min(to_end, longest):
                 chunks[request] = request.num_left

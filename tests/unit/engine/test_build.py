@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.families import write_family
 from helpers.harness import request, run, swapped_by
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
@@ -165,6 +166,13 @@ def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
     assert scheduler.limits.adaptive_drafts == limits
     assert scheduler.limits.rows_per_weight_read == 32
     assert scheduler.limits.longest_chunk == 2048
+
+
+@pytest.mark.parametrize(("name", "rows"), [("qwen2", 320), ("qwen3_moe", 2048), ("gpt_oss", 2048)])
+def test_prompts_of_sparse_models_share_a_step(tmp_path, name, rows):
+    path = write_family(tmp_path, name)
+    limits = build_engine(EngineConfig(str(path))).scheduler.limits
+    assert limits.busy_rows == rows <= limits.max_num_batched_tokens == 2048
 
 
 def test_the_tightest_step_that_is_possible_works(target):

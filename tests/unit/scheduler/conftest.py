@@ -20,6 +20,7 @@ DEFAULTS = {
     "num_speculative_tokens": 0,
     "adaptive_drafts": False,
     "rows_per_weight_read": 32,
+    "busy_rows": 10_000,
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
     "sliding_window": 0,

@@ -46,7 +46,7 @@ def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
 @pytest.mark.parametrize(
     ("lengths", "first", "second"),
     [
-        # Ten reads of the weights' time are busy; the last prompt that is needed for it is whole.
+        # The last prompt that is needed for 20 rows is whole.
         ((8, 8, 8, 8), [8, 8, 8], [8]),
         ((20, 4), [20], [4]),
         ((19, 4), [19, 4], None),
@@ -58,7 +58,7 @@ def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
 def test_prompts_that_fit_one_step_end_in_two_if_the_first_keeps_the_device_busy(
     kit, lengths, first, second
 ):
-    sizes = {"max_num_batched_tokens": 40, "rows_per_weight_read": 2, "longest_chunk": 40}
+    sizes = {"max_num_batched_tokens": 40, "busy_rows": 20, "longest_chunk": 40}
     scheduler = kit.scheduler(**sizes, max_num_seqs=8)
     for index, length in enumerate(lengths):
         scheduler.add(kit.request("abcde"[index], length))

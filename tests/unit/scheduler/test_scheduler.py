@@ -452,6 +452,7 @@ def draw_limits(rng):
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
         adaptive_drafts=rng.random() < 0.5,
         rows_per_weight_read=rng.choice([1, 4, 32]),
+        busy_rows=rng.choice([rows, rows, 3]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
         sliding_window=rng.choice([0, 0, 0, 0, 1, 4]),
@@ -492,7 +493,7 @@ def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see all that ``LEAST`` names, and lingering."""
     totals: Counter[str] = Counter()
     lingering = 0
-    for seed in range(250):
+    for seed in range(400):
         rng = random.Random(seed)
         depth = rng.randint(1, 3)
         driver = Driver(draw_limits(rng), seed)

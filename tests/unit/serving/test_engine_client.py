@@ -56,6 +56,7 @@ LIMITS = SchedulerLimits(
     num_speculative_tokens=8,
     adaptive_drafts=True,
     rows_per_weight_read=32,
+    busy_rows=32,
     lookahead_slots=0,
     lookahead_tokens=0,
     sliding_window=0,

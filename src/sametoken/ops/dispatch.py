@@ -83,18 +83,17 @@ def attention_scratch(
     *,
     has_sinks: bool,
 ) -> int:
-    """The most bytes that a launch of attention on ``device`` has beside its result.
+    """The most bytes that a launch of attention on a GPU has beside its result.
 
     Args:
         shape: of the layer.
         dtype: of its memory.
         block_size: positions of a block.
-        device: where it runs; a CPU's threads have little.
+        device: the GPU.
         launches: what launches have at most.
         has_sinks: whether heads have logits without values.
     """
-    if device.type == "cpu":
-        return 0
+    # Only CUDA builds of torch come with Triton.
     from sametoken.ops.model.attention import hopper, triton
     from sametoken.ops.model.latent_attention import hopper as latent_hopper
     from sametoken.ops.model.latent_attention import tuning as latent

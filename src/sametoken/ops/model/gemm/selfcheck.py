@@ -72,7 +72,7 @@ class ProvenTable:
         for matrix in matrices:
             if matrix.dtype == torch.float32:
                 continue
-            for shape in dict.fromkeys([*self.table.entries, *sorted(self._asked, key=str)]):
+            for shape in sorted(self._asked, key=str):
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
                     yield matrix, shape
 

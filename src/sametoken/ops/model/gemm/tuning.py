@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal, Protocol
 
 from sametoken.ops.hopper import MULTIPROCESSORS
@@ -242,6 +243,7 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     return TritonConfig(block_rows, width, depth, num_warps=4, num_stages=3)
 
 
+@cache
 def _soonest(features: int, rows: int) -> TritonConfig:
     """The tile whose programs on one multiprocessor load the fewest bytes, in rounds of them all.
 

@@ -146,6 +146,7 @@ def test_selfcheck_refuses_cublas_at_the_row_counts_that_differ(monkeypatch):
 
     monkeypatch.setattr(selfcheck, "product", splitting)
     table = ProvenTable(GemmTable({SHAPE: {4: CublasConfig()}}))
+    table.choose(SHAPE, 4)
     (report,) = table.prove([integers(24, 32)], (2, 3, 4))
     assert report.refused == (Refusal(CublasConfig(), (3,)),)
     assert table.choose(SHAPE, 2) == table.choose(SHAPE, 4) == CublasConfig()
@@ -166,6 +167,7 @@ def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
 def test_every_kernel_that_is_compared_has_run_before(monkeypatch):
     """So that start-up compiles them side by side."""
     table = ProvenTable(GemmTable({SHAPE: {4: SMALL, 8: CublasConfig()}}))
+    table.choose(SHAPE, 4)
     ran = []
 
     def product(config, *given):

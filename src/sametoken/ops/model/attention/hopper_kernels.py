@@ -22,9 +22,13 @@ from sametoken.ops.model.attention.hopper_tiles import (
     load_queries,
     load_tiles,
     run_of,
+    store_part,
     store_rows,
 )
 from sametoken.ops.model.attention.schedule import begin_of, own_part
+
+#: A counter's unit for splits whose result went into the split after them.
+JOINED = gl.constexpr(1 << 16)
 
 
 @gluon.jit
@@ -90,34 +94,38 @@ def _attend_by_splits(
                 if PDL:
                     cuda.gdc_wait()
                 load_queries(q, q_memory, first, num_rows, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
-                whole = (split == first_split) & (last == end_split)
-                if KEEPS and whole:
-                    acc, total = attend(
-                        q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
-                        kept, None, None, None, None,
-                        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, False,
-                    )  # fmt: skip
+                place = tile // tiles_per_run * width + tile % tiles_per_run * ROWS
+                part = (place.to(gl.int64) * HEADS + head * GROUP) * most - first_split
+                # The first splits are joined in turn; the others wait for those before them.
+                joins = split == first_split
+                acc, top, total = attend(
+                    q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
+                    kept if KEEPS else None, sums, stats, part, most, joins,
+                    HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
+                )  # fmt: skip
+                if KEEPS and joins & (last == end_split):
                     store_rows(
                         out, slots, slot, acc, total, first, num_rows, head,
                         HEADS, GROUP, HEAD_DIM, RAGGED,
                     )  # fmt: skip
                 else:
-                    place = tile // tiles_per_run * width + tile % tiles_per_run * ROWS
-                    part = (place.to(gl.int64) * HEADS + head * GROUP) * most
-                    attend(
-                        q_memory, ring, full, free, count, kv, stop_kv, position,
-                        num_rows, scale, None, sums, stats, part - first_split, most,
-                        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, True,
+                    store_part(
+                        sums, stats, acc, top, total, num_rows, part + last - 1,
+                        HEADS, GROUP, HEAD_DIM, most,
                     )  # fmt: skip
                     # Whoever stores the last parts joins all of them: nobody waits.
                     barrier()
                     counter = arrived + head * num_tiles + tile
-                    stored = gl.atomic_add(counter, last - split, sem="acq_rel", scope="gpu")
-                    if stored + last - split == end_split - first_split:
+                    own = last - split
+                    if KEEPS and joins:
+                        own += JOINED * (own - 1)
+                    stored = own + gl.atomic_add(counter, own, sem="acq_rel", scope="gpu")
+                    if stored % JOINED == end_split - first_split:
                         gl.store(counter, 0)
                         join_parts(
-                            out, slots, slot, sums, stats, first, num_rows, end_split - first_split,
-                            part, most, head, scale, HEADS, GROUP, HEAD_DIM, BLOCK_DIM, RAGGED,
+                            out, slots, slot, sums, stats, first, num_rows,
+                            first_split + stored // JOINED, end_split, part, most, head, scale,
+                            HEADS, GROUP, HEAD_DIM, BLOCK_DIM, RAGGED,
                         )  # fmt: skip
                 count += stop_kv - kv
             start += end - before
@@ -173,7 +181,8 @@ def splits_kernel(
 
     The KV tiles of all query tiles and KV heads form a line. Program i of G computes the splits
     whose middle is in the i-th of G equal parts of it. Of a query tile that several programs share,
-    each split's result is stored, and the program that comes last joins them.
+    the first of them joins what it has, the others store each split's result, and the program that
+    comes last joins those.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -256,10 +265,10 @@ def _attend_all(
     if PDL:
         cuda.gdc_wait()
     load_queries(q, q_memory, first, stop - first, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
-    acc, total = attend(
+    acc, _, total = attend(
         q_memory, ring, full, free, 0 * begin, begin, end, position, stop - first, scale,
-        kept, None, None, None, None,
-        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, False,
+        kept, None, None, None, None, True,
+        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
     )  # fmt: skip
     store_rows(
         out, slots, slot, acc, total, first, stop - first, head, HEADS, GROUP, HEAD_DIM, RAGGED

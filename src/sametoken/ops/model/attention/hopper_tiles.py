@@ -214,7 +214,7 @@ def joined(top, total, split_top, split_total, scale):
 
 
 @gluon.jit
-def _store_part(
+def store_part(
     sums, stats, acc, top, total, num_rows, part, HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, most,
 ):  # fmt: skip
@@ -275,16 +275,16 @@ def _uncut_tiles(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
 @gluon.jit
 def _end_split(
     kept, sums, stats, acc, top, total, all_top, all_total, some, num_rows, part, split, most,
-    scale, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    scale, joins, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Store a split's result, or join it to ``kept``; maximum and total weight of all splits."""
-    if PARTS:
-        _store_part(
-            sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
-        )
-    else:
+    """Join a split's result to ``kept``, or store it; maximum and total weight of all splits."""
+    if kept is not None and joins:
         all_top, all_total, old, new = joined(all_top, all_total, top, total, scale)
         _keep(kept, _summed(kept, acc, old, new, some))
+    else:
+        store_part(
+            sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
+        )
     return all_top, all_total
 
 
@@ -317,15 +317,15 @@ def _last_values(weights, tiles, full, free, use, acc):
 @gluon.jit
 def attend(
     q_memory, ring, full, free, count, begin, end, position, num_rows, scale,
-    kept, sums, stats, part, most, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    kept, sums, stats, part, most, joins, HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
-    SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """64 queries over KV tiles ``begin .. end - 1``, which begin at a split's border.
 
-    A tile's scores are multiplied while the weights of the tile before it are. With PARTS each
-    split's result is stored; else splits are joined in ``kept``. Returns the weighted values and
-    the total weight of all splits so far; with PARTS, of nothing.
+    A tile's scores are multiplied while the weights of the tile before it are. Splits are joined
+    in ``kept`` if it ``joins``; else the results of all but the last are stored. Returns the
+    weighted values, maximum and total weight of all splits joined, or of the last.
     """
     DTYPE: gl.constexpr = q_memory.dtype
     SUMS: gl.constexpr = products(BLOCK_DIM)
@@ -361,8 +361,8 @@ def attend(
         if kv == border:
             all_top, all_total = _end_split(
                 kept, sums, stats, acc, split_top, split_total, all_top, all_total,
-                kv > first_border, num_rows, part, split, most, scale,
-                HEADS, GROUP, HEAD_DIM, PARTS,
+                kv > first_border, num_rows, part, split, most, scale, joins,
+                HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
             acc = gl.zeros([QUERIES, BLOCK_DIM], gl.float32, SUMS)
             split += 1
@@ -371,23 +371,22 @@ def attend(
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         weights = gl.convert_layout(next_weights.to(DTYPE), WEIGHTS)
     acc = _last_values(weights, tiles, full, free, 2 * (count + end - begin) - 1, acc)
-    if PARTS:
-        _store_part(
-            sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
-        )
-    else:
-        _, total, old, new = joined(all_top, all_total, top, total, scale)
+    if kept is not None and joins:
+        top, total, old, new = joined(all_top, all_total, top, total, scale)
         acc = _summed(kept, acc, old, new, end > first_border)
-    return acc, total
+    return acc, top, total
 
 
 @gluon.jit
 def join_parts(
-    out, slots, slot, sums, stats, first, num_rows, num_splits, part, most, head, scale,
+    out, slots, slot, sums, stats, first, num_rows, first_split, end_split, part, most, head, scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Join the stored results of a query tile's splits in order, and store its outputs."""
+    """Join the stored results of a query tile's splits in order, and store its outputs.
+
+    That of ``first_split`` has those of all splits before it.
+    """
     AHEAD: gl.constexpr = 4
     LINES: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -401,11 +400,11 @@ def join_parts(
         top = gl.full([LINES], LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
         total = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, LAYOUT))
         acc = gl.zeros([LINES, BLOCK_DIM], gl.float32, LAYOUT)
-        for split in range(0, num_splits, AHEAD):
+        for split in range(first_split, end_split, AHEAD):
             parts, tops, totals = (), (), ()
             for ahead in gl.static_range(AHEAD):
                 here = at + split + ahead
-                exists = present & (split + ahead < num_splits)
+                exists = present & (split + ahead < end_split)
                 tops += (
                     gl.load(stats + here * 2 + 1, mask=exists, other=LOWEST, cache_modifier=".cg"),
                 )

@@ -61,7 +61,6 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     GemmTable,
     Release,
-    StreamedConfig,
     TritonConfig,
     in_order_config,
     row_bucket,
@@ -81,9 +80,7 @@ GAIN = 0.998
 
 def overlapping(config: GemmConfig, rows: int) -> list[GemmConfig]:
     """The same kernel started early with little or much asked for, and every start of the next."""
-    if isinstance(config, StreamedConfig):
-        return [dataclasses.replace(config, release=release) for release in ("early", "never")]
-    if isinstance(config, CublasConfig):
+    if not isinstance(config, TritonConfig):
         return []
     sizes = PREFETCHES if rows <= 64 else PREFETCHES[:2]
     return [

@@ -261,9 +261,9 @@ def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
         return "cublas"
     tile = f"{config.block_rows}x{config.block_features}"
-    release = {"early": "", "late": "+", "never": "-"}[config.release]
     if isinstance(config, StreamedConfig):
-        return f"{tile}b{config.boxes}g{config.warp_groups}{release}"
+        return f"{tile}b{config.boxes}g{config.warp_groups}"
+    release = {"early": "", "late": "+", "never": "-"}[config.release]
     flags = ("t" if config.tma else "") + (f"o{config.prefetch_bytes}" if config.pdl else "")
     return f"{tile}x{config.block_depth}w{config.num_warps}s{config.num_stages}{flags}{release}"
 

@@ -50,7 +50,7 @@ CONFIGS = [
 STREAMED = [
     StreamedConfig(8, 32, boxes=4),
     StreamedConfig(16, 48, boxes=2),
-    StreamedConfig(32, 64, boxes=2, release="never"),
+    StreamedConfig(32, 64, boxes=2),
     StreamedConfig(64, 32, boxes=2),
     StreamedConfig(64, 64, boxes=1),
     StreamedConfig(8, 32, boxes=2, warp_groups=2),

@@ -72,7 +72,6 @@ def product(
         GROUPS=config.warp_groups,
         PARTS=config.boxes,
         SLOTS=_slots(config, epilogue, out.itemsize),
-        EARLY=config.release == "early",
         num_warps=4,
         maxnreg=_REGISTERS[config.warp_groups],
         **pdl_options(x),

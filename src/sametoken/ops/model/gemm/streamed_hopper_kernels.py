@@ -168,11 +168,10 @@ def streamed_kernel(
     GROUPS: gl.constexpr,
     PARTS: gl.constexpr,  # boxes of 128 bytes in the depth of a chunk
     SLOTS: gl.constexpr,
-    EARLY: gl.constexpr,  # let the next kernel start at once
     PDL: gl.constexpr,
 ):
     """Products in tiles, which are shared out among the programs in turn."""
-    if PDL and EARLY:
+    if PDL:
         cuda.gdc_launch_dependents()
     LAYOUT: gl.constexpr = swizzled(x.dtype)
     COLUMNS: gl.constexpr = 1024 // x.dtype.primitive_bitwidth

@@ -84,14 +84,12 @@ class StreamedConfig:
             ``silu_mul``.
         boxes: lines of 128 bytes of a weight's row per loop iteration.
         warp_groups: groups of four warps per program, 1 to 3.
-        release: when the next kernel may start.
     """
 
     block_rows: int
     block_features: int
     boxes: int
     warp_groups: int = 1
-    release: Literal["early", "never"] = "early"
 
 
 @dataclass(frozen=True, slots=True)

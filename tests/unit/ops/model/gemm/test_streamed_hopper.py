@@ -5,8 +5,6 @@ Their bits are compared on a chip, in tests/gpu/test_gemm_gpu.py and test_quanti
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -201,17 +199,17 @@ def compiled(tmp_path_factory):
     code = """
 from sametoken.ops.model.gemm import streamed_hopper
 from sametoken.ops.model.gemm.triton import Scaling
-from sametoken.ops.model.gemm.tuning import GemmShape, StreamedConfig, streamed_config
+from sametoken.ops.model.gemm.tuning import GemmShape, streamed_config
 streamed_hopper.pdl_options = lambda x: {"PDL": True, "launch_pdl": True}
 e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
-def product(rows, features, depth, epilogue="none", dtype=bf16, config=None, given=torch.float16):
+def product(rows, features, depth, epilogue="none", dtype=bf16, given=torch.float16):
     given = given if dtype == e4m3 else dtype
     scaling = None
     if dtype == e4m3:
         scaling = Scaling(torch.empty(features), torch.empty(rows), given)
     bias = torch.empty(features, dtype=given) if epilogue == "bias" else None
     x, matrix = (torch.empty(n, depth, dtype=dtype) for n in (rows, features))
-    config = config or streamed_config(GemmShape(features, depth, epilogue), rows, x.itemsize)
+    config = streamed_config(GemmShape(features, depth, epilogue), rows, x.itemsize)
     streamed_hopper.product(config, x, matrix, epilogue, bias, scaling)
 product(1, 4096, 12288)
 product(8, 4096, 12288)
@@ -226,7 +224,7 @@ product(9, 2 * 1352, 2688, "silu_mul")
 product(32, 576, 2880, "bias", dtype=e4m3, given=torch.float32)
 product(16, 28672, 4096, "silu_mul")
 product(64, 24576, 4096, "silu_mul")
-product(128, 24576, 4096, "silu_mul", config=StreamedConfig(128, 32, 1, 3, "never"))
+product(128, 24576, 4096, "silu_mul")
 # As with newer Tritons, whose views stay inside.
 streamed_hopper.VIEWS_REACH_FURTHER = False
 product(1, 4096, 12288)
@@ -258,10 +256,8 @@ def test_float8_is_multiplied_as_such(compiled):
     assert sum("k16.f32.f16.f16" in kernel for kernel, _ in kernels) == 1
 
 
-def test_the_next_kernel_starts_at_once_or_not_before_the_end(compiled):
-    kernels, _ = compiled
-    late = [kernel for kernel, _ in kernels if "launch_dependents" not in kernel]
-    assert [re.findall(r"m64n(\d+)k", kernel)[0] for kernel in late] == ["128"]
+def test_the_next_kernel_starts_at_once(compiled):
+    assert all("launch_dependents" in kernel for kernel, _ in compiled[0])
 
 
 def test_every_barrier_is_waited_for(compiled):

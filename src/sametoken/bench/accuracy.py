@@ -104,7 +104,7 @@ def require_usable(model: UnloadedModel, settings: EvalSettings) -> None:
     tokenizer, longest = model.inputs.tokenizer, model.requested.max_model_len
     if tokenizer is None:
         raise ConfigError("an evaluation needs a tokenizer", "give --tokenizer")
-    if settings.chat and not tokenizer.hf.chat_template:
+    if settings.chat and not tokenizer.chat_template:
         raise ConfigError("the model has no chat template", "leave --chat out")
     if settings.max_tokens is not None and settings.max_tokens >= longest:
         raise ConfigError(

@@ -29,7 +29,7 @@ def dataset_prompts(
 def encode_items(items: Iterable[DatasetItem], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
     """Encode first turns, through the chat template if there is one."""
     for item in items:
-        if tokenizer.hf.chat_template:
+        if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
             yield tokenizer.encode(text, add_special_tokens=False)
         else:

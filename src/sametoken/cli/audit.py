@@ -79,7 +79,7 @@ class _Prompts:
 
     def as_chosen(self, tokenizer: Tokenizer | None) -> list[AuditRequest]:
         """Make the requests, through the chat template if there is one and it is wanted."""
-        has_template = tokenizer is not None and bool(tokenizer.hf.chat_template)
+        has_template = tokenizer is not None and bool(tokenizer.chat_template)
         return self.requests(tokenizer, templated=has_template and not self.raw)
 
     def workload(self, model: str | None) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: dict[str, A
     require_speculation(config)
     requested, tokenizer = _look_at(config)
     requests = prompts.as_chosen(tokenizer)
-    is_raw = prompts.raw and bool(tokenizer.hf.chat_template)
+    is_raw = prompts.raw and bool(tokenizer.chat_template)
     others = prompts.requests(tokenizer, templated=True) if is_raw else []
     require_fitting([*requests, *others], requested.max_model_len)
     chosen = AuditSettings(**settings, stop_token_ids=all_eos_ids((), tokenizer))

@@ -205,14 +205,14 @@ class Chat:
         """Parameters and the parser of an answer, which may reason before its content."""
         from sametoken.text.tokenizer import Tokenizer
 
-        hf_tokenizer = llm.get_tokenizer()
-        _, name = self._reasoning.parsers(parser_of_template(str(hf_tokenizer.chat_template)))
+        tokenizer = Tokenizer(llm.get_tokenizer())
+        _, name = self._reasoning.parsers(parser_of_template(tokenizer.chat_template))
         if name is None:
             return params, parse_nothing
         form = REASONING_FORMS[name]
         rendered = RenderedPrompt(prompt.text or "")
         parser = form.parser(rendered, parse_nothing, shows_marks=False, is_constrained=False)
-        return with_marks(params, form, Tokenizer(hf_tokenizer), ()), parser
+        return with_marks(params, form, tokenizer, ()), parser
 
     def again(self, argument: str) -> None:
         """Answer the last question again."""
@@ -282,7 +282,7 @@ class Chat:
 
         unloaded = UnloadedModel.of(self._config, self._announce)
         tokenizer = unloaded.inputs.tokenizer
-        if tokenizer is None or not tokenizer.hf.chat_template:
+        if tokenizer is None or not tokenizer.chat_template:
             raise UnsupportedError(
                 f"{self._config.model} has no chat template: it continues texts, and was not "
                 "trained to answer",

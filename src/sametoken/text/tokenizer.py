@@ -72,6 +72,11 @@ class Tokenizer:
         token_id: int | None = self.hf.eos_token_id
         return token_id
 
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text of the chat template; empty: there is none."""
+        return str(self.hf.chat_template or "")
+
     @cached_property
     def max_token_chars(self) -> int:
         """Upper bound of a text's characters per token."""
@@ -132,7 +137,7 @@ class Tokenizer:
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """
-        template = options.get("chat_template") or self.hf.chat_template
+        template = options.get("chat_template") or self.chat_template
         if not template:
             raise RequestError(
                 "the model has no chat template", "give a text to continue, or chat_template"

@@ -282,6 +282,6 @@ def _tokens_of(inputs: InputProcessor, prompt: TextPrompt) -> PromptTokens:
     if prompt.token_ids:
         return inputs.tokenize({"prompt_token_ids": prompt.token_ids})
     tokenizer = inputs.tokenizer
-    if prompt.text and not (tokenizer and tokenizer.hf.chat_template):
+    if prompt.text and not (tokenizer and tokenizer.chat_template):
         return inputs.tokenize(prompt.text)
     return inputs.tokenize_chat(prompt.messages or [{"role": "user", "content": prompt.text}])

@@ -30,6 +30,7 @@ from sametoken.errors import (
     UnsupportedError,
 )
 from sametoken.serving.http.config import ServerConfig
+from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -104,7 +105,7 @@ class Unloaded:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.inputs = SimpleNamespace(tokenizer=SimpleNamespace(hf=EchoLLM.get_tokenizer()))
+        self.inputs = SimpleNamespace(tokenizer=Tokenizer(EchoLLM.get_tokenizer()))
 
     @classmethod
     def of(cls, config, announce):

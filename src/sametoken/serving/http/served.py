@@ -202,7 +202,7 @@ class Served:
     @property
     def parsers(self) -> tuple[str | None, str | None]:
         """The names of the parsers of tool calls and of reasoning, None for none."""
-        template = str(self.engine.get_tokenizer().hf.chat_template or "")
+        template = self.engine.get_tokenizer().chat_template
         return self.config.parsers(parser_of_template(template))
 
     def call_syntax(self, tools: Sequence[Tool]) -> CallSyntax | None:

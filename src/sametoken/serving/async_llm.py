@@ -12,11 +12,7 @@ from typing import Any, Self
 
 from sametoken.config import EngineConfig
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
-from sametoken.engine.sampling_defaults import (
-    ServerDefaults,
-    default_sampling_params,
-    server_defaults,
-)
+from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
 from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
 from sametoken.errors import ConfigError, RequestError, SametokenError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
@@ -221,16 +217,12 @@ class AsyncLLM:
             process, has_new_grammar=not self._inputs.knows_grammar(params)
         )
 
-    def default_sampling_params(self) -> SamplingParams:
-        """Defaults from the file that ``generation_config`` names, else of ``SamplingParams``.
+    def server_defaults(self) -> ServerDefaults:
+        """Defaults of a server's requests, from the file that ``generation_config`` names.
 
         Raises:
-            CheckpointError: the file is not a JSON object.
+            CheckpointError: the file is not a JSON object, or a value in it is impossible.
         """
-        return default_sampling_params(Path(self.resolved.model_path), self._generation_config)
-
-    def server_defaults(self) -> ServerDefaults:
-        """The same for the requests of a server."""
         return server_defaults(Path(self.resolved.model_path), self._generation_config)
 
     @takes_vllm_arguments

@@ -216,8 +216,7 @@ def test_the_summary_says_what_the_engine_is(served, model, offline):
     assert (resolved.device, resolved.dtype) == ("cpu", "float32")
     assert (resolved.method, resolved.num_speculative_tokens) == ("ngram", 3)
     assert "the checkpoint is fp32" in [setting.reason for setting in resolved.settings]
-    defaults = served.llm.default_sampling_params()
-    assert defaults == offline.get_default_sampling_params()
+    defaults = offline.get_default_sampling_params()
     assert served.llm.server_defaults().params == replace(defaults, max_tokens=None)
 
 

@@ -18,11 +18,9 @@ typedef struct {
     void *out;
     float *prepared; /* of one batch: [q | k | v | decay | beta] by row */
     int64_t key_heads, value_heads, key_dim, value_dim;
-} delta_job;
+} rule_job;
 
-static _Thread_local buffer prepared_memory, thread_memory;
-
-INLINE int64_t prepared_width(const delta_job *job) {
+INLINE int64_t prepared_width(const rule_job *job) {
     return job->raw.channels + 2 * job->value_heads;
 }
 
@@ -34,7 +32,7 @@ INLINE void normalise(float *x, int64_t dim, float scale) {
 }
 
 /* Decay and beta of one row and value head. */
-INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, int64_t head,
+INLINE void set_gates(const rule_job *job, const slot_part *part, int64_t row, int64_t head,
                       float *decay, float *beta, const int bf16) {
     float a = raw_gate(&job->raw, part, row, 0, head, bf16) + job->dt_bias[head];
     *decay = expf(-expf(job->A_log[head]) * softplus(a));
@@ -42,7 +40,7 @@ INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, 
 }
 
 /* Phase one for one slot and head; heads of q, then of k, then of v with their gates. */
-INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, float *rows,
+INLINE void prepare(const rule_job *job, const slot_part *part, int64_t head, float *rows,
                     const int bf16) {
     int64_t keys = 2 * job->key_heads, width = prepared_width(job);
     int64_t dim = head < keys ? job->key_dim : job->value_dim;
@@ -100,10 +98,11 @@ INLINE void change_panel(f32v *panel, int64_t keys, float decay, const float *ke
     for (int p = 0; p < PANELS; p++) read[p] = sum[p], change[p] = held[p];
 }
 
-/* Phase two for one slot, value head and panel of columns. */
-INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, int64_t column,
-                    f32v *panel, const float *x, const int bf16) {
+/* Phase two for one slot and unit: a panel of columns of a value head. */
+INLINE void advance(const rule_job *job, const slot_part *part, int64_t unit, f32v *panel,
+                    const float *x, const int bf16) {
     int64_t keys = job->key_dim, dim = job->value_dim, width = prepared_width(job);
+    int64_t panels = ceil_div(dim, PANEL), head = unit / panels, column = unit % panels * PANEL;
     int64_t count = smaller(PANEL, dim - column), lasting = part->lasting;
     int64_t query = head / (job->value_heads / job->key_heads) * keys;
     int64_t key = query + job->key_heads * keys;
@@ -133,40 +132,12 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
     }
 }
 
-/* All phases for `count` slots; returns 0, before any write, if out of memory. */
-INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t count,
-                         const int bf16) {
-    int64_t heads = 2 * job->key_heads + job->value_heads, width = prepared_width(job);
-    int64_t panels = ceil_div(job->value_dim, PANEL), columns = job->value_heads * panels;
-    int64_t panel_bytes = job->key_dim * PANEL * sizeof(float);
-    int64_t rows = rows_of(parts, count);
-    int failed = 0;
-#pragma omp parallel if (rows * columns * PANEL * job->key_dim > PARALLEL_ELEMENTS)
-    {
-        char *own = reserve(&thread_memory, panel_bytes);
-        if (!own) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < (failed ? 0 : count * heads); unit++) {
-            const slot_part *part = parts + unit / heads;
-            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            prepare(job, part, unit % heads, prepared, bf16);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < (failed ? 0 : count * columns); unit++) {
-            const slot_part *part = parts + unit / columns;
-            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            advance(job, part, unit % columns / panels, unit % panels * PANEL, (f32v *)own,
-                    prepared, bf16);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < (failed ? 0 : count); i++) keep(&job->raw, parts + i, bf16);
-    }
-    return !failed;
+INLINE rule_units units_of(const rule_job *job) {
+    int64_t panels = job->value_heads * ceil_div(job->value_dim, PANEL);
+    return (rule_units){2 * job->key_heads + job->value_heads, panels, job->key_dim * PANEL};
 }
+
+#include "phases.h"
 
 /* Returns 0 if out of memory. `out` [rows][value_heads * value_dim] has the dtype of the raw
  * rows; states and weights are fp32. */
@@ -174,17 +145,7 @@ EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, const raw_rows
                            float *states, const float *A_log, const float *dt_bias, void *out,
                            int64_t key_heads, int64_t value_heads, int64_t key_dim,
                            int64_t value_dim, int64_t bf16) {
-    delta_job job = {*raw, states,    A_log,       dt_bias, out,
-                     NULL, key_heads, value_heads, key_dim, value_dim};
-    for (int64_t first = 0, slots; first < count; first += slots) {
-        int64_t width = prepared_width(&job);
-        slots = batch_of(parts + first, count - first, width);
-        int64_t floats = rows_of(parts + first, slots) * width;
-        job.prepared = reserve(&prepared_memory, floats * sizeof(float));
-        if (!job.prepared) return 0;
-        int64_t done = bf16 ? run_slots(&job, parts + first, slots, 1)
-                            : run_slots(&job, parts + first, slots, 0);
-        if (!done) return 0;
-    }
-    return 1;
+    rule_job job = {*raw, states,    A_log,       dt_bias, out,
+                    NULL, key_heads, value_heads, key_dim, value_dim};
+    return run_batches(&job, parts, count, bf16);
 }

@@ -14,19 +14,17 @@ typedef struct {
     float *prepared; /* of one batch: [x | B | C | decay | step] by row */
     int64_t heads, head_dim, groups, state_dim;
     float least_step, largest_step;
-} scan_job;
-
-static _Thread_local buffer prepared_memory, thread_memory;
+} rule_job;
 
 /* Channels that one unit of phase one prepares. */
 #define CHANNELS 512
 
-INLINE int64_t prepared_width(const scan_job *job) {
+INLINE int64_t prepared_width(const rule_job *job) {
     return job->raw.channels + 2 * job->heads;
 }
 
 /* Decay and time step of one row, by head. */
-INLINE void set_steps(const scan_job *job, const slot_part *part, int64_t row, float *decay,
+INLINE void set_steps(const rule_job *job, const slot_part *part, int64_t row, float *decay,
                       const int bf16) {
     for (int64_t head = 0; head < job->heads; head++) {
         float step = raw_gate(&job->raw, part, row, 0, head, bf16) + job->dt_bias[head];
@@ -40,7 +38,7 @@ INLINE void set_steps(const scan_job *job, const slot_part *part, int64_t row, f
 }
 
 /* Phase one for one slot and CHANNELS channels; the first unit also prepares the steps. */
-INLINE void prepare(const scan_job *job, const slot_part *part, int64_t unit, float *rows,
+INLINE void prepare(const rule_job *job, const slot_part *part, int64_t unit, float *rows,
                     const int bf16) {
     int64_t first = unit * CHANNELS, dim = smaller(CHANNELS, job->raw.channels - first);
     for (int64_t row = 0; row < total_rows(part); row++, rows += prepared_width(job)) {
@@ -63,7 +61,7 @@ INLINE float step_row(float *s, int64_t dim, float decay, float change, const fl
 }
 
 /* Phase two for one slot and head, over a copy of the head's state. */
-INLINE void advance(const scan_job *job, const slot_part *part, int64_t head, float *copy,
+INLINE void advance(const rule_job *job, const slot_part *part, int64_t head, float *copy,
                     const float *x, const int bf16) {
     int64_t size = job->state_dim, dim = job->head_dim, inner = job->heads * dim;
     int64_t group = head / (job->heads / job->groups), shared = job->groups * size;
@@ -86,37 +84,12 @@ INLINE void advance(const scan_job *job, const slot_part *part, int64_t head, fl
     }
 }
 
-/* All phases for `count` slots; returns 0, before any write, if out of memory. */
-INLINE int64_t run_slots(const scan_job *job, const slot_part *parts, int64_t count,
-                         const int bf16) {
-    int64_t units = ceil_div(job->raw.channels, CHANNELS), width = prepared_width(job);
-    int64_t elements = job->head_dim * job->state_dim;
-    int failed = 0;
-#pragma omp parallel if (rows_of(parts, count) * job->heads * elements > PARALLEL_ELEMENTS)
-    {
-        float *own = reserve(&thread_memory, elements * sizeof(float));
-        if (!own) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < (failed ? 0 : count * units); unit++) {
-            const slot_part *part = parts + unit / units;
-            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            prepare(job, part, unit % units, prepared, bf16);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < (failed ? 0 : count * job->heads); unit++) {
-            const slot_part *part = parts + unit / job->heads;
-            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            advance(job, part, unit % job->heads, own, prepared, bf16);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < (failed ? 0 : count); i++) keep(&job->raw, parts + i, bf16);
-    }
-    return !failed;
+INLINE rule_units units_of(const rule_job *job) {
+    int64_t channels = ceil_div(job->raw.channels, CHANNELS);
+    return (rule_units){channels, job->heads, job->head_dim * job->state_dim};
 }
+
+#include "phases.h"
 
 /* Returns 0 if out of memory. `out` [rows][heads * head_dim] has the dtype of the raw rows;
  * states and weights are fp32. */
@@ -124,17 +97,7 @@ EXPORT int64_t mamba2(const slot_part *parts, int64_t count, const raw_rows *raw
                       const float *A_log, const float *skip, const float *dt_bias, void *out,
                       int64_t heads, int64_t head_dim, int64_t groups, int64_t state_dim,
                       float least_step, float largest_step, int64_t bf16) {
-    scan_job job = {*raw,  states,   A_log,  skip,      dt_bias,    out,         NULL,
+    rule_job job = {*raw,  states,   A_log,  skip,      dt_bias,    out,         NULL,
                     heads, head_dim, groups, state_dim, least_step, largest_step};
-    for (int64_t first = 0, slots; first < count; first += slots) {
-        int64_t width = prepared_width(&job);
-        slots = batch_of(parts + first, count - first, width);
-        int64_t floats = rows_of(parts + first, slots) * width;
-        job.prepared = reserve(&prepared_memory, floats * sizeof(float));
-        if (!job.prepared) return 0;
-        int64_t done = bf16 ? run_slots(&job, parts + first, slots, 1)
-                            : run_slots(&job, parts + first, slots, 0);
-        if (!done) return 0;
-    }
-    return 1;
+    return run_batches(&job, parts, count, bf16);
 }

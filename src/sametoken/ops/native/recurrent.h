@@ -1,13 +1,11 @@
 /* Raw rows of a recurrent layer, for every rule: where they are, their convolution, and what the
- * next pass needs of them. Slots run in batches of bounded memory. */
+ * next pass needs of them. */
 #ifndef SAMETOKEN_RECURRENT_H
 #define SAMETOKEN_RECURRENT_H
 
 #include "threads.h"
 #include "vector.h"
 
-/* Floats of prepared rows held at once; more slots run in several batches. */
-#define PREPARED_FLOATS (4 << 20)
 /* Most parts of a raw row beside the convolved one. */
 #define MAX_GATES 2
 
@@ -27,6 +25,11 @@ typedef struct {
     const float *conv_weight, *conv_bias; /* [taps][channels], [channels] or NULL */
     int64_t channels, heads, num_gates, taps, max_pending;
 } raw_rows;
+
+/* What one slot is divided into by phase, and floats of a state in a unit of phase two. */
+typedef struct {
+    int64_t prepared, advanced, elements;
+} rule_units;
 
 INLINE int64_t total_rows(const slot_part *part) { return part->folded + part->rows; }
 
@@ -97,21 +100,6 @@ INLINE void keep(const raw_rows *raw, const slot_part *part, const int bf16) {
         for (int64_t gate = 0; gate < raw->num_gates; gate++, to += gate_width)
             memcpy(to, raw->gates[gate] + of_pass * raw->gate_strides[gate] * size, gate_width);
     }
-}
-
-/* Number of slots in a batch: as many as PREPARED_FLOATS allows, at least one. */
-INLINE int64_t batch_of(const slot_part *parts, int64_t count, int64_t width) {
-    int64_t slots = 1, most = PREPARED_FLOATS / width;
-    while (slots < count &&
-           parts[slots].rows_before + total_rows(parts + slots) - parts->rows_before <= most)
-        slots++;
-    return slots;
-}
-
-/* Rows of a batch. */
-INLINE int64_t rows_of(const slot_part *parts, int64_t count) {
-    const slot_part *last = parts + count - 1;
-    return last->rows_before + total_rows(last) - parts->rows_before;
 }
 
 #endif

@@ -15,12 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box
-
-
-@gluon.jit
-def first_row_of(tile, rows, ROWS: gl.constexpr):
-    """The first row of a tile, as in ``ops/model/gemm/triton.py``."""
-    return gl.minimum(tile * ROWS, gl.maximum(rows - ROWS, 0))
+from sametoken.ops.model.gemm.triton import first_row_of
 
 
 @gluon.jit
@@ -44,13 +39,6 @@ def load_rows(
                 at = (chunk * PARTS + part) * COLUMNS
                 load_box(x, [row, at], full.index(slot), boxes.index(slot * PARTS + part))
             n += 1
-
-
-@gluon.jit
-def silu_mul_of(gate, up, dtype: gl.constexpr):
-    """SiLU of sums of the gate times those of up, as ``activated``."""
-    gate = gate.to(dtype).to(gl.float32)
-    return gate / (1.0 + gl.exp(-gate)) * up.to(dtype).to(gl.float32)
 
 
 @gluon.jit

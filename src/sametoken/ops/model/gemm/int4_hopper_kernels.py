@@ -24,14 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
-from sametoken.ops.model.gemm.hopper_tiles import (
-    first_row_of,
-    load_rows,
-    silu_mul_of,
-    store_features,
-    with_bias,
-)
+from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
 from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
+from sametoken.ops.model.gemm.triton import first_row_of
 
 #: Warp groups that take turns.
 GROUPS = gl.constexpr(3)
@@ -190,13 +186,13 @@ def _store_half(out, bias, sums, first, row, rows, out_features):
 def _store(
     out, bias, sums, tile, row_tiles, rows, out_features, GATED: gl.constexpr, dtype: gl.constexpr
 ):  # fmt: skip
-    """Store a tile's sums [64, ROWS]; GATED: SiLU of the gate times up, as ``activated``."""
+    """Store a tile's sums [64, ROWS]; GATED: SiLU of the gate times up."""
     ROWS: gl.constexpr = sums.shape[1]
     row = first_row_of(tile % row_tiles, rows, ROWS)
     halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
     low, high = gl.split(halves)
     if GATED:
-        gated = silu_mul_of(low, high, dtype)
+        gated = activated(low, high, dtype, "silu_mul")
         first = tile // row_tiles * 32
         _store_half(out, bias, gated, first, row, rows, out_features)
     else:

@@ -20,13 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
-from sametoken.ops.model.gemm.hopper_tiles import (
-    first_row_of,
-    load_rows,
-    silu_mul_of,
-    store_features,
-    with_bias,
-)
+from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
+from sametoken.ops.model.gemm.triton import first_row_of
 
 
 @gluon.jit
@@ -136,7 +132,7 @@ def _multiply(
         if GATED:
             halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
             gate, up = gl.split(halves)
-            sums = silu_mul_of(gate, up, out.dtype.element_ty)
+            sums = activated(gate, up, out.dtype.element_ty, "silu_mul")
         values = with_bias(sums, bias, first, out_features).to(out.dtype.element_ty)
         if ROWS > 8:
             # A thread's features are neighbours in memory.

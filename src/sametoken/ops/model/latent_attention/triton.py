@@ -30,10 +30,9 @@ from sametoken.ops.model.attention.arithmetic import (
     tile_rows,
     total_of,
 )
-from sametoken.ops.model.attention.schedule import LEVELS, max_splits
+from sametoken.ops.model.attention.schedule import LEVELS, begin_of, max_splits, split_of
 from sametoken.ops.model.attention.splits import merged_parts
 from sametoken.ops.model.attention.tuning import LOG2_E
-from sametoken.ops.model.latent_attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.tuning import (
     LatentConfig,

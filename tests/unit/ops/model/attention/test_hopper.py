@@ -27,8 +27,8 @@ def value(function, *arguments):
 
 
 def test_splits_follow_one_another_and_depend_on_position_alone(monkeypatch):
-    monkeypatch.setattr(schedule.gl, "minimum", min)
-    monkeypatch.setattr(schedule.gl, "maximum", max)
+    monkeypatch.setattr(schedule.tl, "minimum", min)
+    monkeypatch.setattr(schedule.tl, "maximum", max)
     levels = pairwise([*schedule.LEVELS, (60_000, 0)])
     begins = [at for (begin, size), (end, _) in levels for at in range(begin, end, size)]
     for split, (begin, end) in enumerate(pairwise(begins)):
@@ -47,7 +47,7 @@ def own_part(monkeypatch):
         minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b
     )
     monkeypatch.setattr(schedule, "splits_before", partial(value, schedule.splits_before))
-    monkeypatch.setattr(schedule, "gl", language)
+    monkeypatch.setattr(schedule, "tl", language)
     return schedule.own_part.fn
 
 

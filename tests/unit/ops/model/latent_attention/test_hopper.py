@@ -160,8 +160,9 @@ def join(monkeypatch):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
     def run(program, *arguments, **constants):
-        for module in (hopper_kernels, attention_tiles, schedule):
+        for module in (hopper_kernels, attention_tiles):
             monkeypatch.setattr(module, "gl", OneProgram(*program))
+        monkeypatch.setattr(schedule, "tl", OneProgram(*program))
         hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
 
     return run
@@ -336,7 +337,7 @@ def test_programs_compute_every_split_of_every_query_tile_once(
     heads, width, programs, own_shares, monkeypatch
 ):
     numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
-    monkeypatch.setattr(schedule, "gl", numbers)
+    monkeypatch.setattr(schedule, "tl", numbers)
     splits_before = schedule.splits_before.fn
     monkeypatch.setattr(schedule, "splits_before", lambda *given: splits_before(*given).value)
     monkeypatch.setattr(hopper_shares, "own_part", schedule.own_part.fn)

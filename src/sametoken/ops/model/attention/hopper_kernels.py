@@ -276,16 +276,20 @@ def _attend_all(
 
 
 @gluon.jit
-def _own_tile(starts, first_run, num_runs, width, ROWS: gl.constexpr, BLOCK_RUNS: gl.constexpr):
-    """First row of this program's run, first row of its query tile, and the row after its last.
+def own_tile(
+    starts, first_run, num_runs, width, HEADS: gl.constexpr, TILE: gl.constexpr,
+    BLOCK_RUNS: gl.constexpr,
+):  # fmt: skip
+    """First row of this program's run, the row after its last, and its tile's first query in it.
 
-    Of a run, the tiles with the most KV come first. A program without a tile gets no rows.
+    A tile has TILE queries of a run's rows x HEADS. Of a run, the tiles with the most KV come
+    first. A program without a tile gets an empty run.
     """
     place = gl.program_id(0)
     if starts is None:
         begin = (first_run + place % num_runs) * width
         stop = begin + width
-        tile = (width + ROWS - 1) // ROWS - 1 - place // num_runs
+        tile = (width * HEADS + TILE - 1) // TILE - 1 - place // num_runs
     else:
         # Tiles are counted by run, since padded steps have many runs without rows.
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -293,14 +297,13 @@ def _own_tile(starts, first_run, num_runs, width, ROWS: gl.constexpr, BLOCK_RUNS
         at = starts + first_run + run
         begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
         stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
-        tiles = (stops - begins + ROWS - 1) // ROWS
+        tiles = ((stops - begins) * HEADS + TILE - 1) // TILE
         following = gl.associative_scan(tiles, 0, added)
         own = (following - tiles <= place) & (place < following)
         begin = gl.sum(gl.where(own, begins, 0), 0)
         stop = gl.sum(gl.where(own, stops, 0), 0)
         tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
-    first = begin + tile * ROWS
-    return begin, first, gl.minimum(first + ROWS, stop)
+    return begin, stop, tile * TILE
 
 
 @jit_over_runs
@@ -327,9 +330,10 @@ def rows_kernel(
     if PDL:
         cuda.gdc_launch_dependents()
     ROWS: gl.constexpr = QUERIES // GROUP
-    begin, first, stop = _own_tile(
-        starts, first_run, num_runs, width, WARP_GROUPS * ROWS, BLOCK_RUNS
-    )
+    OWN: gl.constexpr = WARP_GROUPS * ROWS
+    begin, stop, first = own_tile(starts, first_run, num_runs, width, 1, OWN, BLOCK_RUNS)
+    first = begin + first
+    stop = gl.minimum(first + OWN, stop)
     if first >= stop:
         if PDL:
             cuda.gdc_wait()

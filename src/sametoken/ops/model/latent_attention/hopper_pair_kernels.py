@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import new_barriers, swizzled
-from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
+from sametoken.ops.model.attention.hopper_kernels import jit_over_runs, own_tile
 from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.hopper_pair_results import (
@@ -37,7 +37,6 @@ from sametoken.ops.model.latent_attention.hopper_shares import (
     end_tile,
     own_share,
     own_splits,
-    own_tile,
     tile_of,
 )
 from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, ROPE, TILE
@@ -159,7 +158,7 @@ def pair_rows_kernel(
     """All splits of one query tile a program."""
     if PDL:
         cuda.gdc_launch_dependents()
-    begin, stop, first = own_tile(starts, first_run, num_runs, width, HEADS, QUERIES, BLOCK_RUNS, 4)
+    begin, stop, first = own_tile(starts, first_run, num_runs, width, HEADS, QUERIES, BLOCK_RUNS)
     num_queries = (stop - begin) * HEADS
     if first >= num_queries:
         if PDL:

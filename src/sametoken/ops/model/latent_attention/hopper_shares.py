@@ -90,33 +90,3 @@ def own_share(
         0, _each_added,
     )  # fmt: skip
     return num_tiles + behind, slot, start, low, high
-
-
-@gluon.jit
-def own_tile(
-    starts, first_run, num_runs, width, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-    BLOCK_RUNS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """First row of this program's run, the row after its last, and the tile's first query in it.
-
-    Of a run, the tiles with the most KV come first. A program without a tile gets an empty run.
-    """
-    place = gl.program_id(0)
-    if starts is None:
-        begin = (first_run + place % num_runs) * width
-        stop = begin + width
-        tile = (width * HEADS + QUERIES - 1) // QUERIES - 1 - place // num_runs
-    else:
-        # Tiles are counted by run, since padded steps have many runs without rows.
-        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-        run = gl.arange(0, BLOCK_RUNS, layout=LINE)
-        at = starts + first_run + run
-        begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
-        stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
-        tiles = ((stops - begins) * HEADS + QUERIES - 1) // QUERIES
-        following = gl.associative_scan(tiles, 0, added)
-        own = (following - tiles <= place) & (place < following)
-        begin = gl.sum(gl.where(own, begins, 0), 0)
-        stop = gl.sum(gl.where(own, stops, 0), 0)
-        tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
-    return begin, stop, tile * QUERIES

@@ -116,7 +116,7 @@ def test_padding_runs_add_a_tile_each_at_most():
 
 
 class Memory:
-    """A pointer into integers, for ``_own_tile``."""
+    """A pointer into integers, for ``own_tile``."""
 
     def __init__(self, values, at=0):
         self.values, self.at = torch.as_tensor(values), at
@@ -126,7 +126,7 @@ class Memory:
 
 
 class OneProgram:
-    """The part of Gluon's language that ``_own_tile`` uses, for one program."""
+    """The part of Gluon's language that ``own_tile`` uses, for one program."""
 
     constexpr = int
     int32 = torch.int32
@@ -159,12 +159,12 @@ def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, m
     found = []
     for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), rows)):
         monkeypatch.setattr(hopper_kernels, "gl", OneProgram(program))
-        own_tile = hopper_kernels._own_tile.fn
-        begin, first, stop = own_tile(Memory(starts), first_run, len(sizes), 110, rows, 128)
-        if first < stop:
-            assert int(begin) in starts
-            assert (first - begin) % rows == 0
-            found += range(first, stop)
+        own_tile = hopper_kernels.own_tile.fn
+        begin, stop, first = own_tile(Memory(starts), first_run, len(sizes), 110, 1, rows, 128)
+        if begin < stop:
+            assert (int(begin), int(stop)) in pairwise(starts)
+            assert first % rows == 0
+            found += range(begin + first, min(begin + first + rows, stop))
     assert sorted(found) == [*range(starts[first_run], starts[-1])]
 
 

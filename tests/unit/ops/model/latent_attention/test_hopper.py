@@ -18,6 +18,7 @@ from triton import knobs
 
 from helpers.compiled import compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
+from sametoken.ops.model.attention import hopper_kernels as attention_kernels
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
 from sametoken.ops.model.attention import schedule
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
@@ -269,10 +270,10 @@ def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run,
     sizes = sizes[first_run:]
     found = []
     for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), heads, queries)):
-        monkeypatch.setattr(hopper_shares, "gl", OneProgram(program))
-        own_tile = hopper_shares.own_tile.fn
+        monkeypatch.setattr(attention_kernels, "gl", OneProgram(program))
+        own_tile = attention_kernels.own_tile.fn
         begin, stop, first = own_tile(
-            Memory(starts), first_run, len(sizes), 110, heads, queries, 128, 8
+            Memory(starts), first_run, len(sizes), 110, heads, queries, 128
         )
         if begin < stop:
             assert (int(begin), int(stop)) in pairwise(starts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
-from sametoken.ops.model.gemm.selfcheck import require_row_law
+from sametoken.ops.model.gemm.selfcheck import compared_counts, require_row_law
 from sametoken.ops.model.moe_selfcheck import prove_experts
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 
@@ -99,12 +99,13 @@ def prove_products(
     depths = {weight.in_features for weight in weights}
     for weight in weights:
         generator = torch.Generator(device).manual_seed(0)
-        shape = (max(row_counts), weight.in_features)
+        counts = compared_counts(row_counts, weight.out_features)
+        shape = (max(counts), weight.in_features)
         x = torch.randn(shape, device=device, generator=generator).to(dtype)
         what = f"{kind} products of [{weight.out_features}, {weight.in_features}]"
-        require_row_law(what, partial(_sums, weight, x), row_counts)
+        require_row_law(what, partial(_sums, weight, x), counts)
         if weight.out_features in {2 * depth for depth in depths}:
-            require_row_law(f"gated {what}", partial(_gated, weight, x), row_counts)
+            require_row_law(f"gated {what}", partial(_gated, weight, x), counts)
 
 
 def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:

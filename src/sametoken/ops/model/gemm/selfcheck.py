@@ -21,6 +21,10 @@ from sametoken.ops.model.gemm.tuning import (
 )
 
 
+#: Elements of the largest result that is compared, 2 GiB in fp32, of which two are in memory.
+MOST_COMPARED = 1 << 29
+
+
 @dataclass(slots=True)
 class ProvenTable:
     """A tuning table that chooses cuBLAS only at row counts that passed the self-check.
@@ -55,8 +59,9 @@ class ProvenTable:
         """
         reports = []
         for matrix, shape in self._compared(matrices):
-            self.table, report = check_gemm(matrix, shape.epilogue, self.table, row_counts)
-            agreed = set(row_counts).difference(*(one.row_counts for one in report.refused))
+            counts = compared_counts(row_counts, shape.out_features)
+            self.table, report = check_gemm(matrix, shape.epilogue, self.table, counts)
+            agreed = set(counts).difference(*(one.row_counts for one in report.refused))
             self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
             reports.append(report)
         return tuple(reports)
@@ -65,7 +70,8 @@ class ProvenTable:
         """Run each kernel that ``prove`` would compare once; arguments are as there."""
         for matrix, shape in self._compared(matrices):
             x, bias = _random_inputs(matrix, shape.epilogue, 1)
-            for config in {CANONICAL, *(self.table.choose(shape, rows) for rows in row_counts)}:
+            counts = compared_counts(row_counts, shape.out_features)
+            for config in {CANONICAL, *(self.table.choose(shape, rows) for rows in counts)}:
                 product(config, x, matrix, shape.epilogue, bias)
 
     def _compared(self, matrices: Iterable[Tensor]) -> Iterator[tuple[Tensor, GemmShape]]:
@@ -75,6 +81,15 @@ class ProvenTable:
             for shape in sorted(self._asked, key=str):
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
                     yield matrix, shape
+
+
+def compared_counts(row_counts: Iterable[int], out_features: int) -> tuple[int, ...]:
+    """The row counts at which a product is compared: all but the largest of a vocabulary's head.
+
+    A step computes logits of few of its rows. Where it does of more, the kernels that add in order
+    by construction serve.
+    """
+    return tuple(rows for rows in row_counts if rows * out_features <= MOST_COMPARED)
 
 
 @dataclass(frozen=True, slots=True)

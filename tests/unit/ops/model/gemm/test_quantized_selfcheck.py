@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sametoken.errors import UnsupportedError
-from sametoken.ops.model.gemm import fp8_triton
+from sametoken.ops.model.gemm import fp8_triton, selfcheck
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.quantized_selfcheck import QuantizedCheck, prove_products
@@ -52,6 +52,16 @@ def test_each_form_is_compared_at_the_largest_row_count_of_each_bucket(ran):
     assert whole == 3 * [1, 3, 64, 65, 200]
     assert len(kept) == 4
     assert {shape for shape, _ in calls} == {(64, 128, "logits")}
+
+
+def test_results_that_take_too_much_memory_are_not_compared(ran, monkeypatch):
+    monkeypatch.setattr(selfcheck, "MOST_COMPARED", 64 * 70)
+    calls, _ = ran
+    check = QuantizedCheck()
+    kept = check.watch(weight_of(64, 128))
+    assert check.prove(COUNTS, torch.bfloat16, CPU) == 1
+    assert max(rows for _, rows in calls) == 65
+    assert kept.out_features == 64
 
 
 def test_products_before_a_gate_are_compared_too(ran):

@@ -164,6 +164,15 @@ def test_selfcheck_proves_the_default_of_a_product_that_was_asked_for():
     assert table.choose(SHAPE, 190) == in_order
 
 
+def test_results_that_take_too_much_memory_are_not_compared(monkeypatch):
+    monkeypatch.setattr(selfcheck, "MOST_COMPARED", 24 * 175)
+    matrix, table = integers(24, 32), ProvenTable(GemmTable(hopper=True))
+    in_order = table.choose(SHAPE, 180)
+    table.prove([matrix], (170, 180))
+    assert table.choose(SHAPE, 170) == CublasConfig()
+    assert table.choose(SHAPE, 180) == in_order
+
+
 def test_every_kernel_that_is_compared_has_run_before(monkeypatch):
     """So that start-up compiles them side by side."""
     table = ProvenTable(GemmTable({SHAPE: {4: SMALL, 8: CublasConfig()}}))

@@ -71,7 +71,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int = option(
         0,
-        "maximum rows per step, drafts included; 0: 2048 on a CPU, 4096 on a GPU",
+        "maximum rows per step, drafts included; 0: 2048 on a CPU, 8192 on a GPU",
         limits=(0, 2**20),
     )
     prefill_chunk_size: int = option(

@@ -49,6 +49,7 @@ class Shape:
     max_num_seqs: int = 3
     max_num_batched_tokens: int = 24
     prefill_chunk_size: int = 8
+    usual_rows: int = 0
     block_size: int = 4
     num_blocks: int = 60
     num_host_blocks: int = 60
@@ -164,6 +165,7 @@ def build(
         adaptive_drafts=True,
         rows_per_weight_read=shape.rows_per_weight_read,
         busy_rows=10 * shape.rows_per_weight_read,
+        usual_rows=shape.usual_rows or shape.max_num_batched_tokens,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         sliding_window=common_window(model.caches) or 0,

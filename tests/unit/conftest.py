@@ -90,6 +90,7 @@ def resolved(tokenizer) -> ResolvedConfig:
         device=torch.device("cpu"),
         max_model_len=MAX_MODEL_LEN,
         num_kv_blocks=8,
+        usual_rows=2048,
         kernels="none",
         attention_kernels="none",
         reasons={"dtype": "the checkpoint is fp32"},

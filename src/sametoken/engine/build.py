@@ -261,6 +261,7 @@ def _limits(loaded: Loaded, drafter: Drafter) -> SchedulerLimits:
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         busy_rows=_busy_rows(loaded),
+        usual_rows=loaded.resolved.usual_rows,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         sliding_window=common_window((*loaded.caches, *loaded.drafter.caches)) or 0,

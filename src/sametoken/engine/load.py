@@ -23,6 +23,7 @@ from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
+    USUAL_ROWS,
     RequestMemory,
     ResolvedConfig,
     kv_dtype,
@@ -253,6 +254,7 @@ def load(
         device=requested.device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
+        usual_rows=requested.given.max_num_batched_tokens or USUAL_ROWS[requested.device.type],
         kernels=backend.model.name,
         attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},

@@ -111,6 +111,7 @@ class ResolvedConfig:
         config: the user's options, with sizes of 0 replaced by the device's defaults and
             options that recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
+        usual_rows: as in ``SchedulerLimits``.
         kernels, attention_kernels: names of what computes models, and of what computes attention.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
         recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
@@ -127,6 +128,7 @@ class ResolvedConfig:
     device: torch.device
     max_model_len: int
     num_kv_blocks: int
+    usual_rows: int
     kernels: str
     attention_kernels: str
     reasons: dict[str, str]
@@ -162,10 +164,13 @@ DEVICE_DEFAULTS = {
     "cuda": {
         "max_num_seqs": 256,
         "block_size": 64,
-        "max_num_batched_tokens": 4096,
+        "max_num_batched_tokens": 8192,
         "steps_in_flight": 2,
     },
 }
+
+#: Rows of prompts in a step while no crowd of them waits, unless the user sizes the steps.
+USUAL_ROWS = {"cpu": 2048, "cuda": 4096}
 
 #: Approximate number of rows that a device computes in the time of one read of the weights.
 ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}

@@ -162,6 +162,8 @@ class RowBudget:
       fill the step, every second step reserves that quarter.
     - If all prompts could end in the step, those behind ``busy_rows`` wait for the next: the others
       have their first token earlier, and they about when they would.
+    - Prompts take ``usual_rows`` at most, or half of what prompts of that length and less wait for:
+      the larger the crowd, the less a longer step delays its first tokens.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
@@ -197,7 +199,10 @@ class RowBudget:
 
     def _chunks(self, prompts: Sequence[RequestState], rows: int) -> dict[RequestState, int]:
         """Rows of each prompt; one that does not end leaves a share to those that do."""
-        longest = self._limits.longest_chunk
+        usual = self._limits.usual_rows
+        longest = min(self._limits.longest_chunk, usual)
+        crowd = sum(request.num_left for request in prompts if request.num_left <= longest)
+        rows = min(rows, max(usual, crowd // 2))
         chunks: dict[RequestState, int] = {}
         to_end = rows
         before = list(accumulate((request.num_left for request in prompts), initial=0))

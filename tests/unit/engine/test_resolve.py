@@ -74,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         resolve_device(EngineConfig(device="cuda"))
 
 
-@pytest.mark.parametrize(("device", "slots", "rows"), [("cpu", 64, 2048), ("cuda", 256, 4096)])
+@pytest.mark.parametrize(("device", "slots", "rows"), [("cpu", 64, 2048), ("cuda", 256, 8192)])
 def test_sizes_left_open_follow_the_device(device, slots, rows):
     sizes = resolve_sizes(EngineConfig(), torch.device(device))
     assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (slots, rows)
@@ -260,6 +260,7 @@ def sized(num_kv_blocks: int, **options) -> ResolvedConfig:
         device=CPU,
         max_model_len=255,
         num_kv_blocks=num_kv_blocks,
+        usual_rows=2048,
         kernels="none",
         attention_kernels="none",
         reasons={},

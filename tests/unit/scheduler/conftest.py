@@ -21,6 +21,7 @@ DEFAULTS = {
     "adaptive_drafts": False,
     "rows_per_weight_read": 32,
     "busy_rows": 10_000,
+    "usual_rows": 10_000,
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
     "sliding_window": 0,

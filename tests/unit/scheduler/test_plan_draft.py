@@ -68,6 +68,33 @@ def test_prompts_that_fit_one_step_end_in_two_if_the_first_keeps_the_device_busy
         assert chunks == second
 
 
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        # Half of what waits, at least the usual rows and at most a whole step.
+        ([4] * 16, [[4] * 8, [4] * 4, [4] * 4]),
+        ([4] * 13, [[4] * 6 + [2], [2, 4, 4, 4, 2], [2, 4, 4]]),
+        ([4] * 8, [[4] * 4, [4] * 4]),
+        # A long prompt has no more than it always had, whoever waits behind it.
+        ([60, 20, 20], [[16], [16], [16], [12, 4], [16], [16], [4]]),
+        ([30, *[4] * 8], [[12, 4], [12, 4], [6, 4, 4, 2], [2, 4, 4, 4]]),
+        ([*[4] * 16, 30], [[4] * 8, [4] * 4, [4] * 4, [16], [14]]),
+    ],
+)
+def test_steps_are_longer_than_usual_while_a_crowd_of_short_prompts_waits(kit, lengths, steps):
+    sizes = {"max_num_batched_tokens": 32, "usual_rows": 16, "longest_chunk": 32}
+    scheduler = kit.scheduler(**sizes, max_num_seqs=20, num_blocks=64)
+    for index, length in enumerate(lengths):
+        # One token each: no decoding request takes a row.
+        scheduler.add(kit.request(f"{index}", length, max_total=length + 1))
+    found = []
+    while plan := scheduler.plan():
+        found.append([rows for _, rows, *_ in kit.rows(plan)])
+        for update in scheduler.process_output(kit.result(plan)):
+            scheduler.release(update.request_id)
+    assert found == steps
+
+
 def test_one_prompt_may_have_a_longest_chunk(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
     for name in "abc":

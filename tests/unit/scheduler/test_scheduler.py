@@ -453,6 +453,7 @@ def draw_limits(rng):
         adaptive_drafts=rng.random() < 0.5,
         rows_per_weight_read=rng.choice([1, 4, 32]),
         busy_rows=rng.choice([rows, rows, 3]),
+        usual_rows=rng.choice([rows, rows, rows // 2 or 1]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
         sliding_window=rng.choice([0, 0, 0, 0, 1, 4]),

@@ -57,6 +57,7 @@ LIMITS = SchedulerLimits(
     adaptive_drafts=True,
     rows_per_weight_read=32,
     busy_rows=32,
+    usual_rows=16,
     lookahead_slots=0,
     lookahead_tokens=0,
     sliding_window=0,

@@ -20,7 +20,6 @@ from sametoken.ops.model.gemm.tuning import (
     row_bucket,
 )
 
-
 #: Elements of the largest result that is compared, 2 GiB in fp32, of which two are in memory.
 MOST_COMPARED = 1 << 29
 

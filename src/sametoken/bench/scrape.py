@@ -15,7 +15,7 @@ from sametoken.types.outputs import SpeculationMetrics
 Key = TypeVar("Key", str, int)
 
 _PREFIXES = ("sametoken:", "vllm:")
-ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+_ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 _OFFERED_PER_POSITION = "spec_decode_num_draft_tokens_per_pos_total"
 _STEPS = "spec_decode_num_steps_total"
 _DRAFTS = "spec_decode_num_drafts_total"
@@ -68,12 +68,14 @@ class Counters:
         if drafts <= 0 or offered <= 0:
             return None
         steps, accepted = self.totals.get(_STEPS, drafts), self.totals.get(_ACCEPTED, 0)
-        there = self.positions.get(_OFFERED_PER_POSITION, {})
-        by_position = self.positions.get(ACCEPTED_PER_POSITION, {})
-        rates = [
-            by_position[i] / n if (n := there.get(i, drafts)) else 0.0 for i in sorted(by_position)
-        ]
+        rates = [n / there if there else 0.0 for there, n in self.by_position()]
         return speculation_of(SpeculationMetrics(int(steps), int(offered), int(accepted)), rates)
+
+    def by_position(self) -> list[tuple[float, float]]:
+        """Drafts offered and accepted at each position; offered: as for ``speculation``."""
+        drafts, there = self.totals.get(_DRAFTS, 0), self.positions.get(_OFFERED_PER_POSITION, {})
+        accepted = self.positions.get(_ACCEPTED_PER_POSITION, {})
+        return [(there.get(i, drafts), accepted[i]) for i in sorted(accepted)]
 
 
 def speculation_of(counted: SpeculationMetrics, rates: Sequence[float]) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sametoken.audit.asks import Answer, AuditRequest
 from sametoken.audit.compare import CORRUPTION, TIE
-from sametoken.audit.server_audit import Side, audit_sides, logit_step
+from sametoken.audit.server_audit import OF_LOOKUPS, Side, audit_sides, logit_step
 from sametoken.audit.verdict import OTHER_MODEL
+from sametoken.bench.acceptance import OTHER_DRAFTER, Profile
+from sametoken.bench.scrape import Counters, parse_counters
 
 TEXTS = {1: " a", 2: " b"}
 ASK = AuditRequest("one", (5,), "prompt", 0.0, 0, 2)
@@ -23,6 +27,39 @@ def server(tokens: tuple[int | str, ...]) -> Side:
     """Its kernels are 1/64 off the engine's, and it prefers the other token at the end."""
     top = (((" a", -1.0), (" b", -3.015625)), ((" b", -1.0), (" a", -1.01)))
     return Side("server", lambda asks: {"one": Answer(tokens, top=top)})
+
+
+def acceptance(prefix: str, **counters: int):
+    """What is found of a server whose counters are 0 before it is asked."""
+    lines = (f"{prefix}:spec_decode_num_{name}_total {n}\n" for name, n in counters.items())
+    text = re.sub(r"_at_(\d)_total", r'_per_pos_total{position="\1"}', "".join(lines))
+    read = iter((Counters(), parse_counters(text)))
+    answers = {"one": Answer((1,), top=(((1, -1.0),),))}
+    subject = Side("server", lambda asks: answers, lambda: next(read))
+    return audit_sides(subject, Side("plain", lambda asks: answers), [ASK]).diagnosis
+
+
+def test_steps_without_drafts_are_no_refused_drafts():
+    """Of 200 steps 60 had a draft, 40 of them a second one."""
+    found = acceptance(
+        "sametoken",
+        steps=200,
+        drafts=60,
+        draft_tokens=100,
+        draft_tokens_at_0=60,
+        draft_tokens_at_1=40,
+        accepted_tokens_at_0=30,
+        accepted_tokens_at_1=15,
+    )
+    assert found.profiles["running"] == Profile((60, 30), (30, 15))
+    assert found.findings == ()
+
+
+def test_a_server_s_drafts_may_be_looked_up():
+    found = acceptance("vllm", drafts=60, draft_tokens=60, accepted_tokens_at_0=1)
+    assert found.profiles["running"] == Profile((60,), (1,))
+    assert [one.cause for one in found.findings] == [OTHER_DRAFTER]
+    assert found.findings[0].remedy.endswith(OF_LOOKUPS)
 
 
 @pytest.mark.parametrize("tokens", [(1, 2), (" a", " b")])

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its picture, its rooms, its path, and every name in the how-tos."""
+"""Pages on the source are true: picture, rooms and path of the architecture, sizes, names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 
 import sametoken
 from helpers.sources import nodes_of, parsed
+from sametoken.engine.resolve import DEVICE_DEFAULTS
 
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = PACKAGE.parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs").glob("adding-a*.md"))]
+SCHEDULING = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+NAMES = ("architecture", "files", "glossary", "invariants", "scheduling", "adding-a*")
+PAGES = [page for name in NAMES for page in sorted((ROOT / "docs").glob(f"{name}.md"))]
 MOST_LINES = 3500
 
 #: A stop of the path: its function, its files, its lines.
@@ -114,6 +117,13 @@ def _defines(path: Path, function: str) -> bool:
     return scope is not None
 
 
+def test_the_sizes_are_those_of_the_devices():
+    """Of what has a number in the table."""
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|$", SCHEDULING, re.MULTILINE)
+    assert {name: int(size) for name, size, _ in rows} == DEVICE_DEFAULTS["cpu"]
+    assert {name: int(size) for name, _, size in rows} == DEVICE_DEFAULTS["cuda"]
+
+
 def missing_names(page: str, known: set[str]) -> list[str]:
     """Files that are not there, and identifiers that no Python file has."""
     missing = []
@@ -132,7 +142,8 @@ def missing_names(page: str, known: set[str]) -> list[str]:
 def known() -> set[str]:
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     folders = {path.name for root in (PACKAGE, ROOT / "tests") for path in root.rglob("*/")}
-    return folders.union(*map(names_of, files)) | {"sametoken"}
+    kernels = " ".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.c"))
+    return folders.union(*map(names_of, files), re.findall(r"\w+", kernels)) | {"sametoken"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,6 +6,7 @@ Clients of servers do not either (``tests/e2e/test_bench_serve.py``, ``test_audi
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import sametoken
 from helpers.chat_model import save_tokenizer
 from helpers.commands import MODULES_AFTER, run_command, run_python
 from helpers.sources import parsed
+from sametoken.models.registry import ARCHITECTURES
 
 PACKAGE = Path(sametoken.__file__).parent
 HEAVY = ("torch", "triton", "transformers", "tokenizers", "gguf", "numpy", "fastapi", "uvicorn")
@@ -55,6 +57,13 @@ def test_the_serving_process_loads_no_tensors(tmp_path):
     )
     heavy = ("torch", "triton", "xgrammar")
     assert run_python(code + MODULES_AFTER.format(heavy=heavy)).strip() == "[]"
+
+
+def test_every_architecture_is_in_the_contract_that_they_do_not_know_each_other():
+    settings = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text("utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (modules,) = (one["modules"] for one in contracts if one["type"] == "independence")
+    assert modules == sorted({model.__module__ for model in ARCHITECTURES.values()})
 
 
 def exported(tree: ast.Module) -> list[str] | None:

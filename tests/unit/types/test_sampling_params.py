@@ -122,6 +122,13 @@ def test_values_beyond_are_refused_by_name(name, value):
     assert caught.value.remedy.startswith(("use", "map"))
 
 
+@pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(SamplingParams)])
+def test_every_field_is_checked(field):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: object()})
+    assert caught.value.param == field
+
+
 @pytest.mark.parametrize(
     ("params", "cause", "remedy"),
     [

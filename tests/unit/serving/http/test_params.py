@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -61,6 +62,9 @@ def chat(defaults=DEFAULTS, **fields) -> SamplingParams:
 
 
 def test_every_field_arrives():
+    assert {one.name for one in dataclasses.fields(SamplingParams)} - EVERY.keys() == {
+        *("detokenize", "structured_outputs", "num_speculative_tokens")
+    }
     given = EVERY | {"logit_bias": {"5": -1.5}, "speculative": {"num_speculative_tokens": 0}}
     given = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
     assert completion(**given) == SamplingParams(**EVERY, num_speculative_tokens=0)

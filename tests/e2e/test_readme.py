@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 from click import Command, Context
@@ -43,6 +44,13 @@ MAX_POSITIONS = 512
 AST, AWAIT = ast.PyCF_ONLY_AST, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 #: A path in a folder; pages name it from the root, the package, or their own folder.
 NAMED_FILE = re.compile(r"(?<![\w/.<>*$-])\w[\w-]*/[\w/-]+\.(?:py|c|h|md|toml|sh)\b")
+#: Pages of old options, and of vLLM's.
+NOT_OURS = ("LOG.md", "vllm-flags.md")
+#: Options on the other pages that are click's, docker's, pip's, Ray's, twine's and vLLM's.
+OTHER_PROGRAMS = {
+    *("--help", "--gpus", "--ipc", "--no-deps", "--head", "--strict"),
+    "--per-request-spec-decode-metrics",
+}
 #: Too slow or endless for a test here, and tested by itself; only its options are checked.
 NOT_RUN = ("demo", "serve", "batch", "bench serve", "eval")
 
@@ -160,6 +168,27 @@ def test_an_example_of_the_page_for_python_runs(example, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 4
 
 
+def test_examples_of_the_page_for_trainers_run():
+    """The loop and its sleep, in one process as a trainer has them."""
+    examples = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    loop, _, sleep, *_ = blocks("python", examples)
+    found = []
+
+    def loss(logprobs, outputs):
+        for ours, output in zip(logprobs, outputs, strict=True):
+            (answer,) = output.outputs
+            pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+            found.append(ours.tolist() == [one[token].logprob for token, one in pairs])
+        return -sum(map(torch.sum, logprobs))
+
+    names = {"prompts": ["def add(a, b):", "x ="], "loss": loss}
+    exec(loop.replace("my-model", HYBRID_NAME).replace("range(100)", "range(2)"), names)
+    assert found == [True] * 4
+    assert names["llm"].weight_version == 2
+    exec(sleep, names)
+    assert names["llm"].generate("x =")
+
+
 def test_an_unknown_option_does_not_pass():
     for command in (["generate"], ["bench", "serve"]):
         with pytest.raises(Exception, match="No such option"):
@@ -221,7 +250,8 @@ def test_the_table_has_the_figures_of_the_results():
     assert "84 of 197 greedy" in law
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+FOLDERS = [ROOT / name for name in ("docs", "benchmarks", "models", "src")]
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
 
 
 def test_commands_of_other_pages_parse():
@@ -230,6 +260,21 @@ def test_commands_of_other_pages_parse():
     assert len(found) > len(SAMETOKEN) + 10
     for arguments in found:
         parsed(arguments)
+
+
+def options_of(command: Command) -> set[str]:
+    """The options of a command and of those below it."""
+    found = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    return found.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+def test_options_that_pages_name_are_there():
+    """``tests/unit/cli/test_vllm_flags.py`` has the page of vLLM's flags."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in NOT_OURS]
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *pages))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert len(named) > 80
+    assert named - options_of(COMMAND) == OTHER_PROGRAMS
 
 
 def test_code_of_every_page_parses_and_what_it_imports_is_there():
@@ -279,7 +324,7 @@ def test_files_that_pages_name_are_there():
         for name in NAMED_FILE.findall(page.read_text(encoding="utf-8"))
     ]
     assert len(named) > 500
-    folders = (ROOT, PACKAGE, PACKAGE / "serving" / "http", ROOT / "tests" / "gpu")
+    folders = (ROOT, PACKAGE, PACKAGE / "serving" / "http", ROOT / "tests/gpu", ROOT / "benchmarks")
     missing = [
         f"{page.name}: {name}"
         for page, name in named

@@ -17,7 +17,7 @@ class LinearFormat(Protocol):
     """How a checkpoint stores a quantized linear. Equal formats may be fused."""
 
     def covers(self, source: TensorSource, module: str) -> bool:
-        """Whether the module is stored so, rather than unquantized."""
+        """Whether the module is stored so, rather than unquantized; true if no tensor is there."""
         ...
 
     def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:

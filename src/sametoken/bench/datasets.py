@@ -84,7 +84,7 @@ def load_dataset(
     """
     require_dataset(name, path)
     if path is not None:
-        items = _of_file(path, _turns if name == SPEC_BENCH else _of_user)
+        items = _of_file(path, *(_SPEC_BENCH_LINE if name == SPEC_BENCH else _USER_LINE))
     elif name == RANDOM:
         items = _random_items(seed, _RANDOM_ITEMS if limit is None else limit, input_len)
     else:
@@ -116,16 +116,15 @@ def _of_package(name: str) -> list[DatasetItem]:
     return [_SHIPPED[name](i, row) for i, row in enumerate(rows)]
 
 
-def _of_file(path: Path, parse: Callable[[int, Any], DatasetItem]) -> list[DatasetItem]:
+def _of_file(
+    path: Path, parse: Callable[[int, Any], DatasetItem], wanted: str
+) -> list[DatasetItem]:
     items = []
     for number, row in json_lines(path):
         try:
             items.append(parse(number - 1, row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"line {number} of {path} is no prompt ({error!r})",
-                "give a text, or an object with prompt, question, turns or messages",
-            ) from error
+            raise ConfigError(f"line {number} of {path} is no prompt", f"give {wanted}") from error
     if not items:
         raise ConfigError(f"{path} holds no prompts", "give one JSON value a line")
     return items
@@ -157,6 +156,11 @@ def _item_id(value: Any) -> str:
     if not isinstance(value, str | int):
         raise ValueError(f"{type(value).__name__} in place of a name")
     return str(value)
+
+
+#: Readers of a line, and what it must be.
+_USER_LINE = _of_user, "a text, or an object with texts in prompt, question, turns or messages"
+_SPEC_BENCH_LINE = _turns, "an object with question_id and turns, as in its question.jsonl"
 
 
 def _random_items(seed: int, count: int, input_len: int) -> list[DatasetItem]:

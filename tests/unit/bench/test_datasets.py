@@ -63,6 +63,16 @@ def test_spec_bench_reads_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "wanted"), [("custom", "a text, or an object"), ("spec-bench", "an object with q")]
+)
+def test_a_line_that_is_no_prompt_is_told_what_to_be(tmp_path, name, wanted):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"other": "x"}')
+    with pytest.raises(ConfigError, match=f"line 1 of .* is no prompt. give {wanted}"):
+        load_dataset(name, path=path)
+
+
+@pytest.mark.parametrize(
     "content", ["{", "7", "[]", '{"prompt": ""}', '{"turns": []}', '{"other": "x"}', "", "\n"]
 )
 def test_a_malformed_file_is_refused(tmp_path, content):

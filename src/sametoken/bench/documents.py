@@ -63,8 +63,8 @@ def read_json(path: Path, remedy: str = "give a file that bench wrote") -> dict[
         ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is no regular file")
+        if not path.is_file():
+            raise OSError("it is no regular file" if path.exists() else "it does not exist")
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error})", remedy) from error

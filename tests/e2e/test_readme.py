@@ -1,7 +1,7 @@
-"""Commands of README and docs/commands.md run, as do examples; the file tree is the real one.
+"""Commands of README, commands.md and speculative.md run; the file tree is the real one.
 
-The commands and code of the other pages are parsed, and the files they name exist. README's chart
-is what its results page gives.
+So do examples of README, python.md and rollouts.md. The commands and code of the other pages are
+parsed, and the files they name exist. README's chart is what its results page gives.
 
 Everything runs in a directory where the names that README uses lead to tiny random
 checkpoints, but for the small hybrid, which the repository holds.
@@ -36,9 +36,9 @@ from sametoken.models.names import HEAD_NAME, HYBRID_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"
-README, COMMANDS, FILES, PYTHON = (
-    (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/commands.md", "docs/files.md", "docs/python.md")
+README, COMMANDS, SPECULATIVE, FILES, PYTHON = (
+    (ROOT / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("README", "docs/commands", "docs/speculative", "docs/files", "docs/python")
 )
 MAX_POSITIONS = 512
 AST, AWAIT = ast.PyCF_ONLY_AST, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -67,8 +67,8 @@ def lines_of(language: str, page: str = README) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The lines of both pages; those of README first."""
-    lines = [*lines_of("bash"), *lines_of("bash", COMMANDS)]
+    """The lines of the three pages; those of README first."""
+    lines = [line for page in (README, COMMANDS, SPECULATIVE) for line in lines_of("bash", page)]
     return [shlex.split(line) for line in dict.fromkeys(lines)]
 
 

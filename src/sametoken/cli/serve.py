@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +109,18 @@ def _server_config(given: Mapping[str, Any]) -> ServerConfig:
     }
     if not values["api_key"] and os.environ.get(API_KEY_VARIABLE):
         values["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    values["allowed_origins"] = tuple(_origins(values["allowed_origins"]))
     return ServerConfig(**values)
+
+
+def _origins(given: Iterable[str]) -> Iterator[str]:
+    """Origins, which may stand in a list in JSON, as with vLLM."""
+    for one in given:
+        try:
+            listed = json.loads(one)
+        except ValueError:
+            listed = one
+        yield from map(str, listed) if isinstance(listed, list) else (one,)
 
 
 def _ray_config(given: Mapping[str, Any], wanted: bool) -> RayConfig | None:

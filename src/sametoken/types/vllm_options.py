@@ -328,6 +328,23 @@ VLLM_OPTIONS = (
         instead="send return_tokens_as_token_ids, stream_options or include_speculation_stats",
     ),
     VllmOptions(
+        "pages of --allowed-origins may use every method and header",
+        values="allowed_methods allowed_headers",
+        accepted=("*", '["*"]', "['*']"),
+        instead="let a proxy before the server refuse some",
+    ),
+    VllmOptions(
+        "browsers add no key or cookie by themselves",
+        switches="allow_credentials",
+        instead="send the key in the header Authorization",
+    ),
+    VllmOptions(
+        "answers are the assistant's",
+        values="response_role",
+        accepted=("assistant",),
+        instead="name the role in a --chat-template",
+    ),
+    VllmOptions(
         "answers carry their id in the body",
         switches="enable_request_id_headers",
         instead='read the field "id"',

@@ -70,6 +70,20 @@ def test_several_names_may_follow_one_flag(started, arguments, names):
     assert (engine.model, engine.seed, server.served_model_name) == ("m", 5, names)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--allowed-origins", "http://a.example", "--allowed-origins", "http://b.example"),
+        ("--allowed-origins", '["http://a.example", "http://b.example"]'),
+    ],
+)
+def test_origins_may_stand_in_a_list_in_json(started, arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    ((_, _, server, _),) = started
+    assert server.allowed_origins == ("http://a.example", "http://b.example")
+
+
 def test_the_key_may_stand_in_a_variable(started, monkeypatch):
     monkeypatch.setenv(command.API_KEY_VARIABLE, "secret")
     invoke()
@@ -84,6 +98,7 @@ def test_the_key_may_stand_in_a_variable(started, monkeypatch):
         ("--shadow-audit-rate", "2"),
         ("--speculative-config", "{}"),
         ("--no-such-option",),
+        ("--allowed-origins", '["*"'),
     ],
 )
 def test_what_is_impossible_is_a_usage_error(started, arguments):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sametoken.config import option
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
 from sametoken.serving.http.structured_config import StructuredOutputsConfig
 from sametoken.serving.http.transfer_config import WeightTransferConfig
 from sametoken.types.option_values import require_choices, require_limits
@@ -25,6 +25,8 @@ AUTO, NONE = "auto", "none"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: Characters that every HTTP library sends unchanged in a header.
 _VISIBLE = re.compile(r"[!-~]+")
+#: What browsers send as the origin of a page; null for a file.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,12 @@ class ServerConfig:
                 "one api_key has a space or a character beyond ASCII, which no client can show",
                 "use letters, digits and punctuation of ASCII alone",
             )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {shown(origin)}, which no browser sends",
+                    "use *, or scheme and host alone, as in http://localhost:3000",
+                )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r} has no leading /", "put one before it")
         self._check_tls()

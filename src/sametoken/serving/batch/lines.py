@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -145,8 +146,9 @@ def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
         if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
             line = InputLine(number, _rest_digest(file, raw))
             yield line.refused("line_too_long", f"it has more than {max_line_bytes} bytes")
-        elif raw.strip():
-            yield InputLine(number, raw.strip())
+        # Some programs put a byte order mark first in a file, several of which may be one now.
+        elif text := raw.removeprefix(codecs.BOM_UTF8).strip():
+            yield InputLine(number, text)
 
 
 def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import json
 
 import pytest
@@ -31,6 +32,14 @@ def test_lines_keep_their_numbers_and_blank_ones_are_none(tmp_path):
     requests = [line.parse() for line in lines]
     assert [request.custom_id for request in requests] == ["a", "b"]
     assert requests[0].body == {"prompt": "x"}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path):
+    lines = read_input(written(tmp_path / "plain", GOOD), MOST)
+    marked = codecs.BOM_UTF8 + json.dumps(GOOD).encode()
+    assert read_input(written(tmp_path / "marked", marked), MOST) == lines
+    (empty,) = read_input(written(tmp_path / "empty", codecs.BOM_UTF8, GOOD), MOST)
+    assert empty.number == 2
 
 
 def test_a_changed_line_has_another_key():

@@ -1,8 +1,9 @@
-"""Checks of regular expressions: what the grammar compiler would ignore is refused."""
+"""Regular expressions: what the grammar compiler ignores is refused, what it misreads rewritten."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from sametoken.errors import RequestError, shown
 
@@ -11,9 +12,11 @@ _KNOWN = frozenset("0DSWdefnrstvw")
 #: Punctuation that the compiler accepts after a backslash without a warning.
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
-_ESCAPE = re.compile(_ESCAPED, re.DOTALL)
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_PART = re.compile(_ESCAPED + r"|[\[\]^$]|\(\?<?[=!]", re.DOTALL)
+_PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P<)", re.DOTALL)
+#: What the compiler misreads, in its own words: a point, which would be a line break too, and
+#: Python's beginning of a group with a name.
+_REWRITTEN = {".": r"[^\n\r\u2028\u2029]", "(?P<": "(?<"}
 # Comments, literals and character classes of a grammar, whose content is not grammar syntax.
 _GRAMMAR_PART = re.compile(
     r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?:[^"\\\n]|\\.)*+)"'
@@ -29,21 +32,14 @@ def check_regex(pattern: str) -> None:
     Raises:
         RequestError: it has another anchor, a lookaround, or an unknown escape.
     """
-    in_class = False
-    for found in _PART.finditer(pattern):
+    for found, in_class in _parts(pattern):
         part, escaped = found[0], found[1]
         if escaped is not None:
             _check_escape(escaped, in_class)
-        elif part == "]":
-            in_class = False
-        elif in_class:
-            continue
-        elif part == "[":
-            in_class = True
-        elif part[0] == "(":
+        elif part in ("(?=", "(?!", "(?<=", "(?<!"):
             kind = "lookbehind" if "<" in part else "lookahead"
             raise _refused(f"the {kind} {part}", "list the allowed texts")
-        elif (found.start(), part) != (0, "^") and (found.end(), part) != (len(pattern), "$"):
+        elif part in "^$" and not _is_redundant(found):
             raise _refused(f"the anchor {part} within it", "leave it out, or escape it")
 
 
@@ -65,8 +61,31 @@ def check_grammar(text: str) -> None:
 
 
 def plain_regex(pattern: str) -> str:
-    """An equal expression in ASCII, with escapes that the compiler reads without a warning."""
-    return _NOT_ASCII.sub(lambda found: rf"\u{{{ord(found[0]):x}}}", _ESCAPE.sub(_plain, pattern))
+    """An equal expression in ASCII, of parts that the compiler reads as they are meant."""
+    place, pieces = 0, list[str]()
+    for found, _ in _parts(pattern):
+        pieces += pattern[place : found.start()], _plain(found)
+        place = found.end()
+    plain = "".join((*pieces, pattern[place:]))
+    return _NOT_ASCII.sub(lambda found: rf"\u{{{ord(found[0]):x}}}", plain)
+
+
+def _parts(pattern: str) -> Iterator[tuple[re.Match[str], bool]]:
+    """Escapes, and whether each is in a character class; marks outside of classes."""
+    in_class = False
+    for found in _PART.finditer(pattern):
+        if found[1] is not None:
+            yield found, in_class
+        elif found[0] == "]":
+            in_class = False
+        elif not in_class:
+            in_class = found[0] == "["
+            yield found, False
+
+
+def _is_redundant(anchor: re.Match[str]) -> bool:
+    is_start, is_end = anchor.start() == 0, anchor.end() == len(anchor.string)
+    return is_start if anchor[0] == "^" else is_end
 
 
 def _check_escape(escaped: str, in_class: bool) -> None:
@@ -76,7 +95,9 @@ def _check_escape(escaped: str, in_class: bool) -> None:
 
 
 def _plain(found: re.Match[str]) -> str:
-    escaped: str = found[1]
+    escaped: str | None = found[1]
+    if escaped is None:
+        return _REWRITTEN.get(found[0], found[0])
     if escaped[0] == "x" and len(escaped) > 1:
         # The compiler reads digits that follow \x.. as part of the number.
         return rf"\u00{escaped[1:]}"

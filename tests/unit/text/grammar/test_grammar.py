@@ -51,6 +51,13 @@ def accepts(grammar, tokenizer, text: str) -> bool:
     ("fields", "right", "wrong"),
     [
         ({"regex": "(cat|dog) [0-9]{2}"}, ["cat 10", "dog 99"], ["cat 1", "cow 10", ""]),
+        # As in Python and JavaScript, a point is no line break; Python's groups have names.
+        (
+            {"regex": r"a.(?P<end>[.]\.)"},
+            ["ab..", "aé..", "a🎉..", "a..."],
+            ["a\n..", "a\r..", "a\u2028..", "ab..\n", "abcd"],
+        ),
+        ({"json_schema": '{"pattern": "^(?P<a>.)$", "type": "string"}'}, ['"a"', '"."'], ['"\n"']),
         ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
         ({"choice": ("schöne 🎉", 'q"\\\n', "a")}, ["schöne 🎉", 'q"\\\n', "a"], ["b", "aa"]),
         (

@@ -107,9 +107,8 @@ class Reasoning:
         return (*self.end, *last, *self.begins)
 
 
-#: vLLM's arguments with another name or none here.
-_ELSEWHERE = {
-    "json": "use json_schema",
+#: vLLM's options that are not offered, with what to use instead.
+REFUSED = {
     "structural_tag": "use grammar",
     "whitespace_pattern": "use regex or grammar, which say where whitespace stands",
     "disable_any_whitespace": "use regex or grammar, which say where whitespace stands",
@@ -121,7 +120,7 @@ _ELSEWHERE = {
 PARAM = "structured_outputs"
 
 
-@refusing_unknown(_ELSEWHERE)
+@refusing_unknown({"json": "use json_schema", **REFUSED})
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """A constraint on a completion's text. Exactly one kind is set.

@@ -21,7 +21,7 @@ from sametoken.serving.http.schemas import (
     StructuredOutputsField,
 )
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import PARAM, StructuredOutputs
+from sametoken.types.structured_outputs import PARAM, REFUSED, StructuredOutputs
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 #: Fields whose names and meanings are those of ``SamplingParams``.
@@ -202,6 +202,8 @@ def _of_response_format(requested: ResponseFormat | None) -> StructuredOutputs |
 def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
     if field is None:
         return None
+    for name, value in (field.model_extra or {}).items():
+        _require_neutral(name, value)
     schema = _json(field.json_)
     choice = None if field.choice is None else tuple(field.choice)
     return StructuredOutputs(
@@ -211,6 +213,14 @@ def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
         grammar=field.grammar,
         choice=choice,
     )
+
+
+def _require_neutral(name: str, value: Any) -> None:
+    """Refuse a key of ``structured_outputs``, unless it is vLLM's and asks for nothing."""
+    if name not in REFUSED:
+        raise invalid(f"structured_outputs has no {shown(name)}. See /docs", PARAM)
+    if value not in (None, False):
+        raise invalid(f"structured_outputs.{name} is not supported: {REFUSED[name]}", PARAM)
 
 
 def _json(schema: str | dict[str, Any] | None) -> StructuredOutputs | None:

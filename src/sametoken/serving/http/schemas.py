@@ -145,8 +145,10 @@ class Speculative(Strict):
     num_speculative_tokens: Count
 
 
-class StructuredOutputsField(Strict):
+class StructuredOutputsField(BaseModel):
     """The constraint of the answer, with vLLM's names; exactly one of them."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: Text | None = None

@@ -168,6 +168,20 @@ GRAMMAR = "root ::= x"
         ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ("a", "b")),
+        # As vLLM's own class of these options is sent, with all of its defaults.
+        (
+            {
+                "structured_outputs": {
+                    "regex": "a+",
+                    "choice": None,
+                    "disable_any_whitespace": False,
+                    "whitespace_pattern": None,
+                    "structural_tag": None,
+                }
+            },
+            "regex",
+            "a+",
+        ),
         ({"guided_json": '{"type": "object"}'}, "json_schema", '{"type": "object"}'),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a"]}, "choice", ("a",)),
@@ -178,6 +192,20 @@ def test_every_way_to_ask_for_a_form(fields, kind, value):
     constraint = chat(**fields).structured_outputs
     assert constraint.kind == kind
     assert getattr(constraint, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        ({"disable_any_whitespace": True}, "disable_any_whitespace is not supported: use regex"),
+        ({"whitespace_pattern": " "}, "whitespace_pattern is not supported: use regex"),
+        ({"regexp": None}, "structured_outputs has no 'regexp'"),
+    ],
+)
+def test_options_of_a_form_that_are_not_offered(more, cause):
+    with pytest.raises(ApiError, match=cause) as refused:
+        chat(structured_outputs={"json": SCHEMA, **more})
+    assert refused.value.param == "structured_outputs"
 
 
 def test_no_form_and_two_forms():

@@ -327,7 +327,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0.type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "input.0.type"),
         ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks 'call_id'"),
         ({"input": [{"type": "function_call_output"}]}, "input", "lacks 'call_id'"),
@@ -337,6 +337,11 @@ def test_the_constraint_is_that_of_the_format(serve):
             "input.0 lacks 'output'",
         ),
         ({"input": [{"role": "user", "text": "hi"}]}, "input", "input.0 lacks 'content'"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "input",
+            "nothing is stored. Send the item itself, as clients do with store: false",
+        ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",

@@ -129,6 +129,9 @@ class _MessageWriter:
                 },
             }
             self._of_assistant().setdefault("tool_calls", []).append(call)
+        elif item.type == "item_reference":
+            fault = f"{place} refers to a stored item, and nothing is stored. Send the item itself"
+            raise invalid(f"{fault}, as clients do with store: false", "input", "unsupported")
         else:
             call_id = _needed(item.call_id, "call_id", place)
             output = _needed_text(item.output, "output", place)

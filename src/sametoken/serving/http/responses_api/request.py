@@ -50,7 +50,9 @@ class InputItem(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: Literal[
+        "message", "reasoning", "function_call", "function_call_output", "item_reference"
+    ] = "message"
     role: Text | None = None
     content: Text | Parts | None = None
     call_id: Text | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import hashlib
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,7 +120,7 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
     """The lines of a file, in order. Lines that repeat a custom_id are refused.
 
     Args:
-        path: the file, or a pipe; devices may have no end.
+        path: the file, or a pipe; devices may have no end. One whose name ends in .gz is unpacked.
         max_line_bytes: longer lines are refused, and not kept.
 
     Raises:
@@ -129,8 +131,9 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
                 raise OSError("it is a device")
-            return list(_with_unique_ids(_not_blank(file, max_line_bytes)))
-    except OSError as error:
+            lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            return list(_with_unique_ids(_not_blank(lines, max_line_bytes)))
+    except (OSError, EOFError, zlib.error) as error:
         raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error
 
 
@@ -139,7 +142,7 @@ def to_line(result: BatchResult) -> bytes:
     return json.dumps(result.model_dump()).encode()
 
 
-def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
+def _not_blank(file: BinaryIO | gzip.GzipFile, max_line_bytes: int) -> Iterator[InputLine]:
     number = 0
     while raw := file.readline(max_line_bytes + 1):
         number += 1
@@ -151,7 +154,7 @@ def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
             yield InputLine(number, text)
 
 
-def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:
+def _rest_digest(file: BinaryIO | gzip.GzipFile, begun: bytes) -> bytes:
     """Skip the rest of a line; returns the digest of the whole line."""
     digest = hashlib.sha256(begun)
     while rest := file.readline(_SKIPPED_BYTES):

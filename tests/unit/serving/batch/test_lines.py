@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path):
     assert read_input(written(tmp_path / "marked", marked), MOST) == lines
     (empty,) = read_input(written(tmp_path / "empty", codecs.BOM_UTF8, GOOD), MOST)
     assert empty.number == 2
+
+
+def test_a_packed_file_has_the_same_lines(tmp_path):
+    plain = written(tmp_path / "in.jsonl", GOOD, b"{", b"3" * 40)
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_input(packed, 30) == read_input(plain, 30)
+    for broken in (packed.read_bytes()[:-9], b"{}", gzip.compress(b"{}")[:10] + b"\xff" * 20):
+        packed.write_bytes(broken)
+        with pytest.raises(RequestError, match="cannot be read"):
+            read_input(packed, MOST)
 
 
 def test_a_changed_line_has_another_key():

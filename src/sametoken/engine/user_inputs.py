@@ -72,9 +72,13 @@ def text_or_ids(prompt: Prompt, most: int) -> str | tuple[int, ...]:
         return _ids(ids, most)
     unknown = [key for key in prompt if key not in _PROMPT_KEYS]
     if unknown or len(prompt) != 1:
+        # As transformers' tokenizers return them, and their apply_chat_template.
+        is_encoded = "input_ids" in prompt
         raise RequestError(
             f"a prompt with the keys {shown(list(prompt))} is not possible",
-            'give exactly one of "prompt" and "prompt_token_ids"',
+            'give its "input_ids" alone, the token ids'
+            if is_encoded
+            else 'give exactly one of "prompt" and "prompt_token_ids"',
         )
     if "prompt_token_ids" in prompt:
         return _ids(prompt["prompt_token_ids"], most)

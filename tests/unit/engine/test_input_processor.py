@@ -72,6 +72,7 @@ def test_chat_goes_through_the_template(tokenizer):
         ({"prompt_token_ids": "12"}, "prompt_token_ids of type str"),
         ({"prompt_token_ids": 12}, "prompt_token_ids of type int"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "keys"),
+        ({"input_ids": [1], "attention_mask": [1]}, 'give its "input_ids" alone'),
         ({"promt": "a"}, "'promt'"),
         ({}, "keys"),
     ],

@@ -35,6 +35,14 @@ OnFinished = Callable[[int, RequestOutput], None]
 #: By this clients know that a shorter conversation may fit.
 TOO_LONG = "context_length_exceeded"
 
+#: Types of a message's parts that are text, and the field that has it.
+TEXT_PARTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "text": "text",
+}
+
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _PROMPT_FORMS = (
     'give a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
@@ -193,17 +201,18 @@ def content_text(content: Any) -> str:
 def _part_text(part: Any) -> str:
     """The text of a part; a refusal is text of an earlier answer."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind not in ("text", "refusal"):
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
         raise RequestError(
             f"a message has a part of type {shown(kind)}",
             'only text is supported, as {"type": "text", "text": ...}',
             param="messages",
             code="unsupported",
         )
-    text = part.get(kind)
+    text = part.get(field)
     if not isinstance(text, str):
         raise RequestError(
-            f"a message has a part of type {kind!r} whose {kind!r} is no text",
+            f"a message has a part of type {kind!r} whose {field!r} is no text",
             "give a string",
             param="messages",
         )

@@ -152,13 +152,16 @@ def test_messages_become_what_templates_read():
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        # As in the Responses API, which vLLM's chats take too.
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "d"}]},
     )
     assert found[0] == {"role": "user", "content": "a\nb"}
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert (found[1]["content"], found[1]["reasoning_content"]) == ("", "hm")
     assert (found[1]["reasoning"], found[1]["thinking"]) == ("hm", "hm")
     assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "2"}
-    assert found[3] == {"role": "assistant", "content": "no"}
+    assert [one["content"] for one in found[3:]] == ["no", "c", "d"]
 
 
 def test_reasoning_is_passed_on_where_a_template_can_take_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sametoken.engine.user_inputs import TEXT_PARTS
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.responses_api.request import (
@@ -28,14 +29,7 @@ from sametoken.serving.http.schemas import (
 #: Roles whose messages instruct the model.
 _INSTRUCTING = ("system", "developer")
 #: Types of parts that are text, by the name of the field that holds it.
-_TEXTS = {
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-    "summary_text": "text",
-    "text": "text",
-}
+_TEXTS = {**TEXT_PARTS, "reasoning_text": "text", "summary_text": "text"}
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:

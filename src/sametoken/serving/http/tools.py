@@ -20,6 +20,7 @@ from sametoken.serving.http.schemas import (
     Tool,
 )
 from sametoken.serving.http.tool_parsers import CallSyntax, named_parser, parse_required
+from sametoken.text.grammar.json_schema import moved
 from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Where templates read an earlier message's reasoning: gpt-oss's the last, Qwen's the second.
@@ -173,18 +174,20 @@ def _named(tools: Sequence[Tool], name: str) -> Tool:
 
 
 def _any_call(request: ChatRequest) -> dict[str, Any]:
-    """A schema for calls of any of the tools: one, or more if they may be parallel."""
-    calls = [
-        {
+    """A schema for calls of any of the tools: one, or more if they may be parallel.
+
+    The parameters of each have a place of their own, to which their references lead.
+    """
+    calls, parameters = [], {}
+    for position, tool in enumerate(request.tools or ()):
+        place = f"#/$defs/{position}"
+        parameters[str(position)] = moved(tool.function.parameters or _NO_PARAMETERS, place)
+        call = {
             "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "parameters": tool.function.parameters or _NO_PARAMETERS,
-            },
+            "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": place}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in request.tools or ()
-    ]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        calls.append(call)
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": parameters}
     return schema if request.parallel_tool_calls is not False else {**schema, "maxItems": 1}

@@ -121,6 +121,23 @@ def compilable(text: str) -> str:
     return text if is_whole else json.dumps(root)
 
 
+def moved(schema: Any, place: str) -> Any:
+    """A schema, or a list of schemas, whose references hold within another one at ``place``."""
+    if isinstance(schema, list):
+        return [moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = place + value.removeprefix("#")
+        elif key in _MAPS and isinstance(value, dict):
+            found[key] = {name: moved(one, place) for name, one in value.items()}
+        elif key in (*_LISTS, *_SINGLE):
+            found[key] = moved(value, place)
+    return found
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from helpers.structured import compiler, ids
 from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError, as_api_error
@@ -94,6 +95,54 @@ def test_required_constrains_to_the_tools():
     names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
     assert (schema["minItems"], names) == (1, ["add", "now"])
     assert found.parser is parse_required
+
+
+#: As pydantic writes nested models, and classes that hold their own kind.
+NESTED = {
+    "$defs": {
+        "Cat": {
+            "type": "object",
+            "properties": {"kind": {"const": "cat"}, "of": {"$ref": "#"}, "enum": {"const": 1}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+        "Dog": {
+            "type": "object",
+            "properties": {"kind": {"const": "dog"}, "in": {"enum": [{"$ref": "#/x"}]}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+    },
+    "type": "object",
+    "properties": {
+        "pet": {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]},
+        "more": {"type": "array", "items": {"$ref": "#/$defs/Dog"}},
+    },
+    "required": ["pet"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [
+        ('{"pet": {"kind": "cat", "of": {"pet": {"kind": "dog", "in": {"$ref":"#/x"}}}}}', True),
+        ('{"pet": {"kind": "cat", "enum": 1}, "more": [{"kind": "dog"}]}', True),
+        ('{"pet": {"kind": "cow"}}', False),
+        ('{"pet": {"kind": "cat", "of": {}}}', False),
+        ('{"pet": {"kind": "dog"}, "more": [{"kind": "cat"}]}', False),
+    ],
+)
+def test_references_of_a_tool_lead_into_its_own_parameters(parameters, fits):
+    other = {"$defs": {"Cat": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/Cat"}}}
+    tools = [
+        {"type": "function", "function": {"name": "other", "parameters": other}},
+        {"type": "function", "function": {"name": "keep", "parameters": NESTED}},
+    ]
+    found = use(tools=tools, tool_choice="required", syntax=None)
+    matcher = compiler().compile(found.structured).new_matcher()
+    text = f'[{{"name": "keep", "parameters": {parameters}}}]'
+    assert all(map(matcher.accept, ids(text))) == fits
 
 
 def test_one_call_alone_may_be_forced():

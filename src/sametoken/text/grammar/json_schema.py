@@ -39,6 +39,7 @@ _ANNOTATIONS = frozenset(
 # The compiler ignores all other keywords of a schema that has one of these.
 _EXCLUSIVE = ("$ref", "allOf", "anyOf", "oneOf")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBERS = frozenset(("integer", "number"))
 _BY_TYPE = {
     **dict.fromkeys(_RANGE, ("integer", "number")),
     "multipleOf": ("integer",),
@@ -94,8 +95,11 @@ def check_schema(text: str) -> tuple[str, ...]:
     if not isinstance(root, dict):
         raise RequestError("json_schema is not a JSON object", 'give a schema: {"type": ...}')
     patterns: list[str] = []
-    for schema in list(_subschemas(root, 0)):
-        _check(schema, root)
+    schemas = list(_subschemas(root, 0))
+    of_names = {id(schema.get("propertyNames")) for schema in schemas}
+    for schema in schemas:
+        # Names are strings, whether their schema says so or not.
+        _check(schema, root, "string" if id(schema) in of_names else ())
         patterns += schema.get("patternProperties", {})
         patterns += [schema["pattern"]] if "pattern" in schema else []
     return tuple(patterns)
@@ -188,12 +192,14 @@ def _subschemas(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
             yield from _subschemas(child, depth + 1)
 
 
-def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
+def _check(
+    schema: Mapping[str, Any], root: Mapping[str, Any], implied: str | tuple[str, ...]
+) -> None:
     for key in schema:
         if key in _UNSUPPORTED and schema[key] is not False:
             raise _refused(key, "is not supported", "leave it out")
     _check_exclusive(schema)
-    _check_types(schema)
+    _check_types(schema, schema.get("type", implied))
     _check_listed(schema)
     _check_counts(schema)
     unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
@@ -235,12 +241,13 @@ def _check_exclusive(schema: Mapping[str, Any]) -> None:
         raise _refused("$ref", f"refers to {_short(ref)}, outside the schema", "use #/$defs/...")
 
 
-def _check_types(schema: Mapping[str, Any]) -> None:
+def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None:
+    names = {stated} if isinstance(stated, str) else set(stated)
     for key, types in _BY_TYPE.items():
-        if key in schema and schema.get("type") not in types:
-            raise _refused(
-                key, f"needs the type to be {' or '.join(types)}", "state exactly one type"
-            )
+        # It is of those named that it restricts; whole numbers are numbers.
+        bound = names & (_NUMBERS if _NUMBERS.issuperset(types) else set(types))
+        if key in schema and (not bound or not bound.issubset(types)):
+            raise _refused(key, f"needs the type to be {' or '.join(types)}", "state that type")
     shape = [key for key in ("pattern", "format") if key in schema]
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:

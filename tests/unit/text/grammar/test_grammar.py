@@ -71,6 +71,30 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ['["c@a"]', '["c@a", "c@b"]'],
             ['["d@a"]', '["c@example.org"]'],
         ),
+        # Bounds are those of their type, in a list of several too.
+        (
+            {
+                "json_schema": {
+                    "type": ["integer", "string", "null"],
+                    "minimum": 3,
+                    "maxLength": 2,
+                }
+            },
+            ["3", "10", "null", '"ab"'],
+            ["2", "-3", '"abc"', "true"],
+        ),
+        (
+            # As pydantic writes dict[Annotated[str, Field(max_length=2)], int].
+            {
+                "json_schema": {
+                    "type": "object",
+                    "propertyNames": {"maxLength": 2},
+                    "additionalProperties": {"type": "integer"},
+                }
+            },
+            ["{}", '{"ab": 1}'],
+            ['{"abc": 1}', '{"a": ""}'],
+        ),
         ({"json_object": True}, ["{}", '{"a": [1, null]}', '{\n  "x": {}\n}'], ["[1]", "1", "{"]),
         (
             {

@@ -69,7 +69,7 @@ def test_a_grammar_is_as_small_on_its_way_as_its_source(structured):
         (json.dumps({"type": ["a" * 10] * 4000 + [1]}), "type is"),
         ('{"required": ["%s"]}' % ("a" * 60_000), "required names"),
         ('{"$ref": "%s"}' % ("a" * 60_000), "outside the schema"),
-        ('{"anyOf": [{}], "%s": 1}' % ("a" * 60_000), "excludes"),
+        ('{"anyOf": [{}], "pattern": "%s"}' % ("a" * 60_000), "excludes pattern"),
         ("[" * 150 + "]" * 150, "not a JSON object"),
         ('{"minItems": "x", "type": "array"}', "not valid"),
     ],
@@ -93,6 +93,8 @@ def test_no_client_writes_into_the_log_by_an_expression(fields, capfd):
     with pytest.raises(RequestError, match=r"has the anchor \^"):
         compiler().compile(StructuredOutputs(**fields))
     compiler().compile(StructuredOutputs(regex="^a" + r"\#" * 9000 + "$")).new_matcher()
+    unknown = json.dumps({"anyOf": [{}], "a" * 60_000: 1})
+    compiler().compile(StructuredOutputs(json_schema=unknown)).new_matcher()
     assert capfd.readouterr().err == ""
 
 

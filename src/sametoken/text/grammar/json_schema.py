@@ -30,12 +30,6 @@ _UNSUPPORTED = frozenset(
         *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
     )
 )
-_ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "discriminator"),
-    )
-)
 # The compiler ignores all other keywords of a schema that has one of these.
 _EXCLUSIVE = ("$ref", "allOf", "anyOf", "oneOf")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -80,6 +74,10 @@ _RESTRICTING = (
     *("properties", "patternProperties", "prefixItems", "required"),
     *_SINGLE,
 )
+
+
+#: What means something beside others. All else only annotates, as do keywords of other tools.
+_MEANINGFUL = frozenset((*_RESTRICTING, *_EXCLUSIVE, "type", "enum", "const", "format"))
 
 
 def check_schema(text: str) -> tuple[str, ...]:
@@ -227,7 +225,7 @@ def _check_exclusive(schema: Mapping[str, Any]) -> None:
     for key in _EXCLUSIVE:
         if key not in schema:
             continue
-        others = sorted(schema.keys() - _ANNOTATIONS - {key})
+        others = sorted(schema.keys() & _MEANINGFUL - {key})
         if others:
             raise _refused(
                 key,

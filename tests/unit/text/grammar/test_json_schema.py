@@ -38,6 +38,8 @@ INTEGER = {"type": "integer"}
         {"anyOf": [INTEGER, {"type": "string"}], "title": "T", "description": "D"},
         {"allOf": [INTEGER]},
         {"$ref": "#/$defs/x", "$defs": {"x": INTEGER}},
+        {"$ref": "#/$defs/x", "$defs": {"x": INTEGER}, "example": 3, "x-order": 1},
+        {"anyOf": [INTEGER, {"type": "null"}], "nullable": True, "default": None},
         {"oneOf": [INTEGER, {"type": "string"}]},
         {"oneOf": [{"const": 1}, {"enum": [2, 3]}]},
         {"oneOf": [CAT, DOG]},

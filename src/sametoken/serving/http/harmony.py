@@ -42,7 +42,7 @@ _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTION = "functions."
-_ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
+_ANALYSIS, _FINAL = "analysis", "final"
 #: A longer header is text.
 _MAX_HEADER = 256
 
@@ -71,11 +71,10 @@ def harmony_parser(
         prompt: the rendered prompt, whose last message the answer continues.
         finds_calls: otherwise messages to functions are content.
         shows_marks: whether marks without a meaning where they stand are shown.
-        is_constrained: whether a grammar holds in channel final, so that commentary, where it does
-            not, is reasoning.
+        is_constrained: whether a grammar holds in channel final, or from the first token on, so
+            that all else is reasoning.
     """
-    reasoning = (_ANALYSIS, _COMMENTARY) if is_constrained else (_ANALYSIS,)
-    form = _Form(reasoning, finds_calls=finds_calls, shows_marks=shows_marks)
+    form = _Form(finds_calls, shows_marks, is_constrained)
     return form.parser(_Message(), _begun(prompt))
 
 
@@ -99,13 +98,12 @@ class _Form:
     """How answers are read.
 
     Attributes:
-        reasoning: the channels of reasoning.
-        finds_calls, shows_marks: see ``harmony_parser``.
+        finds_calls, shows_marks, is_constrained: see ``harmony_parser``.
     """
 
-    reasoning: tuple[str, ...]
     finds_calls: bool
     shows_marks: bool
+    is_constrained: bool
 
     def parser(self, message: _Message, begun: str = "") -> Parser:
         """The parser of a text that goes on in a message, or after a begun header."""
@@ -183,11 +181,16 @@ class _Reader:
     def read_mark(self, found: re.Match[str]) -> None:
         """Read a mark."""
         mark, header = found[0], self._header
+        # Under a grammar from the first token on, an answer has no marks.
+        is_before_grammar = self._form.is_constrained and found.start() >= self._num_begun
+        aside: Kind = "reasoning" if is_before_grammar else "content"
+        if header is not None:
+            self._turn_to(aside)
         begins = mark == _START or (mark == CHANNEL and not self._takes_channel(found.start()))
         if begins or mark in _ENDS:
             if header is not None:
                 self._end_header(header, found.start(), _CUT)
-            self._turn_to("content")
+            self._turn_to(aside)
             # A channel belongs to its header; the other marks do not.
             self._header = found.start() if mark == CHANNEL else found.end() if begins else None
         elif mark == _MESSAGE and header is not None:
@@ -239,8 +242,8 @@ class _Reader:
         if name.startswith(_FUNCTION) and name != _FUNCTION:
             is_call = self._form.finds_calls
             return FoundCall(name.removeprefix(_FUNCTION), "") if is_call else "content"
-        reasons = of in self._form.reasoning or (name and of != _FINAL)
-        return "reasoning" if reasons else "content"
+        reasons = of == _ANALYSIS or name or self._form.is_constrained
+        return "reasoning" if reasons and of != _FINAL else "content"
 
     def _turn_to(self, destination: Kind | FoundCall) -> None:
         self._message = replace(self._message, destination=destination, is_new=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -609,6 +610,32 @@ def test_a_forced_call_reasons_first(serve, choice, call, reason):
         streamed = merged_chat(chunks)[0]
         assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == [("add", A_CALL)]
         assert streamed["reasoning"] == "hm"
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "<|channel|>analysis<|message|>hm<|end|>well",
+        "<|channel|>other<|message|>hm<|end|>well",
+        "<|start|>assistant<|message|>hm<|end|>well",
+        "<|channel|>hm!<|end|>well",
+    ],
+)
+def test_what_is_not_in_harmony_s_final_channel_is_no_part_of_a_forced_call(serve, stray):
+    engine = harmony(f"{stray}{FINAL_BEGUN}{A_CALL}")
+    whole, chunks = both(serve, engine, {}, tools=[ADD], tool_choice=NAMED)
+    for message in (whole["choices"][0]["message"], merged_chat(chunks)[0]):
+        assert re.fullmatch(r"hm!?\nwell", message["reasoning"])
+    assert calls_of(whole["choices"][0]["message"]) == [("add", A_CALL)]
+    tool = {"type": "function", **ADD["function"]}
+    choice = {"type": "function", "name": "add"}
+    body = {"input": "x", "tools": [tool], "tool_choice": choice, "stream": True}
+    last = serve(engine).post("/v1/responses", json=body).text.rpartition("data: ")[2]
+    output = json.loads(last)["response"]["output"]
+    assert [(one["type"], one.get("arguments")) for one in output] == [
+        ("reasoning", None),
+        ("function_call", A_CALL),
+    ]
 
 
 def test_a_constraint_holds_at_once_without_reasoning(serve):

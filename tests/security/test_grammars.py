@@ -93,8 +93,15 @@ def test_no_client_writes_into_the_log_by_an_expression(fields, capfd):
     with pytest.raises(RequestError, match=r"has the anchor \^"):
         compiler().compile(StructuredOutputs(**fields))
     compiler().compile(StructuredOutputs(regex="^a" + r"\#" * 9000 + "$")).new_matcher()
-    unknown = json.dumps({"anyOf": [{}], "a" * 60_000: 1})
-    compiler().compile(StructuredOutputs(json_schema=unknown)).new_matcher()
+    kinds = {name: {"properties": {"is": {"const": name}}} for name in ("a", "b")}
+    for kind in kinds.values():
+        kind |= {"type": "object", "required": ["is"]}
+    either = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    for schema in (
+        {"anyOf": [{}], "a" * 60_000: 1},
+        {"type": "object", "properties": {"x": either}, "$defs": kinds},
+    ):
+        compiler().compile(StructuredOutputs(json_schema=schema)).new_matcher()
     assert capfd.readouterr().err == ""
 
 

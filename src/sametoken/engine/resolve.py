@@ -169,7 +169,7 @@ DEVICE_DEFAULTS = {
     },
 }
 
-#: Rows of prompts in a step while no crowd of them waits, unless the user sizes the steps.
+#: Rows of a step while no crowd of prompts waits, unless the user sizes the steps.
 USUAL_ROWS = {"cpu": 2048, "cuda": 4096}
 
 #: Approximate number of rows that a device computes in the time of one read of the weights.

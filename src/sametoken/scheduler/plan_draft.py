@@ -155,15 +155,15 @@ SHARE = 4
 class RowBudget:
     """One row budget per step for decoding requests, drafts and prompt chunks.
 
-    Decoding requests get one row each, then their drafts. Prompts get the rest, first come,
-    first served: the oldest takes as much as is left. These rules bound the waiting time:
+    It is ``usual_rows``, or half of what prompts of that length and less wait for: the larger the
+    crowd, the less a longer step delays its first tokens. Decoding requests get one row each, then
+    their drafts. Prompts get the rest, first come, first served: the oldest takes as much as is
+    left. These rules bound the waiting time:
 
     - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
       fill the step, every second step reserves that quarter.
     - If all prompts could end in the step, those behind ``busy_rows`` wait for the next: the others
       have their first token earlier, and they about when they would.
-    - Prompts take ``usual_rows`` at most, or half of what prompts of that length and less wait for:
-      the larger the crowd, the less a longer step delays its first tokens.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
@@ -176,9 +176,9 @@ class RowBudget:
 
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
-        rows = self._limits.max_num_batched_tokens
         decodes = [request for request in candidates if not request.prefilling]
         prompts = [request for request in candidates if request.prefilling]
+        rows = self._rows(prompts)
         reserved = max(1, rows // SHARE) if prompts else 0
         favours_prompts = len(decodes) >= rows and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
@@ -193,16 +193,18 @@ class RowBudget:
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]
 
+    def _rows(self, prompts: Sequence[RequestState]) -> int:
+        usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
+        crowd = sum(request.num_left for request in prompts if request.num_left <= usual)
+        return min(most, max(usual, crowd // 2))
+
     def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
         limit = self._draft_limits.limit(request.drafts, num_decoding)
         return min(limit, request.most_drafts(self._limits.num_speculative_tokens))
 
     def _chunks(self, prompts: Sequence[RequestState], rows: int) -> dict[RequestState, int]:
         """Rows of each prompt; one that does not end leaves a share to those that do."""
-        usual = self._limits.usual_rows
-        longest = min(self._limits.longest_chunk, usual)
-        crowd = sum(request.num_left for request in prompts if request.num_left <= longest)
-        rows = min(rows, max(usual, crowd // 2))
+        longest = min(self._limits.longest_chunk, self._limits.usual_rows)
         chunks: dict[RequestState, int] = {}
         to_end = rows
         before = list(accumulate((request.num_left for request in prompts), initial=0))

@@ -95,6 +95,14 @@ def test_steps_are_longer_than_usual_while_a_crowd_of_short_prompts_waits(kit, l
     assert found == steps
 
 
+def test_drafts_make_no_step_longer_than_usual(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=32, usual_rows=16, num_speculative_tokens=8)
+    scheduler.add(kit.request("short", 4, max_total=40))
+    kit.step(scheduler)
+    scheduler.add(kit.request("long", 40, max_total=41))
+    assert kit.rows(scheduler.plan()) == [(0, 1, 8, True), (1, 7, 0, False)]
+
+
 def test_one_prompt_may_have_a_longest_chunk(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
     for name in "abc":

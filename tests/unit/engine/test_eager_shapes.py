@@ -34,8 +34,8 @@ HEADS = [
 ]  # fmt: skip
 #: Requests, drafts, rows of a step and the longest sequence.
 ENGINES = [
-    (256, 0, 4096, 33024),
-    (256, 3, 4096, 33024),
+    (256, 0, 8192, 33024),
+    (256, 3, 8192, 33024),
     (64, 7, 8192, 131072),
     (8, 0, 2048, 8192),
     (256, 64, 131072, 131072),
@@ -101,17 +101,17 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 @pytest.mark.parametrize(
     ("name", "method", "engine", "changes"),
     [
-        ("qwen3-8b", "eagle3", (256, 3, 4096, 33024), {}),
+        ("qwen3-8b", "eagle3", (256, 3, 8192, 33024), {}),
         ("qwen3-8b", "eagle3", (17, 5, 300, 8192), {}),  # Fewer requests than steps are padded to.
-        ("qwen35-9b", "mtp", (256, 3, 4096, 33024), {}),
+        ("qwen35-9b", "mtp", (256, 3, 8192, 33024), {}),
         ("qwen35-9b", None, (512, 0, 4096, 8192), {}),
-        ("glm-4.7-flash", "mtp", (256, 3, 4096, 33024), {}),
+        ("glm-4.7-flash", "mtp", (256, 3, 8192, 33024), {}),
         ("glm-4.7-flash", None, (100, 0, 512, 8192), {}),
         ("glm-4.7-flash", None, (1024, 0, 4096, 4096), EIGHT_HEADS),
-        ("lightning-30b-a3b", "mtp", (256, 5, 4096, 33024), {}),
+        ("lightning-30b-a3b", "mtp", (256, 5, 8192, 33024), {}),
         ("lightning-30b-a3b", None, (2, 0, 2048, 8192), {}),
-        ("qwen3-30b-a3b", None, (256, 0, 4096, 33024), {}),
-        ("qwen3-8b-fp8", None, (256, 0, 4096, 33024), {}),
+        ("qwen3-30b-a3b", None, (256, 0, 8192, 33024), {}),
+        ("qwen3-8b-fp8", None, (256, 0, 8192, 33024), {}),
     ],
     ids=str,
 )

@@ -32,6 +32,13 @@ ENGINE_CODES = ("engine_dead", "engine_restarting")
 _MOST_NAMED = 20
 
 
+def fates(chance: random.Random) -> Iterator[str]:
+    """Behaviours without end, in proportion to their weights: of few clients none is left out."""
+    deck = [fate for fate, weight in FATES.items() for _ in range(weight)]
+    while True:
+        yield from chance.sample(deck, len(deck))
+
+
 class TurnedAwayError(Exception):
     """The server rejected a request for now.
 
@@ -142,9 +149,8 @@ class Client:
             "vanish": self._vanish,
         }
 
-    async def visit(self) -> int:
-        """Send one or several requests with a random behaviour; return their number."""
-        fate = self._chance.choices(list(FATES), list(FATES.values()))[0]
+    async def visit(self, fate: str) -> int:
+        """Send one or several requests with a behaviour of ``FATES``; return their number."""
         self._collector.sent["crowd"] += 1
         if fate == "malformed":
             await self._guarded(fate, self._send_malformed())

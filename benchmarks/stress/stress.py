@@ -42,7 +42,7 @@ from typing import Any
 from attackers import Bomber, HalfOpener, Killer, Times
 from cases import COMPLETIONS, NUM_LONG, Answer, Case, make_cases
 from connections import LostError, fetch
-from crowd import Client, StatsCollector, TurnedAwayError, WrongError
+from crowd import Client, StatsCollector, TurnedAwayError, WrongError, fates
 from judge import COUNTED, LEFT, Limits, StressResult
 from prometheus_client.parser import text_string_to_metric_families
 from server import ENGINE, PATIENCE_S, Server, serving
@@ -164,6 +164,8 @@ class StressTest:
         """Send the crowd's requests and start the kills; return the tasks of the kills."""
         num_left, kills = self._plan.num_requests, []
         every = self._plan.num_requests / (self._plan.num_kills + 1)
+        # One order for all clients, whose speeds differ from run to run.
+        in_turn = fates(random.Random(self._plan.seed))
         kill_at = [round(every * i) for i in range(1, self._plan.num_kills + 1)]
 
         async def work(number: int) -> None:
@@ -174,7 +176,7 @@ class StressTest:
                 if kill_at and num_left <= kill_at[-1]:
                     kill_at.pop()
                     kills.append(asyncio.create_task(self._killer.kill()))
-                num_sent = await client.visit()
+                num_sent = await client.visit(next(in_turn))
                 num_left -= num_sent
             client.leave()
 

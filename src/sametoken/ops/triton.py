@@ -11,15 +11,10 @@ from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import (
-    AttentionRows,
     AttentionShape,
     LayerKV,
     Norm,
-    QKNorm,
     QueryRows,
-    RotaryTable,
-    Routing,
-    SampledRows,
 )
 from sametoken.ops.hopper import is_hopper
 from sametoken.ops.layer import LayerParts
@@ -27,7 +22,7 @@ from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import embedding_triton, moe_gate_triton
 from sametoken.ops.model import norm_triton as norm
-from sametoken.ops.model import partial_sum_triton as partial_sum
+from sametoken.ops.model import partial_sum_triton as partial_sum_op
 from sametoken.ops.model import rope_triton as rope
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
@@ -52,20 +47,17 @@ from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.latent_attention import rope_triton as latent_rope
 from sametoken.ops.model.latent_attention import triton as latent_attention
 from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
-from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
+from sametoken.ops.model.latent_attention.shape import LatentShape, LayerLatent
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
-from sametoken.ops.model.recurrent.rule import Folded, RecurrentRule
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
-from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.weight import (
     ExpertForm,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
-    RoundedRows,
     UnquantizedWeight,
     Weight,
 )
@@ -118,6 +110,27 @@ class TritonKernels:
     """
 
     name = "triton"
+
+    rms_norm = staticmethod(norm.rms_norm)
+    gated_rms_norm = staticmethod(norm.gated_rms_norm)
+    gated_group_norm = staticmethod(norm.gated_group_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    rounding_rms_norm = staticmethod(norm.rounding_rms_norm)
+    sigmoid_mul = staticmethod(activation.sigmoid_mul)
+    gelu_mul = staticmethod(activation.gelu_mul)
+    clamped_swiglu = staticmethod(activation.clamped_swiglu)
+    soft_cap = staticmethod(activation.soft_cap)
+    relu_squared = staticmethod(activation.relu_squared)
+    partial_sum = staticmethod(partial_sum_op.partial_sum)
+    moe_gate = staticmethod(moe_gate_triton.moe_gate)
+    rope_and_cache = staticmethod(rope.rope_and_cache)
+    latent_rope_and_cache = staticmethod(latent_rope.rope_and_cache)
+    require_rule = staticmethod(recurrent.require_rule)
+    begin_pass = staticmethod(recurrent.TritonPass.begin)
+    apply_rules = staticmethod(logits_rules.apply_rules)
+    truncate = staticmethod(truncation_op.truncate)
+    token_keys = staticmethod(sampling.token_keys)
+    sample = staticmethod(sampling.sample)
 
     def __init__(self, table: GemmTable | None = None) -> None:
         self.table = ProvenTable(table or device_table())
@@ -177,25 +190,8 @@ class TritonKernels:
         self._matrices.setdefault(tuple(matrix.shape), matrix)
         return DeviceWeight(matrix, self.table)
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return activation.sigmoid_mul(x, gate)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return activation.gelu_mul(gate_up)
-
-    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return activation.clamped_swiglu(gate_up, alpha, limit)
-
-    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        return activation.soft_cap(logits, cap)
-
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else embedding_triton.embedding(rows, states)
-
-    def partial_sum(
-        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
-        return partial_sum.partial_sum(partials, dtype, bias)
 
     def embed_beside(
         self,
@@ -211,39 +207,14 @@ class TritonKernels:
         matrix = embedding.matrix
         return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.rms_norm(x, weight, eps)
-
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.gated_rms_norm(x, gate, weight, eps)
-
-    def gated_group_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
-    ) -> Tensor:
-        return norm.gated_group_norm(x, gate, weight, num_groups, eps)
-
-    def relu_squared(self, x: Tensor) -> Tensor:
-        return activation.relu_squared(x)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return norm.add_rms_norm(x, residual, weight, eps)
-
-    def rounding_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[RoundedRows, Tensor]:
-        return norm.rounding_rms_norm(x, residual, weight, eps)
-
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)
         return self._quantized.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
 
-    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
+    def pack_int4(self, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
         return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
 
-    def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
-        return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))
+    pack_integers = pack_int4
 
     def whole_layer(self, parts: LayerParts) -> None:
         """None: captured graphs launch a step's kernels at once."""
@@ -258,26 +229,6 @@ class TritonKernels:
         form: ExpertForm | None = None,
     ) -> StackedExperts:
         return self._quantized.watch(StackedExperts(_stacked(gate_up), _stacked(down), form))
-
-    def moe_gate(
-        self,
-        logits: Tensor,
-        routing: Routing,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return moe_gate_triton.moe_gate(logits, routing, bias, out)
-
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryTable,
-        rows: AttentionRows,
-        kv: LayerKV,
-        qk_norm: QKNorm | None,
-    ) -> Tensor:
-        return rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
 
     def attention(
         self,
@@ -306,17 +257,6 @@ class TritonKernels:
     def pack_heads(self, weight: Tensor) -> DeviceHeadWeights:
         return DeviceHeadWeights(weight.contiguous())
 
-    def latent_rope_and_cache(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rotary: LatentRotary,
-        rows: AttentionRows,
-        memory: LayerLatent,
-        out: Tensor,
-    ) -> None:
-        latent_rope.rope_and_cache(q, latent, rotary, rows, memory, out)
-
     def latent_attention(
         self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
     ) -> Tensor:
@@ -324,36 +264,6 @@ class TritonKernels:
         if latent_hopper.serves(memory.rank, width, q.dtype, block_size, q.device):
             return latent_hopper.attention(q, scale, rows, memory)
         return latent_attention.attention(q, scale, rows, memory)
-
-    def require_rule(self, rule: RecurrentRule) -> None:
-        recurrent.require_rule(rule)
-
-    def begin_pass(self, rows: AttentionRows, folded: Folded) -> recurrent.TritonPass:
-        return recurrent.TritonPass.begin(rows, folded)
-
-    def apply_rules(
-        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
-    ) -> None:
-        logits_rules.apply_rules(logits, rows, committed, rules)
-
-    def truncate(self, logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
-        truncation_op.truncate(logits, slots, truncation)
-
-    def token_keys(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
-    ) -> Tensor:
-        return sampling.token_keys(logits, temperature, seeds, rows)
-
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        token_ids: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
 
 
 def _device_weight(weight: Weight) -> DeviceWeight:

@@ -15,8 +15,6 @@ TABLE_ROWS = 8
 #: The place of a padding request, whose result is not copied to the host.
 NO_PLACE = -1
 
-_EVEN = 2
-
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -68,7 +66,7 @@ class StepShape:
     @property
     def table_width(self) -> int:
         """Columns of the layout's table; even, so that each row is aligned."""
-        return self.num_requests + 1 + (self.num_requests + 1) % _EVEN
+        return self.num_requests + 1 + (self.num_requests + 1) % 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +172,7 @@ class StepLayout:
 
     def windows(self) -> Iterator[tuple[int, int, int]]:
         """Slot, first sampled row and number of sampled rows of each request."""
-        starts = zip(self.window_starts, self.window_starts[1:], strict=False)
-        for slot, (start, stop) in zip(self.slots, starts, strict=True):
+        for slot, (start, stop) in zip(self.slots, pairwise(self.window_starts), strict=True):
             yield slot, start, stop - start
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from sametoken.types.growing import Beginning
@@ -100,44 +101,35 @@ class SpeculationMetrics:
 
     def with_step(self, num_drafts: int, num_accepted: int) -> SpeculationMetrics:
         """These counters after one more sampling step."""
-        width = max(len(self.offered_per_position), num_drafts)
-        offered = _counted(self.offered_per_position, num_drafts, width)
-        accepted = _counted(self.accepted_per_position, num_accepted, width)
+        accepted = (1,) * num_accepted + (0,) * (num_drafts - num_accepted)
         return SpeculationMetrics(
             self.num_steps + 1,
             self.num_draft_tokens + num_drafts,
             self.num_accepted_tokens + num_accepted,
-            offered,
-            accepted,
+            _summed(self.offered_per_position, (1,) * num_drafts),
+            _summed(self.accepted_per_position, accepted),
         )
 
     def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
-        width = max(len(self.offered_per_position), len(other.offered_per_position))
         return SpeculationMetrics(
             self.num_steps + other.num_steps,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
-            _summed(self.offered_per_position, other.offered_per_position, width),
-            _summed(self.accepted_per_position, other.accepted_per_position, width),
+            _summed(self.offered_per_position, other.offered_per_position),
+            _summed(self.accepted_per_position, other.accepted_per_position),
         )
 
 
-def _counted(counts: tuple[int, ...], up_to: int, width: int) -> tuple[int, ...]:
-    if up_to == 0 and width == len(counts):
-        return counts
-    padded = counts + (0,) * (width - len(counts))
-    return tuple(count + (i < up_to) for i, count in enumerate(padded))
-
-
-def _summed(a: tuple[int, ...], b: tuple[int, ...], width: int) -> tuple[int, ...]:
-    padded_a = a + (0,) * (width - len(a))
-    padded_b = b + (0,) * (width - len(b))
-    return tuple(x + y for x, y in zip(padded_a, padded_b, strict=True))
+def _summed(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0)) if b else a
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of a monotonic clock, and its speculation counters."""
+    """Of one request: times in seconds of a monotonic clock, and counts.
+
+    ``num_cached_tokens`` are prompt tokens whose KV the prefix cache supplied.
+    """
 
     arrival_time: float
     first_token_time: float | None = None

@@ -1,18 +1,18 @@
-"""Checks of speculative options that depend on each other or on the method.
-
-Each takes a ``SpeculativeConfig``, which the layer above defines.
-"""
+"""Checks of speculative options that depend on each other or on the method."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import listed
 from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS
 from sametoken.types.vllm_options import VllmOptions, as_keyword
+
+if TYPE_CHECKING:
+    from sametoken.types.speculative_config import SpeculativeConfig
 
 #: Keys of vLLM that are none here.
 _VLLM_KEYS = (
@@ -63,11 +63,11 @@ def without_vllm_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in _VLLM_KEY}
 
 
-def check_cascade(config: Any, most: int) -> None:
+def check_cascade(config: SpeculativeConfig, most: int) -> None:
     """Check the cascade.
 
     Args:
-        config: a ``SpeculativeConfig``.
+        config: the options.
         most: maximum drafts per window.
 
     Raises:
@@ -97,7 +97,7 @@ def check_cascade(config: Any, most: int) -> None:
         )
 
 
-def check_head_options(config: Any) -> None:
+def check_head_options(config: SpeculativeConfig) -> None:
     """Refuse options of draft heads with a method that has none.
 
     Raises:
@@ -130,11 +130,8 @@ def check_acceptance_method(method: str) -> None:
         )
 
 
-def check_acceptance(config: Any) -> None:
+def check_acceptance(config: SpeculativeConfig) -> None:
     """Refuse a missing or wrong synthetic acceptance.
-
-    Args:
-        config: a ``SpeculativeConfig``.
 
     Raises:
         ConfigError: names the key and its allowed values.
@@ -176,11 +173,8 @@ def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
         )
 
 
-def check_extraction(config: Any) -> None:
+def check_extraction(config: SpeculativeConfig) -> None:
     """Check the options of extraction, and refuse them with other methods.
-
-    Args:
-        config: a ``SpeculativeConfig``.
 
     Raises:
         ConfigError: names the key and what it needs.

@@ -90,8 +90,7 @@ def takes_vllm_arguments(method: Callable[_P, _R]) -> Callable[_P, _R]:
     def with_own_arguments(*arguments: _P.args, **given: _P.kwargs) -> _R:
         for name in [name for name in given if name not in known]:
             if name in _ARGUMENT_OF:
-                value = given.pop(name)
-                _require_accepted(name, value)
+                _require_accepted(name, given.pop(name))
             elif not takes_options or name in _ELSEWHERE:
                 require_known(method.__qualname__, [name], known, _ELSEWHERE)
         return method(*arguments, **given)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_head_norms
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED
-from sametoken.models.load.weights import WeightReader
-from sametoken.ops.backend import QKNorm
 
 
 class Qwen3ForCausalLM(Decoder):
@@ -25,10 +22,7 @@ class Qwen3ForCausalLM(Decoder):
         "max_window_layers": 28,
     }
 
-    @staticmethod
-    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
-        """The two norms of the attention block at ``prefix``."""
-        return load_head_norms(config, weights, prefix)
+    load_qk_norm = staticmethod(load_head_norms)
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):

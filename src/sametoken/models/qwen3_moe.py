@@ -13,7 +13,6 @@ from sametoken.models.experts import divided_sizes, is_sparse, load_routed, soft
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
-from sametoken.ops.backend import QKNorm
 
 
 class Qwen3MoeForCausalLM(Decoder):
@@ -35,10 +34,7 @@ class Qwen3MoeForCausalLM(Decoder):
         """As in transformers, a window is that of all layers, ``max_window_layers`` or not."""
         return {"max_window_layers": None, "layer_types": None}
 
-    @staticmethod
-    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
-        """The two norms of the attention block at ``prefix``."""
-        return load_head_norms(config, weights, prefix)
+    load_qk_norm = staticmethod(load_head_norms)
 
     @staticmethod
     def load_layer_mlp(

@@ -57,7 +57,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import attention_cache, load_attention, load_mlp
+from sametoken.models.blocks import attention_cache, load_attention, load_head_norms, load_mlp
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -80,7 +80,7 @@ from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, QKNorm
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -258,11 +258,9 @@ def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...
 
 
 def _attention(reader: WeightReader, config: Eagle3Config, max_positions: int) -> Attention:
-    prefix, layer, qk_norm = f"{LAYER}.self_attn", config.layer, None
-    if f"{prefix}.q_norm.weight" in reader:
-        q_weight = reader.vector(f"{prefix}.q_norm.weight", layer.head_dim)
-        k_weight = reader.vector(f"{prefix}.k_norm.weight", layer.head_dim)
-        qk_norm = QKNorm(q_weight, k_weight, layer.rms_norm_eps)
+    prefix, layer = f"{LAYER}.self_attn", config.layer
+    has_norms = f"{prefix}.q_norm.weight" in reader
+    qk_norm = load_head_norms(layer, reader, prefix) if has_norms else None
     rotary = rotary_table(
         layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
     )

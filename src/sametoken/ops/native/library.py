@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,77 +20,46 @@ from sametoken.ops.native.build import RECIPES, Recipe, build, find_compiler
 logger = logging.getLogger(__name__)
 
 _SIGNATURE_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-#: Arguments in order (p: pointer, i: int64, f: float) and whether an int64 is returned.
-_SIGNATURES = {
-    "team_size": ("", True),
-    "prefer_large_pages": ("pi", False),
-    "packed_bytes": ("iii", True),
-    "pack": ("ppiii", False),
-    "gemm": ("ppppiiiii", False),
-    "embedding": ("pppiiii", True),
-    "quantized_bytes": ("pi", True),
-    "pack_quantized": ("pppppi", False),
-    "quantized_gemm": ("pppppiiiiif", True),
-    "quantized_rows": ("ppppiii", True),
-    "integer_bytes": ("pi", True),
-    "pack_integers": ("pppppi", False),
-    "integer_gemm": ("pppppiiii", True),
-    "integer_rows": ("ppppiii", True),
-    "rms_norm": ("ppppiifii", False),
-    "add_rms_norm": ("pppiifii", False),
-    "silu_mul": ("ppiii", False),
-    "gelu_mul": ("ppiii", False),
-    "clamped_swiglu": ("ppiiffi", False),
-    "soft_cap": ("ppiif", False),
-    "sigmoid_mul": ("pppiii", False),
-    "relu_squared": ("ppii", False),
-    "gated_group_norm": ("ppppiiifii", False),
-    "rope_and_cache": ("ppppppppppppfiiiiiiiii", False),
-    "attention": ("ppppppppppiiiiiiiiifi", True),
-    "decoder_layer": ("ppppfi" + "ppppi" + "ppppii" + "i", True),
-    "head_products": ("pppiiiiiiiii", False),
-    "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
-    "sample": ("pppppppiiii", True),
-    "gated_delta": ("pip" + "pppp" + "iiiii", True),
-    "mamba2": ("pip" + "ppppp" + "iiii" + "ff" + "i", True),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The exported C functions; their contracts are in the C sources."""
+    """The exported C functions; their contracts are in the C sources.
 
-    team_size: Callable[[], int]
-    prefer_large_pages: Callable[[int, int], None]
-    packed_bytes: Callable[..., int]
-    pack: Callable[..., None]
-    gemm: Callable[..., None]
-    embedding: Callable[..., int]
-    quantized_bytes: Callable[[int, int], int]
-    pack_quantized: Callable[..., None]
-    quantized_gemm: Callable[..., int]
-    quantized_rows: Callable[..., int]
-    integer_bytes: Callable[[int, int], int]
-    pack_integers: Callable[..., None]
-    integer_gemm: Callable[..., int]
-    integer_rows: Callable[..., int]
-    rms_norm: Callable[..., None]
-    add_rms_norm: Callable[..., None]
-    silu_mul: Callable[..., None]
-    gelu_mul: Callable[..., None]
-    clamped_swiglu: Callable[..., None]
-    soft_cap: Callable[..., None]
-    sigmoid_mul: Callable[..., None]
-    relu_squared: Callable[..., None]
-    gated_group_norm: Callable[..., None]
-    rope_and_cache: Callable[..., None]
-    attention: Callable[..., int]
-    decoder_layer: Callable[..., int]
-    head_products: Callable[..., None]
-    latent_rope_and_cache: Callable[..., None]
-    sample: Callable[..., int]
-    gated_delta: Callable[..., int]
-    mamba2: Callable[..., int]
+    Annotated with their arguments in order: p: pointer, i: int64, f: float. An int is an int64.
+    """
+
+    team_size: Annotated[Callable[[], int], ""]
+    prefer_large_pages: Annotated[Callable[[int, int], None], "pi"]
+    packed_bytes: Annotated[Callable[..., int], "iii"]
+    pack: Annotated[Callable[..., None], "ppiii"]
+    gemm: Annotated[Callable[..., None], "ppppiiiii"]
+    embedding: Annotated[Callable[..., int], "pppiiii"]
+    quantized_bytes: Annotated[Callable[[int, int], int], "pi"]
+    pack_quantized: Annotated[Callable[..., None], "pppppi"]
+    quantized_gemm: Annotated[Callable[..., int], "pppppiiiiif"]
+    quantized_rows: Annotated[Callable[..., int], "ppppiii"]
+    integer_bytes: Annotated[Callable[[int, int], int], "pi"]
+    pack_integers: Annotated[Callable[..., None], "pppppi"]
+    integer_gemm: Annotated[Callable[..., int], "pppppiiii"]
+    integer_rows: Annotated[Callable[..., int], "ppppiii"]
+    rms_norm: Annotated[Callable[..., None], "ppppiifii"]
+    add_rms_norm: Annotated[Callable[..., None], "pppiifii"]
+    silu_mul: Annotated[Callable[..., None], "ppiii"]
+    gelu_mul: Annotated[Callable[..., None], "ppiii"]
+    clamped_swiglu: Annotated[Callable[..., None], "ppiiffi"]
+    soft_cap: Annotated[Callable[..., None], "ppiif"]
+    sigmoid_mul: Annotated[Callable[..., None], "pppiii"]
+    relu_squared: Annotated[Callable[..., None], "ppii"]
+    gated_group_norm: Annotated[Callable[..., None], "ppppiiifii"]
+    rope_and_cache: Annotated[Callable[..., None], "ppppppppppppfiiiiiiiii"]
+    attention: Annotated[Callable[..., int], "ppppppppppiiiiiiiiifi"]
+    decoder_layer: Annotated[Callable[..., int], "ppppfi" + "ppppi" + "ppppii" + "i"]
+    head_products: Annotated[Callable[..., None], "pppiiiiiiiii"]
+    latent_rope_and_cache: Annotated[Callable[..., None], "pppppppppf" + "iiii" + "iiiii" + "iii"]
+    sample: Annotated[Callable[..., int], "pppppppiiii"]
+    gated_delta: Annotated[Callable[..., int], "pip" + "pppp" + "iiiii"]
+    mamba2: Annotated[Callable[..., int], "pip" + "ppppp" + "iiii" + "ff" + "i"]
 
 
 @functools.cache
@@ -136,14 +105,15 @@ def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedError(f"{path} does not load: {error}", "remove it and retry") from error
-    return NativeLibrary(**{name: _typed(library, name) for name in _SIGNATURES})
+    hints = get_type_hints(NativeLibrary, include_extras=True)
+    return NativeLibrary(**{name: _typed(library, name, hint) for name, hint in hints.items()})
 
 
-def _typed(library: ctypes.CDLL, name: str) -> Any:
-    arguments, returns = _SIGNATURES[name]
+def _typed(library: ctypes.CDLL, name: str, hint: Any) -> Any:
+    form, arguments = get_args(hint)
     function = getattr(library, name)
     function.argtypes = [_SIGNATURE_TYPES[letter] for letter in arguments]
-    function.restype = ctypes.c_int64 if returns else None
+    function.restype = ctypes.c_int64 if get_args(form)[-1] is int else None
     return function
 
 

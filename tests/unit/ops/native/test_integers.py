@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sametoken.ops.model.gemm.int4 import expanded
 from sametoken.ops.model.gemm.integers import product
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.build import FLAGS, SOURCE_DIRECTORY, find_compiler
-from sametoken.ops.native.library import _SIGNATURES, WeightMemory, _typed
+from sametoken.ops.native.library import NativeLibrary, WeightMemory, _typed
 from sametoken.ops.native.weights import pack_integers
 from sametoken.ops.weight import IntegerMatrix
 
@@ -140,8 +141,9 @@ def generic(tmp_path_factory):
     command = [*find_compiler(), *FLAGS, "-O1", "-shared", *sources, "-lm", "-o", str(path)]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(path))
-    names = [name for name in _SIGNATURES if "integer" in name]
-    return SimpleNamespace(**{name: _typed(library, name) for name in names})
+    hints = get_type_hints(NativeLibrary, include_extras=True).items()
+    found = {name: _typed(library, name, hint) for name, hint in hints if "integer" in name}
+    return SimpleNamespace(**found)
 
 
 @pytest.mark.parametrize("name", FORMS)

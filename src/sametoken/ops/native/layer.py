@@ -66,7 +66,7 @@ class NativeLayer:
 
     def __init__(self, library: NativeLibrary, parts: LayerParts, dtype: torch.dtype) -> None:
         self._run, self._parts, self._dtype = library.decoder_layer, parts, dtype
-        shape, rotary, norm, heads = parts.shape, parts.rotary, parts.norm, parts.qk_norm
+        shape, rotary, norm, qk_norm = parts.shape, parts.rotary, parts.norm, parts.qk_norm
         for table in (rotary.cos, rotary.sin, parts.sinks):
             if table is not None:
                 require(table, torch.float32)
@@ -76,8 +76,8 @@ class NativeLayer:
             gate_up=_matrix(parts.gate_up),
             down=_matrix(parts.down),
             after_attention=_norm(norm.weight, norm.eps, dtype),
-            of_queries=_Norm() if heads is None else _norm(heads.q_weight, heads.eps, dtype),
-            of_keys=_Norm() if heads is None else _norm(heads.k_weight, heads.eps, dtype),
+            of_queries=_Norm() if qk_norm is None else _norm(qk_norm.q_weight, qk_norm.eps, dtype),
+            of_keys=_Norm() if qk_norm is None else _norm(qk_norm.k_weight, qk_norm.eps, dtype),
             cos=rotary.cos.data_ptr(),
             sin=rotary.sin.data_ptr(),
             sinks=None if parts.sinks is None else parts.sinks.data_ptr(),

@@ -132,21 +132,20 @@ def _floats(*weights: Tensor) -> tuple[Tensor, ...]:
 
 def _described(raw: RawRows, memory: LayerMemory, conv: _Convolution) -> _RawRows:
     """The struct of addresses and sizes; its tensors must outlive the call."""
-    mixed, *gates = (raw.mixed, *raw.gates)
-    _, *strides = raw.strides
+    mixed_stride, *gate_strides = raw.strides
     return _RawRows(
         memory.history.data_ptr(),
         memory.pending_mixed.data_ptr(),
         memory.pending_gates.data_ptr(),
-        mixed.data_ptr(),
-        (ctypes.c_void_p * _MAX_GATES)(*(gate.data_ptr() for gate in gates)),
-        raw.mixed.stride(0),
-        (ctypes.c_int64 * _MAX_GATES)(*strides),
+        raw.mixed.data_ptr(),
+        (ctypes.c_void_p * _MAX_GATES)(*(gate.data_ptr() for gate in raw.gates)),
+        mixed_stride,
+        (ctypes.c_int64 * _MAX_GATES)(*gate_strides),
         conv.weight.data_ptr(),
         None if conv.bias is None else conv.bias.data_ptr(),
         memory.history.shape[2],
-        gates[0].shape[1],
-        len(gates),
+        raw.gates[0].shape[1],
+        len(raw.gates),
         memory.history.shape[1] + 1,
         memory.max_pending,
     )

@@ -13,7 +13,6 @@ Every product, quotient and difference is rounded to fp32 separately.
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ def _completions(
     first = max(prompt_len, num_tokens - reach)
     output = tokens[first:].tolist()
     found = []
-    for row, end in zip(count(), range(num_tokens - first, len(output) + 1), strict=False):
+    for row, end in enumerate(range(num_tokens - first, len(output) + 1)):
         for word in by_last_of_prefix[output[end - 1]] if end else ():
             if tuple(output[max(end - len(word) + 1, 0) : end]) == word[:-1]:
                 found.append((row, word[-1]))

@@ -51,10 +51,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     table, count = layout.table, layout.shape.num_requests
     # One more column: rows after the last request's belong to padding.
     slots, num_query, limits, samples = (table[i, : count + 1] for i in range(4))
-    row_starts, window_starts = (
-        layout.starts(columns.ROW_START),
-        layout.starts(columns.WINDOW_START),
-    )
+    row_starts, window_starts = map(layout.starts, (columns.ROW_START, columns.WINDOW_START))
     num_computed = sequences.num_computed[slots]
     num_proposed = sequences.num_drafts[slots] * samples
     num_drafts = torch.minimum(num_proposed, limits)

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError
 from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.weight import Fp8Matrix, Rounding, Weight
@@ -106,9 +106,11 @@ class Fp8Linear:
         scale = positive(reader, _existing(reader, part.name, self.scale_names), shapes)
         if self.scales == "block":
             by_row = scale.repeat_interleave(BLOCK, dim=0)[: part.rows]
-            return _own(reader, part, by_row)
-        by_row = scale.reshape(-1).expand(part.rows)
-        return _own(reader, replace(part, split=_of_rows(part.split)), by_row)
+            share = reader.share(part, (groups,))
+        else:
+            by_row = scale.reshape(-1).expand(part.rows)
+            share = reader.share(replace(part, split=_of_rows(part.split)), ())
+        return share.of(by_row, device=reader.device)
 
     def _input_scale(self, reader: WeightReader, part: Part) -> float | None:
         """The static scale of a part's activations; None without one."""
@@ -120,30 +122,14 @@ class Fp8Linear:
     def _require_whole_groups(
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
     ) -> None:
-        """Refuse ranks whose columns begin within a group of features."""
-        size = reader.parallel.size
-        grouped = "block" in self.scales or self._by_group
-        divided = size > 1 and any(part.split is Split.COLUMNS for part in parts)
-        if grouped and divided and in_features % (size * BLOCK):
-            raise ConfigError(
-                f"tensor_parallel_size={size} cuts the {in_features} features of {parts[0].name} "
-                f"within a block of {BLOCK} that shares a scale",
-                f"use a size that gives each rank a multiple of {BLOCK}, or 1",
-            )
+        if self.scales == "block" or self._by_group:
+            group = f"a block of {BLOCK} that shares a scale"
+            reader.require_whole_groups(in_features, parts, BLOCK, group)
 
 
 def _of_rows(split: Split) -> Split:
     """How scales of rows are divided: a rank with some columns of all rows keeps all of them."""
     return Split.WHOLE if split is Split.COLUMNS else split
-
-
-def _own(reader: WeightReader, part: Part, whole: Tensor) -> Tensor:
-    """This rank's share of [part.rows] or [part.rows, columns], on the reader's device."""
-    share = reader.share(part, tuple(whole.shape[1:]))
-    shape = (share.num_rows, len(share.columns)) if whole.dim() > 1 else (share.num_rows,)
-    own = torch.empty(shape, device=reader.device)
-    share.copy(own, whole, 0)
-    return own
 
 
 def _existing(reader: WeightReader, module: str, names: tuple[str, ...]) -> str:

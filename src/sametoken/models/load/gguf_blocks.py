@@ -16,9 +16,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from sametoken.errors import ConfigError
 from sametoken.models.load.sources import TensorSource, require_finite
-from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.weight import IntegerMatrix, UnquantizedWeight
 
 #: Groups of a block with a scale of its own, and features of a group.
@@ -40,7 +39,8 @@ class BlockFormat:
     ) -> UnquantizedWeight:
         """See ``TableFormat``."""
         elements, size = GGML_QUANT_SIZES[self.type]
-        self._require_whole_blocks(reader, in_features, parts)
+        block = f"a block of {elements} of {self.type.name}"
+        reader.require_whole_groups(in_features, parts, elements, block, "load_format 'gguf'")
         row_bytes = in_features // elements * size
         rows = [reader.stored(_weight_of(part), in_features, row_bytes) for part in parts]
         matrix = _UNPACKED[self.type](torch.cat(rows).unflatten(1, (-1, size)))
@@ -52,19 +52,6 @@ class BlockFormat:
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
         return reader.filled((_weight_of(part),), (in_features,), torch.float32)
-
-    def _require_whole_blocks(
-        self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
-    ) -> None:
-        """Refuse ranks whose columns begin within a block."""
-        elements, size = GGML_QUANT_SIZES[self.type][0], reader.parallel.size
-        divided = any(part.split is Split.COLUMNS for part in parts)
-        if divided and in_features % (size * elements):
-            raise ConfigError(
-                f"tensor_parallel_size={size} cuts the {in_features} features of {parts[0].name} "
-                f"within a block of {elements} of {self.type.name}",
-                f"use a size that gives each rank a multiple of {elements}, or load_format 'gguf'",
-            )
 
 
 @dataclass(frozen=True, slots=True)

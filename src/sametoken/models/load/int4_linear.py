@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.models.load.share import Share
 from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.int4 import packed_int4
@@ -230,15 +229,10 @@ def _own(reader: WeightReader, part: Part, whole: _Unpacked, width: int) -> _Unp
         )
     repeats = columns // width // whole.scale.shape[1]
     scale, zero = (one.repeat_interleave(repeats, 1) for one in (whole.scale, whole.zero))
+    groups = reader.share(part, (columns // width,))
     return _Unpacked(
-        _copied(reader.share(part, (columns,)), whole.values),
-        _copied(reader.share(part, (columns // width,)), scale),
-        _copied(reader.share(part, (columns // width,)), zero),
+        reader.share(part, (columns,)).of(whole.values),
+        groups.of(scale),
+        groups.of(zero),
         whole.order,
     )
-
-
-def _copied(share: Share, whole: Tensor) -> Tensor:
-    own = whole.new_empty(share.num_rows, len(share.columns))
-    share.copy(own, whole, 0)
-    return own

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError
-from sametoken.models.load.share import Share
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.model.gemm.int4 import E2M1, packed_int4
@@ -70,21 +69,14 @@ class Mxfp4Stack:
 def _kept(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
     """A matrix in 4 bits, and its scales in their bytes."""
     whole = packed_int4(halves(blocks).flatten(1), GROUP), scales
-    values, own = (_own(one, reader.share(part, (one.shape[1],)), one.dtype) for one in whole)
+    values, own = (reader.share(part, (one.shape[1],)).of(one) for one in whole)
     matrix = Int4Matrix(values, own.view(torch.float8_e8m0fnu), None)
     return reader.kernels.pack_int4(matrix, reader.dtype)
 
 
 def _expanded(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:
     share = reader.share(part, (scales.shape[1] * GROUP,))
-    return reader.kernels.pack(_own(expanded(blocks, scales), share, reader.dtype))
-
-
-def _own(whole: Tensor, share: Share, dtype: torch.dtype) -> Tensor:
-    """A rank's share of a matrix."""
-    own = whole.new_empty(share.num_rows, len(share.columns), dtype=dtype)
-    share.copy(own, whole, 0)
-    return own
+    return reader.kernels.pack(share.of(expanded(blocks, scales), reader.dtype))
 
 
 def expanded(blocks: Tensor, scales: Tensor) -> Tensor:

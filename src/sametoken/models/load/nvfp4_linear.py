@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError
 from sametoken.models.load.fp8_linear import positive
 from sametoken.models.load.mxfp4 import halves
 from sametoken.models.load.sources import TensorSource
-from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.model.gemm.int4 import elements, packed_int4
 from sametoken.ops.weight import Int4Matrix, Weight
 
@@ -48,7 +48,14 @@ class Nvfp4Linear:
 
     def _matrix(self, reader: WeightReader, in_features: int, part: Part) -> Int4Matrix:
         """This rank's share of a part."""
-        self._require_whole_groups(reader, in_features, part)
+        if in_features % GROUP:
+            raise CheckpointError(
+                f"{reader.source.location}: {part.name} has rows of {in_features} features, in "
+                f"NVFP4 no multiple of {GROUP}",
+                "check that config and weights belong together",
+            )
+        group = f"a group of {GROUP} that shares a scale"
+        reader.require_whole_groups(in_features, (part,), GROUP, group)
         packed = reader.filled(
             (replace(part, name=f"{part.name}.weight_packed"),), (in_features // 2,), torch.uint8
         )
@@ -66,18 +73,3 @@ class Nvfp4Linear:
         whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ()))
         factor = whole.reciprocal().to(scales.device).expand(scales.shape[0])
         return Int4Matrix(packed_int4(halves(packed), GROUP), scales, None, factor=factor)
-
-    def _require_whole_groups(self, reader: WeightReader, in_features: int, part: Part) -> None:
-        size = reader.parallel.size
-        if in_features % GROUP:
-            raise CheckpointError(
-                f"{reader.source.location}: {part.name} has rows of {in_features} features, in "
-                f"NVFP4 no multiple of {GROUP}",
-                "check that config and weights belong together",
-            )
-        if part.split is Split.COLUMNS and in_features % (size * GROUP):
-            raise ConfigError(
-                f"tensor_parallel_size={size} cuts the {in_features} features of {part.name} "
-                f"within a group of {GROUP} that shares a scale",
-                f"use a size that gives each rank a multiple of {GROUP}, or 1",
-            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from sametoken.layers.parallel import TensorParallel
@@ -28,6 +29,15 @@ class Share:
     def num_rows(self) -> int:
         """Number of rows of the share."""
         return sum(len(run) for run in self.rows)
+
+    def of(
+        self, whole: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """The share of a whole tensor in new memory, by default of its dtype and device."""
+        shape = (self.num_rows, len(self.columns))[: whole.dim()]
+        own = whole.new_empty(shape, dtype=dtype, device=device)
+        self.copy(own, whole, 0)
+        return own
 
     def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
         """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
@@ -107,8 +107,7 @@ class WeightReader:
         self._require_shape(part.name, (count, *stored))
         for chunk in self.source.chunks(part.name):
             for matrix in chunk.mT if transposed else chunk:
-                own = self._empty((share,), (in_features,))
-                share.copy(own, matrix, 0)
+                own = share.of(matrix, self.dtype, self.device)
                 require_finite(own, part.name, self.source)
                 yield own
         self._read.add(part.name)
@@ -318,6 +317,30 @@ class WeightReader:
         elif part.split is Split.COLUMNS:
             columns = of_rank(columns, self.parallel)
         return Share(rows, columns, part.permutation)
+
+    def require_whole_groups(
+        self, in_features: int, parts: tuple[Part, ...], size: int, group: str, otherwise: str = "1"
+    ) -> None:
+        """Refuse ranks whose columns begin within a group.
+
+        Args:
+            in_features: columns of each whole part.
+            parts: of a linear; only parts that are divided by columns count.
+            size: columns of a group.
+            group: what it is, for the message.
+            otherwise: the remedy beside other numbers of ranks.
+
+        Raises:
+            ConfigError: refused.
+        """
+        ranks = self.parallel.size
+        divided = ranks > 1 and any(part.split is Split.COLUMNS for part in parts)
+        if divided and in_features % (ranks * size):
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} cuts the {in_features} features of {parts[0].name} "
+                f"within {group}",
+                f"use a size that gives each rank a multiple of {size}, or {otherwise}",
+            )
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:

@@ -35,14 +35,7 @@ class Mamba2Mixer(Matrices):
     def __call__(
         self, x: Tensor, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; advances the rows' slots.
-
-        Args:
-            x: [T, hidden].
-            step: the pass over the recurrent state.
-            memory: the slots' state in this layer.
-            kept: the rows to return; None: all.
-        """
+        """[T, hidden] -> [T, hidden]; as ``GatedDeltaNet``."""
         rule = self.params.rule
         sizes = (rule.out_features, rule.conv_channels, *rule.gate_sizes)
         z, mixed, dt = self.projection(x).split(sizes, dim=-1)

@@ -12,12 +12,19 @@ from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.layers.residual import Block, BlockNorm
+from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.weight import RoundingWeight, Weight
+
+
+def rotary_of(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
+    """``rotary_table`` of the config's ``rope`` and heads."""
+    head_dim = config.head_dim
+    return rotary_table(config.rope, head_dim=head_dim, max_positions=max_positions, device=device)
 
 
 class Biases(NamedTuple):
@@ -108,13 +115,30 @@ def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
     return 1.0 + weights.vector(name, size).float()
 
 
+def load_norm(
+    config: ModelConfig, weights: WeightReader, name: str, size: int | None = None
+) -> RMSNorm:
+    """The norm ``name`` over ``size`` features, by default the hidden size."""
+    weight = weights.vector(f"{name}.weight", config.hidden_size if size is None else size)
+    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
+
+
+def load_centred_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
+    """The norm ``name`` over the hidden size, its weight ``zero_centred``."""
+    weight = zero_centred(weights, f"{name}.weight", config.hidden_size)
+    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
+
+
 def load_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
     """The norms of every head of q and k of the attention block at ``prefix``."""
-    return QKNorm(
-        weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
-        weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
-        config.rms_norm_eps,
-    )
+    q, k = (weights.vector(f"{prefix}.{one}_norm.weight", config.head_dim) for one in "qk")
+    return QKNorm(q, k, config.rms_norm_eps)
+
+
+def load_centred_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
+    """As ``load_head_norms``, their weights ``zero_centred``."""
+    q, k = (zero_centred(weights, f"{prefix}.{one}_norm.weight", config.head_dim) for one in "qk")
+    return QKNorm(q, k, config.rms_norm_eps)
 
 
 def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:

@@ -22,6 +22,7 @@ from sametoken.models.blocks import (
     layer_parts,
     load_attention,
     load_mlp,
+    load_norm,
     norms_before,
 )
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
@@ -383,8 +384,7 @@ class Decoder:
         return replace(own, scales=read_kv_scales(weights, prefix, strategy, num_heads))
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
-        weight = weights.vector(f"{name}.weight", self.config.hidden_size)
-        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
+        return load_norm(self.config, weights, name)
 
     def _load_head(self, weights: WeightReader) -> Weight:
         vocabulary = Part(self._head_name, self.config.vocab_size, split=Split.ROWS)

@@ -132,6 +132,11 @@ def load_experts(
     settings = Settings(config.extra, weights.source.location)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
     own = weights.kernels.pack_experts(*_matrices(weights, prefix, count, hidden, size), form)
+    return summed_over_ranks(weights, own)
+
+
+def summed_over_ranks(weights: WeightReader, own: Experts) -> Experts | DividedExperts:
+    """Experts of which this rank has ``own`` parts; of one rank ``own`` itself."""
     if weights.parallel.size == 1:
         return own
     return DividedExperts(weights.kernels, weights.parallel, own)

@@ -18,12 +18,12 @@ from sametoken.layers.feed_forward import GeluMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, NormedAfter
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_mlp, zero_centred
+from sametoken.models.blocks import load_centred_head_norms, load_centred_norm, load_mlp
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.gemma import GemmaDecoder, full_every
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
-from sametoken.ops.backend import QKNorm, RotaryTable
+from sametoken.ops.backend import RotaryTable
 from sametoken.ops.cache_types import LayerCache
 
 
@@ -60,14 +60,7 @@ class Gemma3ForCausalLM(GemmaDecoder):
             config = replace(config, extra={**config.extra, "layer_types": types})
         return super().caches_of(config, dtype, location)
 
-    @staticmethod
-    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
-        """The two norms of the attention block at ``prefix``."""
-        return QKNorm(
-            zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-            zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
-            config.rms_norm_eps,
-        )
+    load_qk_norm = staticmethod(load_centred_head_norms)
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         def norm(name: str) -> RMSNorm:
@@ -89,5 +82,4 @@ class Gemma3ForCausalLM(GemmaDecoder):
         return replace(attention, shape=replace(attention.shape, score_factor=factor))
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
-        weight = zero_centred(weights, f"{name}.weight", self.config.hidden_size)
-        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
+        return load_centred_norm(self.config, weights, name)

@@ -24,7 +24,7 @@ from sametoken.layers.residual import Block, BlockNorm, Matrices, NormedAfter, k
 from sametoken.layers.rotary import PROPORTIONAL, rotary_table
 from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_shapes, load_gated_mlp
+from sametoken.models.blocks import attention_shapes, load_gated_mlp, load_norm
 from sametoken.models.experts import load_experts
 from sametoken.models.gemma import GemmaDecoder, full_every
 from sametoken.models.layer_types import FULL, SLIDING
@@ -223,7 +223,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
             self.layer_embeddings = LayerEmbeddings(
                 weights.packed(columns, table),
                 weights.linear(config.hidden_size, projection),
-                self._norm_of(weights, f"{prefix}.per_layer_projection_norm", width),
+                load_norm(config, weights, f"{prefix}.per_layer_projection_norm", width),
             )
         return super()._load_embedding(weights)
 
@@ -308,11 +308,6 @@ class Gemma4ForCausalLM(GemmaDecoder):
             weights.linear(hidden, Part(f"{prefix}.per_layer_input_gate", width)),
             weights.linear(width, Part(f"{prefix}.per_layer_projection", hidden)),
             self._load_norm(weights, f"{prefix}.post_per_layer_input_norm"),
-        )
-
-    def _norm_of(self, weights: WeightReader, name: str, size: int) -> RMSNorm:
-        return RMSNorm(
-            self.kernels, weights.vector(f"{name}.weight", size), self.config.rms_norm_eps
         )
 
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from sametoken.layers.attention import Attention
 from sametoken.layers.residual import Block
-from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     Biases,
     load_attention,
     load_head_norms,
     load_mlp,
+    rotary_of,
 )
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
@@ -80,9 +80,6 @@ class Glm4MoeForCausalLM(NextNTarget):
         cls, config: ModelConfig, weights: WeightReader, prefix: str, max_positions: int
     ) -> Attention:
         """As ``NextNTarget.load_module_attention``."""
-        head_dim, device = config.head_dim, weights.device
-        rotary = rotary_table(
-            config.rope, head_dim=head_dim, max_positions=max_positions, device=device
-        )
+        rotary = rotary_of(config, max_positions, weights.device)
         qk_norm, biases = cls.load_qk_norm(config, weights, prefix), cls.biases(config)
         return load_attention(config, weights, prefix, rotary, qk_norm, biases=biases)

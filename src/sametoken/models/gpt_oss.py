@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
+from sametoken.layers.feed_forward import RoutedExperts
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.experts import summed_over_ranks
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -83,10 +84,8 @@ class GptOssForCausalLM(Decoder):
         settings = Settings(config.extra, weights.source.location)
         count = settings.integer("num_experts", most=MAX_EXPERTS)
         router = weights.linear(config.hidden_size, Part(f"{prefix}.router", count), bias=True)
-        experts: Experts | DividedExperts
-        experts = own = _experts(config, weights, f"{prefix}.experts", settings)
-        if weights.parallel.size > 1:
-            experts = DividedExperts(weights.kernels, weights.parallel, own)
+        own = _experts(config, weights, f"{prefix}.experts", settings, count)
+        experts = summed_over_ranks(weights, own)
         # A softmax over the chosen logits is one over all, normalised.
         routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
         return RoutedExperts(weights.kernels, router, experts, routing)
@@ -99,9 +98,8 @@ class GptOssForCausalLM(Decoder):
 
 
 def _experts(
-    config: ModelConfig, weights: WeightReader, prefix: str, settings: Settings
+    config: ModelConfig, weights: WeightReader, prefix: str, settings: Settings, count: int
 ) -> Experts:
-    count = settings.integer("num_experts", most=MAX_EXPERTS)
     hidden, size = config.hidden_size, config.intermediate_size
     own_size = size // weights.parallel.size
     # A rank's range of interleaved rows is the same range of gates and of ups.

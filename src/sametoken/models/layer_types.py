@@ -9,7 +9,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.settings import Settings
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 #: The ``layer_types`` of a class with sliding windows.
 WINDOWED = frozenset((FULL, SLIDING))
 #: Settings that no class implements unless it says so.

@@ -33,7 +33,8 @@ from sametoken.layers.squared_relu import (
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_attention
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import grouped_routing
+from sametoken.models.experts import grouped_routing, summed_over_ranks
+from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import KeptRows, RotaryTable
@@ -41,7 +42,7 @@ from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.weight import Experts, Normed, Weight
 
-MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
+MAMBA, ATTENTION, MOE, MLP = LINEAR, FULL, "moe", "mlp"
 #: The letters of a pattern, and older names of types.
 LAYER_TYPES = {
     "M": MAMBA,
@@ -286,10 +287,7 @@ def _load_experts(
             (True, Part(f"{prefix}.down_proj", width, split=Split.COLUMNS)),
         )
     )
-    experts = weights.kernels.pack_experts(up, down)
-    if weights.parallel.size == 1:
-        return experts
-    return DividedExperts(weights.kernels, weights.parallel, experts)
+    return summed_over_ranks(weights, weights.kernels.pack_experts(up, down))
 
 
 def _matrices(weights: WeightReader, count: int, in_features: int, part: Part) -> list[Weight]:

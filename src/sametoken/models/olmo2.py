@@ -13,7 +13,7 @@ from sametoken.layers.attention import Attention, wanted_queries
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel, gather_columns
 from sametoken.layers.residual import Block, Matrices, NoNorm, NormedAfter
-from sametoken.models.blocks import load_mlp
+from sametoken.models.blocks import load_mlp, load_norm
 from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV, RotaryTable
@@ -71,11 +71,9 @@ class Olmo2ForCausalLM(Decoder):
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention = self._self_attention(weights, index, rotary)
-        prefix, heads = f"{self._prefix}.layers.{index}.self_attn", self.config.num_heads
-        q_norm = self._wide_norm(weights, f"{prefix}.q_norm", heads)
-        k_norm = self._wide_norm(weights, f"{prefix}.k_norm", self.config.num_kv_heads)
+        config, prefix = self.config, f"{self._prefix}.layers.{index}.self_attn"
+        q_norm, k_norm = (
+            load_norm(config, weights, f"{prefix}.{name}_norm", num_heads * config.head_dim)
+            for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+        )
         return WideNormAttention(attention, weights.parallel, q_norm, k_norm)
-
-    def _wide_norm(self, weights: WeightReader, name: str, num_heads: int) -> RMSNorm:
-        weight = weights.vector(f"{name}.weight", num_heads * self.config.head_dim)
-        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)

@@ -8,7 +8,7 @@ the text decoder is loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from reprlib import repr as short
 from typing import Any, ClassVar
@@ -26,19 +26,19 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     attention_cache,
     attention_shapes,
+    load_centred_head_norms,
+    load_centred_norm,
     load_gated_mlp,
     load_mlp,
-    zero_centred,
 )
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
+from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionShape, RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
@@ -75,12 +75,6 @@ def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
     return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel)
 
 
-def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
-    """Load the norm ``name`` over the hidden size."""
-    weight = zero_centred(weights, f"{name}.weight", config.hidden_size)
-    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
-
-
 def load_gated_attention(
     config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
 ) -> GatedAttention:
@@ -95,11 +89,7 @@ def load_gated_attention(
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
-    qk_norm = QKNorm(
-        zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-        zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
-        config.rms_norm_eps,
-    )
+    qk_norm = load_centred_head_norms(config, weights, prefix)
     return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
 
 
@@ -127,13 +117,6 @@ def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedD
         conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
         conv_bias=None,
     )
-
-
-def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
-    """Load the MLP at ``prefix``, dense or MoE depending on the layer's index."""
-    load: Callable[[ModelConfig, WeightReader, str], Block]
-    load = load_sparse_moe if is_sparse(config, index) else load_mlp
-    return load(config, weights, prefix)
 
 
 def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
@@ -193,6 +176,15 @@ class HybridDecoder(Decoder, ABC):
         ...
 
     @staticmethod
+    def load_layer_mlp(
+        config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """The MLP at ``prefix``, dense or of experts."""
+        if not is_sparse(config, index):
+            return load_mlp(config, weights, prefix)
+        return load_sparse_moe(config, weights, prefix)
+
+    @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
         sizes = Decoder.divided_sizes(config)
@@ -213,23 +205,15 @@ class HybridDecoder(Decoder, ABC):
         types = _layer_types(config, location)
         return tuple(recurrent if kind == LINEAR else attention for kind in types)
 
-    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         prefix, cache = f"{self._prefix}.layers.{index}", self._declared[index]
-        mixer: Block
         if isinstance(cache, Recurrent):
             assert isinstance(cache.rule, GatedDelta)
-            mixer = self._load_gated_delta_net(weights, f"{prefix}.linear_attn", cache.rule)
-        else:
-            mixer = load_gated_attention(self.config, weights, f"{prefix}.self_attn", rotary)
-        return DecoderLayer(
-            self._load_norm(weights, f"{prefix}.input_layernorm"),
-            mixer,
-            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
-        )
+            return self._load_gated_delta_net(weights, f"{prefix}.linear_attn", cache.rule)
+        return load_gated_attention(self.config, weights, f"{prefix}.self_attn", rotary)
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
-        return load_norm(self.config, weights, name)
+        return load_centred_norm(self.config, weights, name)
 
     def _load_gated_delta_net(
         self, weights: WeightReader, prefix: str, rule: GatedDelta

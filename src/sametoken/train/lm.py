@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sametoken.errors import ConfigError
+from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.models.nemotron_h import LAYER_TYPES
-from sametoken.models.qwen3_5 import FULL, LINEAR
 from sametoken.train.acceptance import Acceptance, count_accepted
 from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus

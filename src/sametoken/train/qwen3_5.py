@@ -20,7 +20,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.qwen3_5 import FULL, LINEAR, gated_delta_rule
+from sametoken.models.layer_types import FULL, LINEAR
+from sametoken.models.qwen3_5 import gated_delta_rule
 from sametoken.train.llama import sizes_of
 from sametoken.train.unrolled import UNROLLED, DraftModule, UnrolledKV, shifted
 

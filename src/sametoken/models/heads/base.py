@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import DrafterMismatchError, UnsupportedError
-from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.heads.stored_names import NamedSource, head_source
@@ -296,12 +295,6 @@ def require_layers(ids: tuple[int, ...], num_target_layers: int) -> None:
             f"the EAGLE head reads layers {ids}, the target has {num_target_layers} layers",
             _ANOTHER_HEAD,
         )
-
-
-def load_norm(reader: WeightReader, name: str, layer: ModelConfig) -> RMSNorm:
-    """The norm ``name`` over the layer's hidden size."""
-    weight = reader.vector(f"{name}.weight", layer.hidden_size)
-    return RMSNorm(reader.kernels, weight, layer.rms_norm_eps)
 
 
 def own_or_shared(

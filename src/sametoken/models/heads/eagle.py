@@ -45,15 +45,20 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import Biases, attention_cache, load_attention, load_mlp
+from sametoken.models.blocks import (
+    Biases,
+    attention_cache,
+    load_attention,
+    load_mlp,
+    load_norm,
+    rotary_of,
+)
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
     index_of,
-    load_norm,
     load_own_lm_head,
     own_or_shared,
     refuse,
@@ -126,9 +131,9 @@ def _load_layer(
         qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
     )
     return Eagle1Layer(
-        load_norm(reader, f"{prefix}.input_layernorm", layer) if index else None,
+        load_norm(layer, reader, f"{prefix}.input_layernorm") if index else None,
         load_attention(layer, reader, f"{prefix}.self_attn", rotary, cache=cache, biases=biases),
-        load_norm(reader, f"{prefix}.post_attention_layernorm", layer),
+        load_norm(layer, reader, f"{prefix}.post_attention_layernorm"),
         load_mlp(layer, reader, f"{prefix}.mlp"),
     )
 
@@ -217,9 +222,7 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
     ) -> Eagle1Head:
         layer = self.config.layer
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
-        rotary = rotary_table(
-            layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
-        )
+        rotary = rotary_of(layer, max_positions, reader.device)
         fc_bias = self.config.fc_bias or "fc.bias" in reader
         return Eagle1Head(
             config=self.config,

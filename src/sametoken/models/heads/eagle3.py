@@ -55,15 +55,20 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.blocks import attention_cache, load_attention, load_head_norms, load_mlp
+from sametoken.models.blocks import (
+    attention_cache,
+    load_attention,
+    load_head_norms,
+    load_mlp,
+    load_norm,
+    rotary_of,
+)
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
     index_of,
-    load_norm,
     load_own_lm_head,
     own_or_shared,
     refuse,
@@ -261,9 +266,7 @@ def _attention(reader: WeightReader, config: Eagle3Config, max_positions: int) -
     prefix, layer = f"{LAYER}.self_attn", config.layer
     has_norms = f"{prefix}.q_norm.weight" in reader
     qk_norm = load_head_norms(layer, reader, prefix) if has_norms else None
-    rotary = rotary_table(
-        layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
-    )
+    rotary = rotary_of(layer, max_positions, reader.device)
     cache = attention_cache(layer, reader.dtype, config.window).within(max_positions)
     return load_attention(
         layer,
@@ -323,12 +326,12 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             ),
             aux_norms=_aux_norms(reader, config),
             fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
-            input_layernorm=load_norm(reader, f"{LAYER}.input_layernorm", layer),
-            hidden_norm=load_norm(reader, f"{LAYER}.hidden_norm", layer),
+            input_layernorm=load_norm(layer, reader, f"{LAYER}.input_layernorm"),
+            hidden_norm=load_norm(layer, reader, f"{LAYER}.hidden_norm"),
             attention=_attention(reader, config, max_positions),
-            post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
+            post_attention_layernorm=load_norm(layer, reader, f"{LAYER}.post_attention_layernorm"),
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
-            norm=load_norm(reader, "norm", layer),
+            norm=load_norm(layer, reader, "norm"),
             lm_head=load_own_lm_head(
                 reader, draft_vocab_size, hidden_size, shared, token_ids, permutation
             ),

@@ -32,9 +32,8 @@ from pathlib import Path
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_cache
+from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
 from sametoken.models.heads.base import (
     HeadStates,
@@ -52,7 +51,7 @@ from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nemotron_h import NemotronHForCausalLM
-from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
+from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention
 from sametoken.models.registry import ARCHITECTURES
 
 PREFIX = "mtp"
@@ -80,11 +79,11 @@ class QwenForm:
     def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
         """See ``ModuleForm.load``."""
         return Module(
-            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
-            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
+            embedding_norm=load_centred_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_centred_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
             fc=reader.linear(2 * config.hidden_size, Part(self.fusion, config.hidden_size)),
             layer=_load_layer(config, reader, max_positions),
-            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+            norm=load_centred_norm(config, reader, f"{PREFIX}.norm"),
         )
 
 
@@ -116,14 +115,12 @@ class MTPHead(ModuleHead):
 
 def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
     prefix = f"{PREFIX}.layers.0"
-    rotary = rotary_table(
-        config.rope, head_dim=config.head_dim, max_positions=max_positions, device=reader.device
-    )
+    rotary = rotary_of(config, max_positions, reader.device)
     return DecoderLayer(
-        load_norm(config, reader, f"{prefix}.input_layernorm"),
+        load_centred_norm(config, reader, f"{prefix}.input_layernorm"),
         load_gated_attention(config, reader, f"{prefix}.self_attn", rotary),
-        load_norm(config, reader, f"{prefix}.post_attention_layernorm"),
-        load_layer_mlp(config, reader, f"{prefix}.mlp", 0),
+        load_centred_norm(config, reader, f"{prefix}.post_attention_layernorm"),
+        HybridDecoder.load_layer_mlp(config, reader, f"{prefix}.mlp", 0),
     )
 
 

@@ -21,7 +21,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_attention
+from sametoken.models.blocks import load_attention, load_norm
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.mtp_form import Module
 from sametoken.models.load.settings import Settings
@@ -61,8 +61,7 @@ class NemotronHForm:
         settings, hidden = Settings(config.extra, reader.source.location), config.hidden_size
 
         def norm(name: str) -> RMSNorm:
-            weight = reader.vector(f"{name}.weight", hidden)
-            return RMSNorm(reader.kernels, weight, config.rms_norm_eps)
+            return load_norm(config, reader, name)
 
         rotary = no_rotation(max_positions, reader.device)
         return Module(

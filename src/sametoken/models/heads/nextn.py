@@ -28,12 +28,12 @@ from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.blocks import load_norm
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
 from sametoken.models.heads.base import (
     HeadStates,
     SharedWeights,
     load_lm_head,
-    load_norm,
     load_own_lm_head,
 )
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
@@ -94,11 +94,11 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
             kernels=reader.kernels,
             embedding=self._load_embedding(reader, shared),
             module=Module(
-                embedding_norm=load_norm(reader, f"{prefix}enorm", config),
-                hidden_norm=load_norm(reader, f"{prefix}hnorm", config),
+                embedding_norm=load_norm(config, reader, f"{prefix}enorm"),
+                hidden_norm=load_norm(config, reader, f"{prefix}hnorm"),
                 fc=reader.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
                 layer=self._load_layer(reader, max_positions),
-                norm=load_norm(reader, f"{prefix}shared_head.norm", config),
+                norm=load_norm(config, reader, f"{prefix}shared_head.norm"),
             ),
             lm_head=self._load_head(reader, shared, token_ids),
             caches=caches[-1:],
@@ -109,9 +109,9 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         config, prefix = self.config, self.prefix
         attention = f"{prefix}self_attn"
         return DecoderLayer(
-            load_norm(reader, f"{prefix}input_layernorm", config),
+            load_norm(config, reader, f"{prefix}input_layernorm"),
             self._family.load_module_attention(config, reader, attention, max_positions),
-            load_norm(reader, f"{prefix}post_attention_layernorm", config),
+            load_norm(config, reader, f"{prefix}post_attention_layernorm"),
             self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
         )
 

@@ -227,8 +227,7 @@ class DeepseekDecoder(NextNTarget):
         """As ``Decoder.divided_sizes``; latents are whole on every rank."""
         sizes = Decoder.divided_sizes(config)
         del sizes["num_key_value_heads"]
-        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
-        return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
+        return divided_sizes(config, sizes, _is_sparse)
 
     @classmethod
     def caches_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -35,17 +35,21 @@ def is_sparse(config: ModelConfig, index: int) -> bool:
 
 
 def divided_sizes(
-    config: ModelConfig, sizes: dict[str, int], sparse: list[bool], keys: Iterable[str]
+    config: ModelConfig,
+    sizes: dict[str, int],
+    is_sparse: Callable[[ModelConfig, int], bool],
+    keys: Iterable[str] = ("moe_intermediate_size",),
 ) -> dict[str, int]:
     """``sizes`` without the dense MLP's if no layer has one, and with those of experts.
 
     Args:
         config: the architecture.
         sizes: as ``Decoder.divided_sizes`` gives them.
-        sparse: whether each layer's MLP is a mixture of experts.
+        is_sparse: whether the MLP of the layer of an index is a mixture of experts.
         keys: in config.json, the inner sizes of experts.
     """
     settings = Settings(config.extra, config.architecture)
+    sparse = [is_sparse(config, index) for index in range(config.num_layers)]
     if all(sparse):
         sizes = {key: size for key, size in sizes.items() if key != "intermediate_size"}
     return sizes | ({key: settings.integer(key) for key in keys} if any(sparse) else {})

@@ -71,9 +71,7 @@ class Glm4MoeForCausalLM(NextNTarget):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
-        sizes = Decoder.divided_sizes(config)
-        return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
+        return divided_sizes(config, Decoder.divided_sizes(config), _is_sparse)
 
     @classmethod
     def load_module_attention(

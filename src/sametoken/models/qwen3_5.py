@@ -191,9 +191,8 @@ class HybridDecoder(Decoder, ABC):
         settings = Settings(config.extra, config.architecture)
         if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
-        sparse = [is_sparse(config, index) for index in range(config.num_layers)]
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        return divided_sizes(config, sizes, sparse, keys)
+        return divided_sizes(config, sizes, is_sparse, keys)
 
     @classmethod
     def caches_of(

@@ -50,6 +50,4 @@ class Qwen3MoeForCausalLM(Decoder):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        sparse = [is_sparse(config, index) for index in range(config.num_layers)]
-        sizes = Decoder.divided_sizes(config)
-        return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
+        return divided_sizes(config, Decoder.divided_sizes(config), is_sparse)

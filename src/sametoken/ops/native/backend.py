@@ -16,9 +16,8 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.layer import LayerParts
-from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded
-from sametoken.ops.native import latent as latent_attention
+from sametoken.ops.native.latent import LatentOperations
 from sametoken.ops.native.layer import NativeLayer, norm_is_bf16, stored_form
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
@@ -37,7 +36,7 @@ from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix
 MAX_HEAD_DIM = 1024
 
 
-class NativeKernels(ComposedKernels):
+class NativeKernels(LatentOperations, ComposedKernels):
     """``Kernels`` in C for CPUs; contracts are those of the protocol.
 
     Raises:
@@ -247,28 +246,6 @@ class NativeKernels(ComposedKernels):
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
-
-    def require_latent(self, shape: LatentShape) -> None:
-        latent_attention.require_latent(shape)
-
-    def pack_heads(self, weight: Tensor) -> latent_attention.PanelHeadWeights:
-        return latent_attention.pack_heads(self._library, self._memory, weight)
-
-    def latent_rope_and_cache(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rotary: LatentRotary,
-        rows: AttentionRows,
-        memory: LayerLatent,
-        out: Tensor,
-    ) -> None:
-        latent_attention.rope_and_cache(self._library, q, latent, rotary, rows, memory, out)
-
-    def latent_attention(
-        self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
-    ) -> Tensor:
-        return latent_attention.attention(self._library, q, scale, rows, memory)
 
     def token_keys(
         self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows

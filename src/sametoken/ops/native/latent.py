@@ -54,102 +54,107 @@ class PanelHeadWeights:
         )
 
 
-def pack_heads(library: NativeLibrary, memory: WeightMemory, weight: Tensor) -> PanelHeadWeights:
-    """See ``Kernels.pack_heads``."""
-    heads, n, k = weight.shape
-    is_bf16 = weight.dtype is torch.bfloat16
-    weight = weight.contiguous()
-    size = library.packed_bytes(n, k, is_bf16)
-    panels = memory.take(heads * size)
-    for head, matrix in enumerate(weight):
-        library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
-    return PanelHeadWeights(library, panels, (heads, n, k), weight.dtype)
+class LatentOperations:
+    """Those of latent attention in ``NativeKernels``."""
 
+    _library: NativeLibrary
+    _memory: WeightMemory
 
-def require_latent(shape: LatentShape) -> None:
-    """See ``Kernels.require_latent``."""
-    if shape.rank % 8 or shape.rope_dim % 8 or shape.width > MAX_WIDTH:
-        raise UnsupportedError(
-            f"latents of {shape.rank} + {shape.rope_dim} elements are not multiples of 8 up to "
-            f"{MAX_WIDTH} together",
-            "set SAMETOKEN_KERNELS=reference, which is slower",
+    def pack_heads(self, weight: Tensor) -> PanelHeadWeights:
+        """See ``Kernels.pack_heads``."""
+        heads, n, k = weight.shape
+        is_bf16 = weight.dtype is torch.bfloat16
+        weight = weight.contiguous()
+        size = self._library.packed_bytes(n, k, is_bf16)
+        panels = self._memory.take(heads * size)
+        for head, matrix in enumerate(weight):
+            self._library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
+        return PanelHeadWeights(self._library, panels, (heads, n, k), weight.dtype)
+
+    def require_latent(self, shape: LatentShape) -> None:
+        """See ``Kernels.require_latent``."""
+        if shape.rank % 8 or shape.rope_dim % 8 or shape.width > MAX_WIDTH:
+            raise UnsupportedError(
+                f"latents of {shape.rank} + {shape.rope_dim} elements are not multiples of 8 up to "
+                f"{MAX_WIDTH} together",
+                "set SAMETOKEN_KERNELS=reference, which is slower",
+            )
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        """See ``Kernels.latent_rope_and_cache``."""
+        t, heads, rope_dim = q.shape
+        _require_rows(memory.vectors.dtype, q, latent, out)
+        if rotary.weight.dtype not in (torch.float32, q.dtype) or not rotary.weight.is_contiguous():
+            raise InvariantError(f"a norm of {rotary.weight.dtype} over latents of {q.dtype}")
+        self._library.latent_rope_and_cache(
+            q.data_ptr(),
+            latent.data_ptr(),
+            memory.vectors.data_ptr(),
+            out.data_ptr(),
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.kv_slots.data_ptr(),
+            rotary.weight.data_ptr(),
+            rotary.eps,
+            t,
+            heads,
+            memory.rank,
+            rope_dim // 2,
+            *q.stride()[:2],
+            latent.stride(0),
+            *out.stride()[:2],
+            q.dtype is torch.bfloat16,
+            rotary.weight.dtype is torch.bfloat16,
+            rotary.interleaved,
         )
 
-
-def rope_and_cache(
-    library: NativeLibrary,
-    q: Tensor,
-    latent: Tensor,
-    rotary: LatentRotary,
-    rows: AttentionRows,
-    memory: LayerLatent,
-    out: Tensor,
-) -> None:
-    """See ``Kernels.latent_rope_and_cache``."""
-    t, heads, rope_dim = q.shape
-    _require_rows(memory.vectors.dtype, q, latent, out)
-    if rotary.weight.dtype not in (torch.float32, q.dtype) or not rotary.weight.is_contiguous():
-        raise InvariantError(f"a norm of {rotary.weight.dtype} over latents of {q.dtype}")
-    library.latent_rope_and_cache(
-        q.data_ptr(),
-        latent.data_ptr(),
-        memory.vectors.data_ptr(),
-        out.data_ptr(),
-        rotary.cos.data_ptr(),
-        rotary.sin.data_ptr(),
-        rows.positions.data_ptr(),
-        rows.kv_slots.data_ptr(),
-        rotary.weight.data_ptr(),
-        rotary.eps,
-        t,
-        heads,
-        memory.rank,
-        rope_dim // 2,
-        *q.stride()[:2],
-        latent.stride(0),
-        *out.stride()[:2],
-        q.dtype is torch.bfloat16,
-        rotary.weight.dtype is torch.bfloat16,
-        rotary.interleaved,
-    )
-
-
-def attention(
-    library: NativeLibrary, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
-) -> Tensor:
-    """See ``Kernels.latent_attention``."""
-    t, heads, width = q.shape
-    table, vectors = rows.block_table, memory.vectors
-    _require_rows(vectors.dtype, q)
-    if not (q.is_contiguous() and vectors.is_contiguous() and table.is_contiguous()):
-        raise InvariantError("latent attention needs contiguous queries, memory and block table")
-    out = torch.empty((t, heads, memory.rank), dtype=q.dtype)
-    done = library.attention(
-        q.data_ptr(),
-        vectors.data_ptr(),
-        vectors.data_ptr(),
-        None,
-        None,
-        None,
-        out.data_ptr(),
-        rows.positions.data_ptr(),
-        rows.slots.data_ptr(),
-        table.data_ptr(),
-        t,
-        heads,
-        1,
-        width,
-        memory.rank,
-        vectors.shape[1],
-        table.shape[1],
-        0,
-        False,
-        scale,
-        q.dtype is torch.bfloat16,
-    )
-    if not done:
-        raise MemoryError(f"no memory for the attention of {t} rows")
-    return out
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
+    ) -> Tensor:
+        """See ``Kernels.latent_attention``."""
+        t, heads, width = q.shape
+        table, vectors = rows.block_table, memory.vectors
+        _require_rows(vectors.dtype, q)
+        if not (q.is_contiguous() and vectors.is_contiguous() and table.is_contiguous()):
+            raise InvariantError(
+                "latent attention needs contiguous queries, memory and block table"
+            )
+        out = torch.empty((t, heads, memory.rank), dtype=q.dtype)
+        done = self._library.attention(
+            q.data_ptr(),
+            vectors.data_ptr(),
+            vectors.data_ptr(),
+            None,
+            None,
+            None,
+            out.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.slots.data_ptr(),
+            table.data_ptr(),
+            t,
+            heads,
+            1,
+            width,
+            memory.rank,
+            vectors.shape[1],
+            table.shape[1],
+            0,
+            False,
+            scale,
+            q.dtype is torch.bfloat16,
+        )
+        if not done:
+            raise MemoryError(f"no memory for the attention of {t} rows")
+        return out
 
 
 def _require_rows(dtype: torch.dtype, *tensors: Tensor) -> None:

@@ -47,12 +47,8 @@ class NativeKernels(LatentOperations, ComposedKernels):
     name = "native"
 
     def __init__(self, library: NativeLibrary | None = None) -> None:
-        library = library or load_library()
-        self._memory = WeightMemory(library.prefer_large_pages)
-        self._library = library
-        self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
-        self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
-        self._attention = library.attention
+        self._library = library or load_library()
+        self._memory = WeightMemory(self._library.prefer_large_pages)
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -124,7 +120,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
         t, h = x.shape
         require(x, x.dtype)
         require(residual, x.dtype)
-        self._add_rms_norm(
+        self._library.add_rms_norm(
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -141,7 +137,9 @@ class NativeKernels(LatentOperations, ComposedKernels):
         require(x, x.dtype)
         require(gate, x.dtype)
         out = torch.empty_like(x)
-        self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, is_bf16(x))
+        self._library.sigmoid_mul(
+            x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, is_bf16(x)
+        )
         return out
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
@@ -182,7 +180,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
         require(rotary.cos, torch.float32)
         require(rotary.sin, torch.float32)
         q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
-        self._rope(
+        self._library.rope_and_cache(
             qkv.data_ptr(),
             q.data_ptr(),
             kv.keys.data_ptr(),
@@ -221,7 +219,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
         if sinks is not None:
             require(sinks, torch.float32)
         out = torch.empty((t, shape.q_size), dtype=q.dtype)
-        done = self._attention(
+        done = self._library.attention(
             q.data_ptr(),
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
@@ -312,7 +310,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
         t, h = x.shape
         require(x, x.dtype)
         out = torch.empty_like(x)
-        self._rms_norm(
+        self._library.rms_norm(
             x.data_ptr(),
             None if gate is None else gate.data_ptr(),
             weight.data_ptr(),

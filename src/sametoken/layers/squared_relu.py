@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from sametoken.layers.feed_forward import DividedExperts
+from sametoken.layers.feed_forward import DividedExperts, PreciseRouter
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.residual import Matrices
 from sametoken.layers.slices import in_slices
@@ -59,7 +58,7 @@ class SquaredReluMoE(Matrices):
     """MoE of ungated experts, in a latent space or not, plus a shared expert of full width.
 
     Attributes:
-        router: projection to one fp32 logit per expert, whole on every rank.
+        router: projection to one logit per expert, whole on every rank.
         correction: [E] fp32, added to the scores by which experts are chosen.
         routing: how the logits choose experts and their weights, the routed scale included.
         experts: the experts, whole or this rank's part of each.
@@ -68,7 +67,7 @@ class SquaredReluMoE(Matrices):
     """
 
     kernels: Kernels
-    router: Linear
+    router: PreciseRouter
     correction: Tensor
     routing: Routing
     experts: Experts | DividedExperts
@@ -80,6 +79,5 @@ class SquaredReluMoE(Matrices):
         return in_slices(self._mixture, x)
 
     def _mixture(self, x: Tensor) -> Tensor:
-        logits = self.router.weight.matmul(x, out_dtype=torch.float32)
-        chosen, weights = self.kernels.moe_gate(logits, self.routing, self.correction)
+        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.correction)
         return self.latent.run(self.experts, x, chosen, weights, self.shared(x))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.feed_forward import DividedExperts
+from sametoken.layers.feed_forward import DividedExperts, PreciseRouter
 from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
@@ -266,7 +266,7 @@ def load_squared_relu_moe(
     correction = Part(f"{prefix}.gate.e_score_correction_bias", num_experts)
     return SquaredReluMoE(
         weights.kernels,
-        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
+        router=PreciseRouter(weights.linear(hidden, Part(f"{prefix}.gate", num_experts)).weight),
         correction=weights.tensor(correction, dtype=torch.float32),
         routing=grouped_routing(settings),
         experts=_load_experts(settings, weights, f"{prefix}.experts", latent_size or hidden),

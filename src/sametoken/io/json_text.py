@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         ConfigError: the file cannot be read, or a line is not JSON.
     """
-    packed = path.suffix == ".gz"
-    number = 0
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(
                         f"line {number} of {path} has more than {MAX_LINE_BYTES} bytes",

@@ -208,7 +208,7 @@ class RowBudget:
         chunks: dict[RequestState, int] = {}
         to_end = rows
         before = list(accumulate((request.num_left for request in prompts), initial=0))
-        if before[-1] <= rows:
+        if before[-1] <= rows and all(request.num_left <= longest for request in prompts):
             prompts = prompts[: bisect_left(before, self._limits.busy_rows)]
         for request in prompts:
             if request.num_left <= min(to_end, longest):

@@ -78,7 +78,7 @@ def rows_of(plan):
     return [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan.requests]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kit():
     """Small words for scheduler tests."""
     return SimpleNamespace(

@@ -7,10 +7,14 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler import plan_draft
-from sametoken.scheduler.plan_draft import SHARE
+from sametoken.scheduler.plan_draft import SHARE, RowBudget
+from sametoken.scheduler.request_state import RequestState
+from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import StepResult
 
 
@@ -101,6 +105,64 @@ def test_drafts_make_no_step_longer_than_usual(kit):
     kit.step(scheduler)
     scheduler.add(kit.request("long", 40, max_total=41))
     assert kit.rows(scheduler.plan()) == [(0, 1, 8, True), (1, 7, 0, False)]
+
+
+def test_nobody_waits_for_a_prompt_that_does_not_end_in_the_step(kit):
+    sizes = {"max_num_batched_tokens": 40, "busy_rows": 20, "longest_chunk": 8}
+    scheduler = kit.scheduler(**sizes)
+    for name, length in (("long", 30), ("short", 4)):
+        scheduler.add(kit.request(name, length))
+    assert [rows for _, rows, *_ in kit.rows(scheduler.plan())] == [8, 4]
+
+
+sizes_of_steps = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.integers(1, 40),
+        "longest_chunk": st.integers(1, 20),
+        "usual_rows": st.integers(1, 50),
+        "busy_rows": st.integers(1, 20),
+        "num_speculative_tokens": st.integers(0, 3),
+    }
+)
+
+
+@given(sizes_of_steps, st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=12))
+def test_rows_of_any_sizes_and_prompts_are_divided_by_the_rules(kit, sizes, arrivals):
+    limits = kit.limits(**sizes, max_num_seqs=12)
+    rows, longest = limits.max_num_batched_tokens, min(limits.longest_chunk, limits.usual_rows)
+    budget, requests = RowBudget(limits), []
+    # The oldest prompt goes on in every second step at least, by a row at least.
+    for step_id in range(10 + 2 * sum(length for _, length in arrivals)):
+        for arrival, length in arrivals:
+            if arrival == step_id:
+                request = kit.request("r", length, max_total=length + 30)
+                requests.append(RequestState(request, (), LenBound.known(length)))
+        prompts = [request for request in requests if request.prefilling]
+        turns = budget.share(step_id, requests)
+        chunks = {turn.request: turn.num_query for turn in turns if turn.request in prompts}
+        total = sum(turn.num_rows for turn in turns)
+        assert total <= rows
+        assert all(turn.num_rows >= 1 for turn in turns)
+        assert all(chunk <= min(one.num_left, longest) for one, chunk in chunks.items())
+        num_decoding = len(requests) - len(prompts)
+        if prompts and (num_decoding < min(rows, limits.usual_rows) or step_id % 2):
+            assert prompts[0] in chunks
+        # First come, first served among equals.
+        for one, other in itertools.combinations(prompts, 2):
+            if one.num_left == other.num_left:
+                assert chunks.get(one, 0) >= chunks.get(other, 0)
+        # Whoever waits does so for a full step, or for prompts that end and keep it busy.
+        if any(chunks.get(one, 0) < min(one.num_left, longest) for one in prompts):
+            ended = all(one.num_left == chunk for one, chunk in chunks.items())
+            num_rows = sum(chunks.values())
+            busy = ended and num_rows >= limits.busy_rows
+            assert total >= min(rows, limits.usual_rows) or busy
+        for turn in turns:
+            turn.request.last_step = step_id
+            if turn.request.prefilling:
+                turn.request.position += turn.num_query
+    assert len(requests) == len(arrivals)
+    assert not any(request.prefilling for request in requests)
 
 
 def test_one_prompt_may_have_a_longest_chunk(kit):

@@ -36,7 +36,7 @@ class SchedulerLimits:
         adaptive_drafts: whether draft limits follow load and acceptance, or are always k.
         rows_per_weight_read: rows that the device computes while it reads the weights once.
         busy_rows: rows of prompts from which a step gains little time a row by more.
-        usual_rows: maximum rows per step, unless a crowd of prompts waits.
+        usual_rows: maximum rows per step, unless crowds of prompts wait or of requests decode.
         lookahead_slots: positions from ``num_tokens`` on that the drafter writes KV to.
         lookahead_tokens: tokens after a position that the drafter's KV there depends on.
         sliding_window: positions that a row sees at most, in every layer; 0: some rows see all.

@@ -155,10 +155,10 @@ SHARE = 4
 class RowBudget:
     """One row budget per step for decoding requests, drafts and prompt chunks.
 
-    It is ``usual_rows``, or half of what prompts of that length and less wait for: the larger the
-    crowd, the less a longer step delays its first tokens. Decoding requests get one row each, then
-    their drafts. Prompts get the rest, first come, first served: the oldest takes as much as is
-    left. These rules bound the waiting time:
+    It is ``usual_rows``, or twice the decoding requests, or half of what prompts of at most
+    ``usual_rows`` wait for: the larger the crowd, the less a longer step delays its first tokens.
+    Decoding requests get one row each, then their drafts. Prompts get the rest, first come, first
+    served: the oldest takes as much as is left. These rules bound the waiting time:
 
     - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
       fill the step, every second step reserves that quarter.
@@ -178,7 +178,7 @@ class RowBudget:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
         decodes = [request for request in candidates if not request.prefilling]
         prompts = [request for request in candidates if request.prefilling]
-        rows = self._rows(prompts)
+        rows = self._rows(len(decodes), prompts)
         reserved = max(1, rows // SHARE) if prompts else 0
         favours_prompts = len(decodes) >= rows and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
@@ -193,10 +193,10 @@ class RowBudget:
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]
 
-    def _rows(self, prompts: Sequence[RequestState]) -> int:
+    def _rows(self, num_decoding: int, prompts: Sequence[RequestState]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
         crowd = sum(request.num_left for request in prompts if request.num_left <= usual)
-        return min(most, max(usual, crowd // 2))
+        return min(most, max(usual, 2 * num_decoding, crowd // 2))
 
     def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
         limit = self._draft_limits.limit(request.drafts, num_decoding)

@@ -145,7 +145,8 @@ def test_rows_of_any_sizes_and_prompts_are_divided_by_the_rules(kit, sizes, arri
         assert all(turn.num_rows >= 1 for turn in turns)
         assert all(chunk <= min(one.num_left, longest) for one, chunk in chunks.items())
         num_decoding = len(requests) - len(prompts)
-        if prompts and (num_decoding < min(rows, limits.usual_rows) or step_id % 2):
+        assert num_decoding >= rows or len(turns) - len(chunks) == num_decoding
+        if prompts and (num_decoding < rows or step_id % 2):
             assert prompts[0] in chunks
         # First come, first served among equals.
         for one, other in itertools.combinations(prompts, 2):

@@ -20,16 +20,18 @@ from sametoken.types.structured_outputs import MaskFault
 
 
 def split_by_owner(
-    logprobs: TokenLogprobs, num_requests: int
+    logprobs: TokenLogprobs | None, num_requests: int
 ) -> list[tuple[PositionLogprobs, ...] | None]:
     """Positions of each scheduled request, in order; None for requests without any.
 
     The chosen token comes first, then the requested top tokens.
 
     Args:
-        logprobs: tensors (or arrays) in host memory.
+        logprobs: in host memory; None if none are requested.
         num_requests: B, scheduled requests of the step.
     """
+    if logprobs is None:
+        return [None] * num_requests
     positions: list[list[PositionLogprobs]] = [[] for _ in range(num_requests)]
     columns = (getattr(logprobs, one.name).tolist() for one in fields(logprobs))
     for owner, chosen, logprob, rank, top_ids, top_logprobs, num_top in zip(*columns, strict=True):
@@ -41,8 +43,6 @@ def split_by_owner(
 
 
 NOT_LANDED = torch.iinfo(torch.int64).min
-
-Logprobs = list[tuple[PositionLogprobs, ...] | None]
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ class HostBuffer:
         landed = self.rows[: len(plan.requests)].tolist()
         for row in landed:
             _require_result_of(plan.step_id, row[0])
-        logprobs = _by_request(self.logprobs, len(landed))
-        prompt_logprobs = _by_request(self.prompt_logprobs, len(landed))
+        logprobs = split_by_owner(self.logprobs, len(landed))
+        prompt_logprobs = split_by_owner(self.prompt_logprobs, len(landed))
         results = []
         for b, (scheduled, row) in enumerate(zip(plan.requests, landed, strict=True)):
             _, num_drafts, num_proposed, num_accepted, fault, *tokens = row
@@ -123,12 +123,6 @@ def _require_result_of(step_id: int, found: int) -> None:
         raise InvariantError(f"step {step_id} was read while its copy was in flight")
     if found != step_id:
         raise StaleInputsError(f"step {step_id} was answered with the result of step {found}")
-
-
-def _by_request(candidates: TokenLogprobs | None, num_requests: int) -> Logprobs:
-    if candidates is None:
-        return [None] * num_requests
-    return split_by_owner(candidates, num_requests)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ previous step's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -76,8 +76,8 @@ class LogitsProcessing:
 
     def scores_prompts(self, plan: StepPlan) -> bool:
         """Whether a step has prompt rows with log-probabilities requested."""
-        counts = ((one.slot, one.num_query - one.samples) for one in plan.requests)
-        return _any_scored(self.table.num_prompt_logprobs, counts)
+        requested = self.table.num_prompt_logprobs
+        return any(one.slot in requested and one.num_query > one.samples for one in plan.requests)
 
     def warm_up(self, ops: StepOps) -> None:
         """Compile what admissions and rules run before any request does. All slots are free."""
@@ -143,7 +143,7 @@ class StepProcessing:
     def _keep(self, output: ForwardOutput) -> tuple[ScoredRows, Callable[[], Tensor]] | None:
         """The rows with log-probabilities requested, and what gives their logits later."""
         logits, requested = output.logits, self.processing.table.num_logprobs
-        scored = _scored_rows(requested, self.layout.windows(), logits.device)
+        scored = ScoredRows.of(requested, self.layout.windows(), logits.device)
         if scored is None:
             return None
         if self.processing.logprobs_mode == PROCESSED_LOGPROBS:
@@ -172,7 +172,7 @@ class StepProcessing:
         layout, processing, at = self.layout, self.processing, output.x.rows
         counts = (n - s for n, s in zip(layout.num_query, layout.samples, strict=True))
         chunks = zip(layout.slots, layout.row_starts, counts, strict=False)
-        scored = _scored_rows(processing.table.num_prompt_logprobs, chunks, at.slots.device)
+        scored = ScoredRows.of(processing.table.num_prompt_logprobs, chunks, at.slots.device)
         if scored is None:
             return None
         slots, positions = at.slots[scored.index], at.positions[scored.index]
@@ -184,26 +184,3 @@ class StepProcessing:
             processing.table.prompt_temperature[slots],
             processing.model.compute_logits,
         )
-
-
-def _scored_rows(
-    requested: Mapping[int, int], rows: Iterable[tuple[int, int, int]], device: torch.device
-) -> ScoredRows | None:
-    """The rows with log-probabilities requested; None if there are none.
-
-    Args:
-        requested: number of top tokens by slot.
-        rows: slot, first row and number of rows of each request.
-        device: where the logits are.
-    """
-    if not requested:
-        return None
-    rows = tuple(rows)
-    if not _any_scored(requested, ((slot, count) for slot, _, count in rows)):
-        return None
-    return ScoredRows.of(requested, rows, device)
-
-
-def _any_scored(requested: Mapping[int, int], counts: Iterable[tuple[int, int]]) -> bool:
-    """Whether any of these slots, with their numbers of rows, has log-probabilities requested."""
-    return any(slot in requested and count for slot, count in counts)

@@ -19,7 +19,7 @@ _ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """R rows of a step with log-probabilities requested; R may be 0.
+    """R rows of a step with log-probabilities requested.
 
     Attributes:
         index: [R] int64, indices of logits rows (or of rows), ascending.
@@ -39,8 +39,8 @@ class ScoredRows:
         requested: Mapping[int, int],
         rows: Iterable[tuple[int, int, int]],
         device: torch.device,
-    ) -> ScoredRows:
-        """From host values only: no device read.
+    ) -> ScoredRows | None:
+        """From host values only: no device read; None if there are none.
 
         Args:
             requested: number of top tokens by slot.
@@ -48,15 +48,18 @@ class ScoredRows:
                 scored too; the host drops positions that were not emitted.
             device: where the rows' logits are.
         """
+        if not requested:
+            return None
         columns = [
             (row, owner, requested[slot])
             for owner, (slot, first, count) in enumerate(rows)
             if slot in requested
             for row in range(first, first + count)
         ]
-        index, owners, num_top = upload(columns, device).view(-1, 3).t().contiguous().unbind(0)
-        width = max((num_top for _, _, num_top in columns), default=0)
-        return cls(index, owners, num_top, width)
+        if not columns:
+            return None
+        index, owners, num_top = upload(columns, device).t().contiguous().unbind(0)
+        return cls(index, owners, num_top, max(num_top for _, _, num_top in columns))
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -98,16 +101,11 @@ def score_rows(scored: ScoredRows, logits: Tensor, chosen: Tensor) -> TokenLogpr
     """Score chosen tokens in chunks of rows.
 
     Args:
-        scored: logits rows, at least one.
+        scored: logits rows.
         logits: [R, V] fp32, of these rows.
         chosen: [R] int64.
     """
-    parts = []
-    for first in range(0, chosen.shape[0], _ROWS_PER_CHUNK):
-        chunk = slice(first, first + _ROWS_PER_CHUNK)
-        owner, num_top = scored.owner[chunk], scored.num_top[chunk]
-        parts.append(score_tokens(logits[chunk], chosen[chunk], owner, num_top, scored.width))
-    return concatenate(parts)
+    return _score_chunks(scored, chosen, _ROWS_PER_CHUNK, logits.__getitem__)
 
 
 def score_prompt(
@@ -120,23 +118,28 @@ def score_prompt(
     """Score the tokens that follow rows of a prompt, in chunks of rows.
 
     Args:
-        scored: rows, at least one.
+        scored: rows.
         hidden: [T, hidden], after the final norm.
         following: [R] int64, the token after each row.
         temperature: [R] fp32, divides each row's logits; 1 changes no bit.
         compute_logits: [L, hidden] to [L, V] fp32.
     """
+
+    def logits_of(chunk: slice) -> Tensor:
+        return compute_logits(hidden[scored.index[chunk]]) / temperature[chunk, None]
+
+    return _score_chunks(scored, following, _PROMPT_ROWS_PER_CHUNK, logits_of)
+
+
+def _score_chunks(
+    scored: ScoredRows, chosen: Tensor, num_rows: int, logits_of: Callable[[slice], Tensor]
+) -> TokenLogprobs:
+    """Score ``num_rows`` rows at a time."""
     parts = []
-    for first in range(0, following.shape[0], _PROMPT_ROWS_PER_CHUNK):
-        chunk = slice(first, first + _PROMPT_ROWS_PER_CHUNK)
-        logits = compute_logits(hidden[scored.index[chunk]]) / temperature[chunk, None]
+    for first in range(0, chosen.shape[0], num_rows):
+        chunk = slice(first, first + num_rows)
         owner, num_top = scored.owner[chunk], scored.num_top[chunk]
-        parts.append(score_tokens(logits, following[chunk], owner, num_top, scored.width))
-    return concatenate(parts)
-
-
-def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    """Concatenate parts of equal width, in order."""
+        parts.append(score_tokens(logits_of(chunk), chosen[chunk], owner, num_top, scored.width))
     if len(parts) == 1:
         return parts[0]
     names = [f.name for f in fields(TokenLogprobs)]

@@ -64,5 +64,4 @@ def test_rows_to_score_follow_from_what_the_host_knows():
     assert rows.owner.tolist() == [1, 1, 3, 4, 4]
     assert rows.num_top.tolist() == [5, 5, 3, 0, 0]
     assert rows.width == 5
-    nobody = ScoredRows.of({9: 20}, windows, torch.device("cpu"))
-    assert (nobody.index.shape, nobody.width) == ((0,), 0)
+    assert ScoredRows.of({9: 20, 7: 3}, windows[:4], torch.device("cpu")) is None

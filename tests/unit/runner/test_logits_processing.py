@@ -369,8 +369,6 @@ def test_warming_up_leaves_slots_as_they_were():
 
 
 REFUSED = [
-    ({"allowed_token_ids": [1, 10]}, (), (), "allowed_token_ids names token id 10"),
-    ({"logit_bias": {-1: 1.0}}, (), (), "logit_bias names token id -1"),
     ({}, (), ((1, 10),), "bad_words names token id 10"),
     ({}, (), ((),), "no tokens"),
     ({"allowed_token_ids": [2]}, (), ((2,),), "forbid every token"),

@@ -32,10 +32,10 @@ from sametoken.state.caches import ModelCache
 class DraftModelDrafter:
     """Runs a draft model over the slots' block tables.
 
-    Every request computes positions ``start .. end - 1``. One that samples also runs its newest
-    token, at ``end``, whose logits give draft 1; then one row per further draft. Each position
-    below ``end`` is recomputed from committed tokens before it is read, so KV of rejected drafts
-    is never read (tests/unit/drafters/test_draft_model.py).
+    Every request computes positions ``num_computed .. end - 1``. One that samples also runs its
+    newest token, at ``end``, whose logits give draft 1; then one row per further draft. Each
+    position below ``end`` is recomputed from committed tokens before it is read, so KV of rejected
+    drafts is never read (tests/unit/drafters/test_draft_model.py).
 
     ``lookahead_tokens`` is 0: the KV at p depends on tokens up to p, and prefill chunks write
     nothing at ``end`` or above, so a block of committed tokens matches its prefix-cache key.

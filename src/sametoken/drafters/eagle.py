@@ -84,8 +84,8 @@ class EagleDrafter:
     The row at p holds the token at p + 1, which is committed for every live row; at the end of a
     prefill chunk it is the next prompt token. The row at ``end - 1`` gives draft 1; each further
     draft is a row at ``end`` or above with a drafted token and the head's state. The next step
-    recomputes those from ``start`` on, with committed tokens and the target's states, before any
-    row reads them (tests/unit/drafters/test_eagle.py).
+    recomputes those from ``num_computed`` on, with committed tokens and the target's states, before
+    any row reads them (tests/unit/drafters/test_eagle.py).
 
     The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
 

@@ -47,8 +47,8 @@ class RowSink(Protocol):
 class ExtractDrafter:
     """Passes a step's committed rows to a sink, then calls another drafter.
 
-    The rows are the context's live rows, positions ``start .. end - 1``; rejected drafts are not
-    among them (tests/unit/drafters/test_extract.py).
+    The rows are the context's live rows, positions ``num_computed .. end - 1``; rejected
+    drafts are not among them (tests/unit/drafters/test_extract.py).
 
     It runs in eager mode only: a captured step would copy to the same host memory every time.
 

@@ -114,7 +114,7 @@ def _sort(
         del item
 
 
-def _one_by_one(inbox: Inbox) -> Any:
+def _one_by_one(inbox: Inbox) -> Iterator[Any]:
     while True:
         yield from inbox.take(wait=True)
 

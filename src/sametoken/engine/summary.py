@@ -11,14 +11,7 @@ from sametoken.ops.dispatch import CHOICE
 from sametoken.types.engine_summary import EngineSummary, Setting
 from sametoken.types.units import in_tokens, in_units
 
-_RESOLVED = (
-    "dtype",
-    "kv_cache_dtype",
-    "device",
-    "max_model_len",
-    "num_kv_blocks",
-    "steps_in_flight",
-)
+_RESOLVED = ("dtype", "kv_cache_dtype", "device", "max_model_len", "num_kv_blocks")
 _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
 _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")

@@ -255,9 +255,9 @@ def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Names of parts that wake up; one name becomes a tuple of one."""
-    if given is None or isinstance(given, str):
-        return None if given is None else (given,)
-    return tuple(given)
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def require_request_id(request_id: object) -> None:

@@ -149,7 +149,7 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """No later request reads KV of blocks that are free now; prefixes in swap space stay."""
-        self._memory.pool.forget_prefixes()
+        self._pool.forget_prefixes()
 
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Remove a request that is finished or aborted; unknown ids are ignored.

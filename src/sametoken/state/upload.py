@@ -31,5 +31,5 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a result of ``to_host`` back to the device in stream order."""
+    """A copy on the device of pinned host memory, made in stream order."""
     return tensor.to(device, non_blocking=True)

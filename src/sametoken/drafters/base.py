@@ -117,6 +117,7 @@ class LoadedDrafter:
     Attributes:
         caches: the declarations of its layers; empty without a model.
         lookahead_slots: see ``Drafter``; known before it is attached.
+        attach: makes the drafter over the memory of ``caches``, which is None if there are none.
         history: texts of earlier requests that it reads; written at admission.
         weights_bytes: bytes of its matrices, without those shared with the target.
         model: the model or head that drafts; None without any.
@@ -127,17 +128,13 @@ class LoadedDrafter:
 
     caches: tuple[LayerCache, ...]
     lookahead_slots: int
-    _attach: Callable[[ModelCache | None, Coupling], Drafter]
+    attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
     weights_bytes: int = 0
     model: object = None
     reload: Reload | None = None
     in_target: str | None = None
     shared_head: SharedHead | None = None
-
-    def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        """The drafter over the memory of ``caches``, which is None if there are none."""
-        return self._attach(kv_cache, coupling)
 
 
 @dataclass(frozen=True, slots=True)

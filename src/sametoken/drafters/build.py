@@ -100,7 +100,7 @@ def load_drafter(
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return CascadeDrafter(lookup.attach(None, coupling), own.attach(kv_cache, coupling))
 
-    return replace(own, _attach=attach, history=lookup.history)
+    return replace(own, attach=attach, history=lookup.history)
 
 
 def _loaded(

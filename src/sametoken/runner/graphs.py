@@ -86,15 +86,11 @@ class StepGraphs:
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        shape = self._fitting(layout.shape)
+        shape = next((one for one in self.shapes if one.holds(layout.shape)), None)
         if shape is None:
             self.eager.run(layout, first_place, processor)
         else:
             self._replay(shape, layout, first_place, processor)
-
-    def _fitting(self, shape: StepShape) -> StepShape | None:
-        """The smallest captured shape that holds ``shape``; None if none does."""
-        return next((one for one in self.shapes if one.holds(shape)), None)
 
     def _replay(
         self,

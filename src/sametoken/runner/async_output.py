@@ -55,7 +55,7 @@ class HostBuffer:
         first_place: index of its first row in the ring.
         logprobs, prompt_logprobs: requested candidates, in host memory.
         experts: of all rows, in host memory, if they are recorded.
-        mask_faults: by request, why its grammar allows no token, where the host knows the cause.
+        mask_faults: why a grammar allows no token, where the host knows, by place in the plan.
     """
 
     rows: Tensor

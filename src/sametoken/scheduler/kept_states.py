@@ -119,7 +119,7 @@ class KeptStates:
         """Of the first ``num_cached`` blocks, which are cached, those a request can start after."""
         return self.pool.longest(keys[:num_cached]) if self._needed else num_cached
 
-    def stops(self, request: RequestState, start: int, num_cached: int) -> tuple[int, ...]:
+    def chunk_ends(self, request: RequestState, start: int, num_cached: int) -> tuple[int, ...]:
         """Positions at which a chunk of the prompt must end, for its state to be kept.
 
         Args:
@@ -129,13 +129,13 @@ class KeptStates:
         """
         if not self._needed:
             return ()
-        shared, stops = num_cached * self._block_size, []
+        shared, ends = num_cached * self._block_size, []
         if shared > start and (not start or shared - start >= self._interval):
-            stops.append(shared)
-        end, last = len(request.block_keys) * self._block_size, stops[-1] if stops else start
+            ends.append(shared)
+        end, last = len(request.block_keys) * self._block_size, ends[-1] if ends else start
         if end > last and (end == request.prompt_len or end - last >= self._interval):
-            stops.append(end)
-        return tuple(stops)
+            ends.append(end)
+        return tuple(ends)
 
     def restored(self, request: RequestState) -> list[StateCopy]:
         """The copy that an admitted request starts from, if it starts from cached blocks."""
@@ -179,7 +179,7 @@ class KeptStates:
 
     def _of_chunk(self, turn: Turn) -> list[StateCopy]:
         request, end = turn.request, turn.request.position + turn.num_query
-        if end not in request.stops:
+        if end not in request.chunk_ends:
             return []
         state = self.pool.keep(self._key(request, end))
         return [] if state is None else [StateCopy(request.held_slot, end, state)]

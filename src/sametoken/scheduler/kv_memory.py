@@ -75,7 +75,7 @@ class KVMemory:
         return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
     def look_up(self, request: RequestState) -> CachedPrefix:
-        """The cached prefix that a waiting request can start after; sets where it starts and stops.
+        """The cached prefix that a waiting request can start after; sets its start and chunk ends.
 
         Its last prompt token is always computed.
         """
@@ -267,8 +267,8 @@ class KVMemory:
         return self.weight_version.to_bytes(8, "little") if self.weight_version else b""
 
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
-        """Cut a cached prefix to where the request can start; sets where it starts and stops."""
+        """Cut a cached prefix to where the request can start; sets its start and chunk ends."""
         usable = self.states.usable(request.block_keys, len(cached))
         request.num_cached = request.position = usable * self._limits.block_size
-        request.stops = self.states.stops(request, request.position, len(cached))
+        request.chunk_ends = self.states.chunk_ends(request, request.position, len(cached))
         return cached.first(usable)

@@ -39,7 +39,7 @@ class RequestState:
         position: prompt positions that are cached or planned; while it replays, positions that
             are planned again.
         num_replayed: positions that were computed before its KV was lost: it replays them first.
-        stops: positions of the prompt at which a chunk must end, ascending.
+        chunk_ends: positions of the prompt at which a chunk must end, ascending.
         held_states: kept states of the answer by position, while the request runs.
         num_in_flight: steps in flight that schedule it.
         last_step: the last planned step that schedules it.
@@ -60,7 +60,7 @@ class RequestState:
     admission: int = -1
     num_cached: int = 0
     position: int = 0
-    stops: tuple[int, ...] = ()
+    chunk_ends: tuple[int, ...] = ()
     held_states: dict[int, int] = field(default_factory=dict)
     num_in_flight: int = 0
     last_step: int = 0
@@ -86,9 +86,9 @@ class RequestState:
 
     @property
     def num_left(self) -> int:
-        """Tokens of the prompt, or of what it replays, not yet planned, up to the next stop."""
+        """Tokens of the prompt, or of what it replays, not yet planned, up to a chunk's end."""
         end = self.num_replayed if self.replays else self.prompt_len
-        ahead = (stop for stop in self.stops if self.position < stop < end)
+        ahead = (one for one in self.chunk_ends if self.position < one < end)
         return next(ahead, end) - self.position
 
     @property

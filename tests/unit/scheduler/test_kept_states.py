@@ -92,7 +92,7 @@ def test_a_short_prompt_is_not_cut(kit):
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "start", "num_cached", "stops"),
+    ("prompt_len", "start", "num_cached", "ends"),
     [
         (7, 0, 0, ()),
         (8, 0, 0, (8,)),  # a chunk ends there anyhow
@@ -105,11 +105,11 @@ def test_a_short_prompt_is_not_cut(kit):
         (20, 16, 4, (20,)),
     ],
 )
-def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_cached, stops):
+def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_cached, ends):
     scheduler = kit.scheduler(num_kept_states=4)
     scheduler.add(kit.request("one", prompt_len))
     states = scheduler._memory.states
-    assert states.stops(scheduler._waiting["one"], start, num_cached) == stops
+    assert states.chunk_ends(scheduler._waiting["one"], start, num_cached) == ends
 
 
 def test_blocks_without_a_state_serve_nobody(kit):

@@ -109,6 +109,7 @@ class InputProcessor:
 
         Raises:
             RequestError: the prompt or a parameter cannot be served.
+            OverloadedError: other grammars take up the compiler or the memory.
         """
         self._check_prompt(prompt.token_ids)
         return self._make(request_id, prompt, self._resolve(params))
@@ -119,10 +120,6 @@ class InputProcessor:
         """``process`` for several prompts with the same parameters; prompt i is ``ID-i``.
 
         All slow work for a request happens here. Any thread may call it.
-
-        Raises:
-            RequestError: a prompt or a parameter cannot be served.
-            OverloadedError: too many grammars are being compiled.
         """
         for prompt in prompts:
             self._check_prompt(prompt.token_ids)

@@ -219,42 +219,41 @@ def load(
 ) -> Loaded:
     """Read the weights, and plan the memory beside them; errors as ``build_engine``."""
     begun = time.monotonic()
-    if requested.architecture.also_sees:
-        announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
+    config, device, architecture = requested.config, requested.device, requested.architecture
+    dtype, why = requested.dtype
+    if architecture.also_sees:
+        announce(f"{architecture.architecture}: only the text decoder is loaded")
     target, drafter, backend = _load_models(requested, ranks)
-    made = "made random" if requested.config.load_format == DUMMY else "loaded"
+    made = "made random" if config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
-    config = requested.config
-    own = stored_in(target.caches, kv_dtype(config, requested.dtype[0]))
+    own = stored_in(target.caches, kv_dtype(config, dtype))
     caches = (*own, *drafter.caches)
     per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
     recurrent_bytes = (config.max_num_seqs + 1) * per_slot
-    architecture, (dtype, why) = requested.architecture, requested.dtype
-    steps = resolve_steps(
-        config, target, drafter.model, dtype, requested.device, len(requested.aux_layers)
-    )
-    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
+    num_aux_layers = len(requested.aux_layers)
+    steps = resolve_steps(config, target, drafter.model, dtype, device, num_aux_layers)
+    budget = ranks.reduce_min(resolve_kv_bytes(config, device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
     )
-    if memory.max_model_len < resolve_max_model_len(config, architecture):
+    if memory.max_model_len < requested.max_model_len:
         announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")
     config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
     off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
     swap = ranks.broadcast_object(plan_swap_of(config, caches, memory.max_model_len))
-    defaults = reasons_of_defaults(requested.given, requested.device.type)
+    defaults = reasons_of_defaults(requested.given, device.type)
     resolved = ResolvedConfig(
         config=config,
         model_path=requested.path,
         model=architecture,
         dtype=dtype,
-        device=requested.device,
+        device=device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        usual_rows=requested.given.max_num_batched_tokens or USUAL_ROWS[requested.device.type],
+        usual_rows=requested.given.max_num_batched_tokens or USUAL_ROWS[device.type],
         kernels=backend.model.name,
         attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from sametoken.scheduler.draft_limits import draft_limits
 from sametoken.scheduler.limits import SchedulerLimits
@@ -177,8 +177,8 @@ class RowBudget:
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
         decodes = [request for request in candidates if not request.prefilling]
-        prompts = [request for request in candidates if request.prefilling]
-        rows = self._rows(len(decodes), prompts)
+        prompts = {request: request.num_left for request in candidates if request.prefilling}
+        rows = self._rows(len(decodes), prompts.values())
         reserved = max(1, rows // SHARE) if prompts else 0
         favours_prompts = len(decodes) >= rows and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
@@ -186,40 +186,40 @@ class RowBudget:
         left = rows - len(served)
         wanted = {request: self._most_drafts(request, len(served)) for request in served}
         chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
-        ending = sum(chunk == request.num_left for request, chunk in chunks.items())
+        ending = sum(chunk == prompts[request] for request, chunk in chunks.items())
         sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
         drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]
 
-    def _rows(self, num_decoding: int, prompts: Sequence[RequestState]) -> int:
+    def _rows(self, num_decoding: int, lengths: Iterable[int]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
-        crowd = sum(request.num_left for request in prompts if request.num_left <= usual)
+        crowd = sum(length for length in lengths if length <= usual)
         return min(most, max(usual, 2 * num_decoding, crowd // 2))
 
     def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
         limit = self._draft_limits.limit(request.drafts, num_decoding)
         return min(limit, request.most_drafts(self._limits.num_speculative_tokens))
 
-    def _chunks(self, prompts: Sequence[RequestState], rows: int) -> dict[RequestState, int]:
-        """Rows of each prompt; one that does not end leaves a share to those that do."""
+    def _chunks(self, prompts: dict[RequestState, int], rows: int) -> dict[RequestState, int]:
+        """Rows of each prompt, given its length; one that does not end leaves a share to others."""
         longest = min(self._limits.longest_chunk, self._limits.usual_rows)
         chunks: dict[RequestState, int] = {}
         to_end = rows
-        before = list(accumulate((request.num_left for request in prompts), initial=0))
-        if before[-1] <= rows and all(request.num_left <= longest for request in prompts):
-            prompts = prompts[: bisect_left(before, self._limits.busy_rows)]
-        for request in prompts:
-            if request.num_left <= min(to_end, longest):
-                chunks[request] = request.num_left
-                to_end -= request.num_left
-                rows -= request.num_left
+        before = list(accumulate(prompts.values(), initial=0))
+        if before[-1] <= rows and all(length <= longest for length in prompts.values()):
+            prompts = dict(islice(prompts.items(), bisect_left(before, self._limits.busy_rows)))
+        for request, length in prompts.items():
+            if length <= min(to_end, longest):
+                chunks[request] = length
+                to_end -= length
+                rows -= length
             else:
                 to_end = min(to_end, rows // SHARE)
-        for request in prompts:
+        for request, length in prompts.items():
             if request not in chunks:
-                chunks[request] = min(request.num_left, longest, rows)
+                chunks[request] = min(length, longest, rows)
                 rows -= chunks[request]
         return chunks
 

@@ -203,16 +203,14 @@ class LiveWeights:
                     source, kernels, self.dtype, self.device, self.parallel, quantization=formats
                 )
             )
-            if not self._brings_module(source):
-                pairs: list[tuple[object, object]] = [(self.model, model)]
-                if (shared := drafter.shared_head) is not None:
-                    pairs.append((shared.weight, shared.made_of(model, kernels)))
-                live, loaded = zip(*pairs, strict=True)
-                return NewWeights(self._replacement(live, loaded), of_target=True)
-        assert drafter.reload is not None
-        head = drafter.reload(source, model, kernels)
-        replacement = self._replacement((self.model, drafter.model), (model, head))
-        return NewWeights(replacement, target == MODEL)
+        pairs: list[tuple[object, object]] = [(self.model, model)]
+        if target == DRAFTER or self._brings_module(source):
+            assert drafter.reload is not None
+            pairs.append((drafter.model, drafter.reload(source, model, kernels)))
+        elif (shared := drafter.shared_head) is not None:
+            pairs.append((shared.weight, shared.made_of(model, kernels)))
+        live, loaded = zip(*pairs, strict=True)
+        return NewWeights(self._replacement(live, loaded), target == MODEL)
 
     def _formats(self) -> Quantization:
         """The formats of the target's weights."""

@@ -177,6 +177,7 @@ class _Completion:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._text = GrowingText()
+        #: Of each token, the length of the text with it.
         self._ends: list[int] = []
         #: Of the text, once it has ended: what follows a stop string is none of it.
         self._num_characters: int | None = None
@@ -278,12 +279,10 @@ class _Completion:
 
     def output(self) -> CompletionOutput:
         """The output so far."""
-        if self._last_output is None:
-            output = self._output()
-            if self.finish_reason is None:
-                return output
+        output = self._last_output or self._output()
+        if self.finish_reason is not None:
             self._last_output = output
-        return self._last_output
+        return output
 
     def _output(self) -> CompletionOutput:
         size, finished = self._num_characters, self.finish_reason is not None

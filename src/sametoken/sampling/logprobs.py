@@ -105,7 +105,7 @@ def score_rows(scored: ScoredRows, logits: Tensor, chosen: Tensor) -> TokenLogpr
         logits: [R, V] fp32, of these rows.
         chosen: [R] int64.
     """
-    return _score_chunks(scored, chosen, _ROWS_PER_CHUNK, logits.__getitem__)
+    return _score_chunks(scored, chosen, _ROWS_PER_CHUNK, lambda chunk: logits[chunk])
 
 
 def score_prompt(

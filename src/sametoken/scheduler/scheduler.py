@@ -34,7 +34,7 @@ class Scheduler:
     divides the rows of a step.
 
     Args:
-        limits: the limits of every plan.
+        limits: the limits of every plan; an attribute too.
         file: where blocks in host memory move on to.
 
     Attributes:
@@ -51,7 +51,7 @@ class Scheduler:
         self.swapped_prefix_hits = 0
         self.num_preemptions = 0
         self.admits = True
-        self._limits = limits
+        self.limits = limits
         self._memory = KVMemory(limits, file or NoFile())
         self._pool = self._memory.pool
         self._budget = RowBudget(limits)
@@ -65,11 +65,6 @@ class Scheduler:
         self._in_flight: deque[_StepInFlight] = deque()
         self._next_step_id = 0
         self._next_admission = 0
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        """The limits of every plan."""
-        return self._limits
 
     @property
     def weight_version(self) -> int:
@@ -122,7 +117,7 @@ class Scheduler:
                 raise RequestError(
                     f"request {request.request_id!r} already exists", "choose another request id"
                 )
-        self._limits.require_possible(request)
+        self.limits.require_possible(request)
         self._waiting[request.request_id] = RequestState(
             request=request,
             block_keys=self._memory.keys(request),
@@ -235,9 +230,9 @@ class Scheduler:
         """
         running, lingering = list(self._running.values()), self._lingering
         self._pool.check_integrity([request.blocks for request in (*running, *lingering)])
-        check_blocks(running, lingering, self._limits)
+        check_blocks(running, lingering, self.limits)
         admitted = [*running, *self._swapped.values(), *lingering]
-        check_slots(admitted, self._free_slots, self._limits.max_num_seqs)
+        check_slots(admitted, self._free_slots, self.limits.max_num_seqs)
         held = [state for request in admitted for state in request.held_states.values()]
         self._memory.states.pool.check_integrity(held)
         check_requests(running, list(self._swapped.values()), list(self._waiting.values()))
@@ -322,7 +317,7 @@ class Scheduler:
         if self._memory.looks_up(request):
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached
-            self.swapped_prefix_hits += len(cached.saved) * self._limits.block_size
+            self.swapped_prefix_hits += len(cached.saved) * self.limits.block_size
         request.slot = self._free_slots.pop()
         request.admission = self._next_admission
         self._next_admission += 1

@@ -130,7 +130,7 @@ def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):
         (speculative("eagle3", 4, head), 2, 1),
     ):
         core = build(target, **options)
-        limits, drafter = core.scheduler._limits, core._runner.step.drafter
+        limits, drafter = core.scheduler.limits, core._runner.step.drafter
         assert (limits.lookahead_slots, limits.lookahead_tokens) == (slots, tokens)
         assert (drafter.lookahead_slots, drafter.lookahead_tokens) == (slots, tokens)
         assert limits.num_speculative_tokens == core._runner.step.sequences.num_speculative_tokens

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
@@ -383,10 +390,23 @@ class ChatRequest(SamplingFields):
         return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 
-class TokenizeRequest(Strict):
-    """A text, or a conversation to be rendered by the chat template."""
+class _TokenRequest(Strict):
+    """A request of token ids; unknown fields may be null, as in ``SamplingFields``."""
 
     model: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        return {name: one for name, one in given.items() if one is not None or name in known}
+
+
+class TokenizeRequest(_TokenRequest):
+    """A text, or a conversation to be rendered by the chat template."""
+
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
@@ -394,11 +414,10 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: Annotated[bool, null_is(default=False)] = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(_TokenRequest):
     """Token ids."""
 
-    model: Text | None = None
     tokens: TokenIds

@@ -37,6 +37,15 @@ def test_tokens_there_and_back(serve):
     assert "token_strs" not in plain
 
 
+def test_requests_of_tokens_may_have_nulls(serve):
+    client = serve()
+    nulls = dict.fromkeys(("model", "messages", "chat_template", "return_token_strs", "other"))
+    found = client.post("/tokenize", json={"prompt": "the é"} | nulls).json()
+    assert found == client.post("/tokenize", json={"prompt": "the é"}).json()
+    body = {"tokens": found["tokens"], "model": None, "other": None}
+    assert client.post("/detokenize", json=body).json() == {"prompt": "the é"}
+
+
 def test_tokens_of_a_conversation(serve):
     body = {
         "messages": [{"role": "user", "content": "hi"}],
@@ -71,6 +80,7 @@ BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
         ("/tokenize", {"prompt": "x", "more": 1}),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": None}),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}]} | BOTH_ENDS),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [SUMMARY.vocab_size]}),

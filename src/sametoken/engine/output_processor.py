@@ -10,7 +10,7 @@ import numpy as np
 
 from sametoken.engine.failures import failure_of
 from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.text.detokenizer import Detokenizer, make_detokenizer
+from sametoken.text.detokenizer import make_detokenizer
 from sametoken.text.stop_strings import StopCursor, StopMatch, StopStrings
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.growing import Beginning, GrowingText
@@ -177,19 +177,17 @@ class _Completion:
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
         self._text = GrowingText()
-        #: Of each token, the length of the text with it.
-        self._ends: list[int] = []
+        #: Of each token, where its text begins.
+        self._starts: list[int] = []
         #: Of the text, once it has ended: what follows a stop string is none of it.
         self._num_characters: int | None = None
         self._last_output: CompletionOutput | None = None
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer: Detokenizer | None = None
-        if self._tokenizer is not None:
-            self._detokenizer = make_detokenizer(
-                self._tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                prompt=request.prompt_token_ids,
-            )
+        self._detokenizer = make_detokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt=request.prompt_token_ids,
+        )
         self._stops = StopCursor(stops)
         self._stop_ids = frozenset(request.stop_token_ids)
         self._logprobs: list[PositionLogprobs] = []
@@ -213,17 +211,17 @@ class _Completion:
                 self._logprobs.append(self.named(update.logprobs[offset]))
                 self._cumulative_logprob += update.logprobs[offset][token_id].logprob
             self._add(token_id)
-            self._ends.append(len(self._text))
             if self.finish_reason is not None:
                 return
 
     def _add(self, token_id: int) -> None:
         """Precedence at one token: stop string, then stop token, then length."""
         is_stop_token = token_id in self._stop_ids
-        held = self._held
+        held = self._detokenizer.held
         # At the end of the text, an incomplete character is final.
-        before = self._held_back() if is_stop_token else ""
-        added = before + (self._detokenizer.append(token_id) if self._detokenizer else "")
+        before = self._detokenizer.finish() if is_stop_token else ""
+        added = before + self._detokenizer.append(token_id)
+        self._starts.append(len(self._text) + len(before) + self._detokenizer.num_before)
         if self._ends_at_stop_string(added, held):
             return
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
@@ -249,7 +247,7 @@ class _Completion:
         known = len(held) if added.startswith(held) else 0
         self._stops.feed(added[:known], checked=False)
         match = self._stops.feed(added[known:], checked=has_min_tokens)
-        now_held = self._held
+        now_held = self._detokenizer.held
         if match is None and has_min_tokens and now_held and now_held != held:
             added += now_held
             match = self._at_the_end_with(added)
@@ -274,7 +272,7 @@ class _Completion:
     def end(self, reason: str) -> None:
         """Finish, and flush the text that was held back."""
         self.finish_reason = reason
-        self._text.append(self._held_back())
+        self._text.append(self._detokenizer.finish())
         self._num_characters = len(self._text)
 
     def output(self) -> CompletionOutput:
@@ -292,7 +290,9 @@ class _Completion:
         has_logprobs = self.request.params.logprobs is not None
         logprobs = self._logprobs if has_logprobs else None
         return CompletionOutput.of(
-            Beginning(self._text, size, self.token_ids, len(self.token_ids), logprobs, self._ends),
+            Beginning(
+                self._text, size, self.token_ids, len(self.token_ids), logprobs, self._starts
+            ),
             self.index,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
@@ -322,10 +322,3 @@ class _Completion:
         self._num_characters = match.end if included else match.start
         self._stop_reason = self._text.part(match.start, match.end)
         self.finish_reason = "stop"
-
-    @property
-    def _held(self) -> str:
-        return self._detokenizer.held if self._detokenizer else ""
-
-    def _held_back(self) -> str:
-        return self._detokenizer.finish() if self._detokenizer else ""

@@ -10,7 +10,14 @@ from sametoken.text.tokenizer import BYTE_OF, BYTE_TOKEN, Tokenizer
 
 
 class Detokenizer(Protocol):
-    """Makes the text of one completion, token by token."""
+    """Makes the text of one completion, token by token.
+
+    Attributes:
+        num_before: characters of earlier tokens, held back until then, that come before those of
+            the last token.
+    """
+
+    num_before: int
 
     def append(self, token_id: int) -> str:
         """The text that this token completes, possibly empty."""
@@ -31,19 +38,36 @@ _NUM_BEFORE = 64
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer | None, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
 ) -> Detokenizer:
     """The detokenizer for the tokenizer's decoder.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer; without one there is no text.
         skip_special_tokens: whether special tokens have no text.
         prompt: the tokens before the text; without any, decoders of SentencePiece take the space
             from its beginning.
     """
+    if tokenizer is None:
+        return NoDetokenizer()
     if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
+
+
+class NoDetokenizer:
+    """For completions without a text."""
+
+    num_before = 0
+    held = ""
+
+    def append(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        return ""
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return ""
 
 
 class ByteLevelDetokenizer:
@@ -53,11 +77,16 @@ class ByteLevelDetokenizer:
         self._id_to_token = tokenizer.backend.id_to_token
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_before = 0
 
     def append(self, token_id: int) -> str:
         """See ``Detokenizer``."""
         token = None if token_id in self._skipped else self._id_to_token(token_id)
-        return self._utf8.decode(_token_bytes(token)) if token else ""
+        added = _token_bytes(token) if token else b""
+        pending, _ = self._utf8.getstate()
+        # What began a character, and is continued by none, becomes one U+FFFD.
+        self.num_before = int(bool(pending) and not _may_begin(pending + added[:1]))
+        return self._utf8.decode(added)
 
     def finish(self) -> str:
         """See ``Detokenizer``."""
@@ -83,6 +112,8 @@ class WindowDetokenizer:
         self._window = self._last_whole(prompt[-_NUM_BEFORE:])
         self._num_shown = len(self._decode())
         self._run = _ByteRun()
+        self._holds = False
+        self.num_before = 0
         steps = _steps_of(tokenizer.backend.decoder)
         # Elsewhere U+FFFD is a token's whole text, and any number of them may follow each other.
         self._cuts_characters = b'"ByteLevel"' in steps
@@ -90,18 +121,23 @@ class WindowDetokenizer:
 
     def append(self, token_id: int) -> str:
         """See ``Detokenizer``."""
+        self.num_before = 0
         if self._skip and token_id in self._tokenizer.special_ids:
             return ""
         self._window.append(token_id)
         token = self._tokenizer.backend.id_to_token(token_id)
         if token is None or BYTE_TOKEN.fullmatch(token):
             self._run.append(token)
+            self._holds = True
             return ""
         self._run = _ByteRun()
+        held = self._decode(self._window[:-1])[self._num_shown :] if self._holds else ""
         text = self._decode()
-        if self._cuts_characters and text.endswith("\ufffd"):
+        self._holds = self._cuts_characters and text.endswith("\ufffd")
+        if self._holds:
             return ""
         piece = text[self._num_shown :]
+        self.num_before = len(held) if piece.startswith(held) else 0
         self._window = [token_id]
         self._num_shown = len(self._decode())
         return piece
@@ -128,8 +164,10 @@ class WindowDetokenizer:
                 return [token_id]
         return []
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+    def _decode(self, token_ids: Sequence[int] | None = None) -> str:
+        """The text of tokens, or of the window."""
+        found = self._window if token_ids is None else token_ids
+        return self._tokenizer.decode(found, skip_special_tokens=self._skip)
 
 
 class _ByteRun:
@@ -161,6 +199,15 @@ def _steps_of(decoder: Any) -> bytes:
     """A decoder's steps as JSON; empty without a decoder."""
     steps: bytes = b"" if decoder is None else decoder.__getstate__()
     return steps
+
+
+def _may_begin(found: bytes) -> bool:
+    """Whether bytes are a character, or the beginning of one."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(found)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _token_bytes(token: str) -> bytes:

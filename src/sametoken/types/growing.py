@@ -49,7 +49,7 @@ class Beginning:
         whole_text: its first ``num_characters`` are those of the beginning.
         whole_token_ids: its first ``num_tokens`` are those of the beginning.
         whole_logprobs: one entry per token, if requested.
-        whole_ends: the length of the text after each token.
+        whole_starts: where the text of each token begins.
     """
 
     whole_text: GrowingText
@@ -57,7 +57,7 @@ class Beginning:
     whole_token_ids: Sequence[int]
     num_tokens: int
     whole_logprobs: Sequence[PositionLogprobs] | None
-    whole_ends: Sequence[int]
+    whole_starts: Sequence[int]
 
     def text(self, start: int = 0) -> str:
         """The text from a character on, at the cost of this part."""
@@ -75,16 +75,12 @@ class Beginning:
 
     def starts(self, first_token: int) -> list[int]:
         """Where the text of each token from ``first_token`` on begins."""
-        if first_token >= self.num_tokens:
-            return []
-        before = self.whole_ends[first_token - 1] if first_token else 0
-        return [before, *self.whole_ends[first_token : self.num_tokens - 1]]
+        return list(self.whole_starts[first_token : self.num_tokens])
 
     def pieces(self, first_token: int, start: int) -> list[str]:
         """The text from ``start`` on, parted by the tokens from ``first_token`` on."""
-        ends = list(self.whole_ends[first_token : self.num_tokens])
         # Text that was held back counts as that of the token it was shown with.
-        ends[-1:] = [self.num_characters]
+        ends = [*self.whole_starts[first_token + 1 : self.num_tokens], self.num_characters]
         pieces = []
         for end in (min(end, self.num_characters) for end in ends):
             pieces.append(self.whole_text.part(start, end))

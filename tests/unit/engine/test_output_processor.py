@@ -221,6 +221,14 @@ def test_a_character_cut_short_by_the_end_is_shown(run, tokenizer):
     assert completion(output).text == "\ufffd"
 
 
+@pytest.mark.parametrize("after", ["a", "<|end|>"])
+def test_what_follows_broken_bytes_begins_behind_them(run, tokenizer, after):
+    broken = [tokenizer.backend.token_to_id(stand_in) for stand_in in "ðŁ"]
+    output, _ = run().emit(*broken, tokenizer.backend.token_to_id(after))
+    assert output.outputs[0].starts_from(0) == [0, 0, 1]
+    assert output.outputs[0].starts_from(2) == [1]
+
+
 @settings(max_examples=90)
 @given(data=st.data())
 def test_windows_do_not_matter_and_nothing_is_taken_back(tokenizer, data):

@@ -126,3 +126,35 @@ def test_whole_characters_of_a_run_of_bytes_are_known_before_it_ends(spaced):
 
 def test_replacement_characters_that_are_tokens_do_not_wait_for_others(spaced):
     assert pieces(spaced, [4, 8, 8, 4], True) == ["cat", "�", "�", "cat", ""]
+
+
+def starts(tokenizer, token_ids: list[int]) -> list[int]:
+    """Where the text of each token begins."""
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=True)
+    found, size = [], 0
+    for token_id in token_ids:
+        piece = detokenizer.append(token_id)
+        found.append(size + detokenizer.num_before)
+        size += len(piece)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stand_ins", "expected"),
+    [
+        ("ðŁĲ±a", [0, 0, 0, 0, 1]),
+        ("ðŁĲab", [0, 0, 0, 1, 2]),
+        ("ðŁðŁa", [0, 0, 1, 1, 2]),
+        ("±a±b", [0, 1, 2, 3]),
+        ("ï¿½a", [0, 0, 0, 1]),
+    ],
+)
+def test_a_token_begins_behind_the_broken_bytes_before_it(tokenizer, stand_ins, expected):
+    token_ids = [tokenizer.backend.token_to_id(stand_in) for stand_in in stand_ins]
+    assert starts(tokenizer, token_ids) == expected
+
+
+def test_a_token_begins_behind_the_run_of_bytes_before_it(spaced):
+    line, euro, invalid, cat = 9, [10, 11, 12], 15, 4
+    assert starts(spaced, [cat, *euro, line, cat, cat]) == [0, 3, 3, 3, 3, 5, 8]
+    assert starts(spaced, [cat, *euro[:2], invalid, cat]) == [0, 3, 3, 3, 6]

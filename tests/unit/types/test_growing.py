@@ -21,15 +21,20 @@ class Growing:
         self.text = GrowingText()
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
-        self.ends: list[int] = []
+        self.starts: list[int] = []
 
     def add(self, piece: str) -> CompletionOutput:
+        self.starts.append(len(self.text))
         self.text.append(piece)
         self.token_ids.append(len(piece))
         self.logprobs.append({len(piece): Logprob(-1.0, 1)})
-        self.ends.append(len(self.text))
         beginning = Beginning(
-            self.text, len(self.text), self.token_ids, len(self.token_ids), self.logprobs, self.ends
+            self.text,
+            len(self.text),
+            self.token_ids,
+            len(self.token_ids),
+            self.logprobs,
+            self.starts,
         )
         return CompletionOutput.of(beginning, 3, finish_reason=None, stop_reason="x")
 

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from pydantic import BaseModel
@@ -236,9 +235,13 @@ class _ChoiceWriter:
         """Where each token of the prompt begins in it; one that the tokenizer adds, at 0."""
         tokenizer = self._served.engine.get_tokenizer()
         detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
-        sizes = [len(detokenizer.append(token_id)) for token_id in self._prompt.token_ids]
-        num_added = sum(sizes) + len(detokenizer.finish()) - len(self._echoed)
-        return [max(begin - max(num_added, 0), 0) for begin in accumulate(sizes[:-1], initial=0)]
+        begins, size = [], 0
+        for token_id in self._prompt.token_ids:
+            piece = detokenizer.append(token_id)
+            begins.append(size + detokenizer.num_before)
+            size += len(piece)
+        num_added = max(size + len(detokenizer.finish()) - len(self._echoed), 0)
+        return [max(begin - num_added, 0) for begin in begins]
 
     def _echo(self) -> str:
         if self._prompt.text is not None:

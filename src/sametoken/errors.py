@@ -44,6 +44,12 @@ def clipped(text: str, most: int) -> str:
     return f"{text[: most - tail - 3]}...{text[-tail:]}"
 
 
+def in_words(error: Exception) -> str:
+    """What an error says; one of the system without its number and its path."""
+    words = error.strerror if isinstance(error, OSError) else None
+    return words[:1].lower() + words[1:] if words else str(error)
+
+
 class SametokenError(Exception):
     """Base of all typed errors.
 

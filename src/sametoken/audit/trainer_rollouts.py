@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import ConfigError, shown
+from sametoken.errors import ConfigError, in_words, shown
 from sametoken.io.files import read_json
 from sametoken.io.json_text import json_lines
 from sametoken.types.outputs import RequestOutput
@@ -175,7 +175,7 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", _FORMAT) from error
+        raise ConfigError(f"{path} cannot be read ({in_words(error)})", _FORMAT) from error
     if not isinstance(values, list):
         raise ConfigError(f"{path} is no list", _FORMAT)
     yield from enumerate(values, 1)

@@ -17,8 +17,8 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.report import Summary, environment, settings
-from sametoken.errors import ConfigError
-from sametoken.io.files import make_directory, require_writable, write_text
+from sametoken.errors import ConfigError, in_words
+from sametoken.io.files import make_directory, open_regular, require_writable, write_text
 from sametoken.io.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -63,11 +63,10 @@ def read_json(path: Path, remedy: str = "give a file that bench wrote") -> dict[
         ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
-        if not path.is_file():
-            raise OSError("it is no regular file" if path.exists() else "it does not exist")
-        value = parse_json(path.read_bytes())
+        with open_regular(path) as file:
+            value = parse_json(file.read())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error})", remedy) from error
+        raise ConfigError(f"{path} cannot be read as JSON ({in_words(error)})", remedy) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object", remedy)
     return value

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml  # type: ignore[import-untyped]
 
-from sametoken.errors import ConfigError, shown
+from sametoken.errors import ConfigError, in_words, shown
 from sametoken.types.option_values import suggestion
 
 
@@ -69,7 +69,9 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", "give a file of YAML") from error
+        raise ConfigError(
+            f"{path} cannot be read ({in_words(error)})", "give a file of YAML"
+        ) from error
     except yaml.YAMLError as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"{path} is no YAML ({text})", "write one option a line") from error

@@ -21,6 +21,7 @@ from sametoken.cli.options import (
 )
 from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
+from sametoken.errors import in_words
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _read(name: str) -> str:
             return sys.stdin.read()
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{name} cannot be read as text: {error}") from error
+        raise typer.BadParameter(f"{name} cannot be read as text: {in_words(error)}") from error
 
 
 def _write(piece: str) -> None:

@@ -28,7 +28,7 @@ from sametoken.cli.serve import serve
 from sametoken.cli.train import train
 from sametoken.cli.vllm_flags import ServeCommand
 from sametoken.config import DEFAULT_MODEL
-from sametoken.errors import SametokenError
+from sametoken.errors import SametokenError, in_words
 
 NO_COMMAND = 2
 INTERRUPTED = 130
@@ -78,7 +78,7 @@ def _told() -> Iterator[None]:
         else:
             raise
         where = error.filename or "the output"
-        typer.echo(f"error: {where} cannot be {what} ({error.strerror}). {remedy}", err=True)
+        typer.echo(f"error: {where} cannot be {what} ({in_words(error)}). {remedy}", err=True)
         raise typer.Exit(BAD_PATH) from error
 
 

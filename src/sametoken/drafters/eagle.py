@@ -25,7 +25,7 @@ from sametoken.drafters.base import (
     require_memory,
 )
 from sametoken.drafters.context import Coupling, DraftContext
-from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError
+from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError, in_words
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
@@ -63,7 +63,9 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the token map {path} cannot be read ({error})", _REMEDY) from error
+        raise ConfigError(
+            f"the token map {path} cannot be read ({in_words(error)})", _REMEDY
+        ) from error
     if not isinstance(found, list) or not found or not all(type(i) is int for i in found):
         raise ConfigError(f"the token map {path} is no list of integers", _REMEDY)
     low, high = min(found), max(found)

@@ -10,7 +10,7 @@ import torch
 
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 from sametoken.extraction.shards import (
     MANIFEST,
     Manifest,
@@ -130,7 +130,7 @@ def _held(directory: Path) -> DirectoryLock:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"shared_storage_path {directory} cannot be created ({error})",
+            f"shared_storage_path {directory} cannot be created ({in_words(error)})",
             "set another one",
         ) from error
     return DirectoryLock(

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError, ConfigError, in_words
 from sametoken.io.files import replacing
 from sametoken.io.json_text import parse_json
 from sametoken.models.safetensors_file import write_safetensors
@@ -195,7 +195,7 @@ class ExtractedStates:
                     for name in ("hidden_states", "token_ids", "next_token_ids")
                 )
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, error) from error
+            raise _damaged(path, in_words(error)) from error
         return states, tokens, following
 
     def _require_room(self, shard: Shard) -> None:
@@ -206,7 +206,7 @@ class ExtractedStates:
         try:
             size = path.stat().st_size if path.is_file() else 0
         except OSError as error:
-            raise _damaged(path, error) from error
+            raise _damaged(path, in_words(error)) from error
         if size < shard.num_rows * row_bytes:
             raise _damaged(path, f"{size} bytes for {shard.num_rows} rows of {row_bytes}")
 
@@ -251,7 +251,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} holds no {MANIFEST}", "give a directory of extracted hidden states"
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})", _AGAIN) from error
+        raise CheckpointError(f"{path} cannot be read ({in_words(error)})", _AGAIN) from error
     written = found.get("format") if isinstance(found, dict) else None
     if isinstance(written, str) and written != FORMAT:
         raise CheckpointError(f"{path} is of format {written!r}", f"extract again, in {FORMAT!r}")
@@ -365,7 +365,7 @@ def _writer_of(path: Path) -> str:
         with safe_open(path, framework="pt") as file:
             return f"its writer is {(file.metadata() or {}).get('writer')!r}"
     except (OSError, SafetensorError) as error:
-        return str(error)
+        return in_words(error)
 
 
 def _damaged(path: Path, why: object) -> CheckpointError:
@@ -378,6 +378,6 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{path} cannot be written ({error})",
+            f"{path} cannot be written ({in_words(error)})",
             "make room there, or set another shared_storage_path",
         ) from error

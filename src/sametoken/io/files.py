@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pydantic_core import from_json
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 
 #: Twice the size of a weight map of 200,000 tensors.
 MAX_JSON_BYTES = 2**25
@@ -84,7 +84,7 @@ def _unwritable(path: Path) -> str:
             return _IRREGULAR
         may = os.access(path if path.exists() else path.parent, os.W_OK)
     except OSError as error:
-        return error.strerror or str(error)
+        return in_words(error)
     return "" if may else "permission denied"
 
 
@@ -97,7 +97,9 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be made ({error})", "choose another directory") from error
+        raise ConfigError(
+            f"{path} cannot be made ({in_words(error)})", "choose another directory"
+        ) from error
 
 
 def is_there(path: Path) -> bool:
@@ -148,7 +150,7 @@ def write_text(path: Path, text: str) -> None:
             unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error})", "make room, or choose another name"
+            f"{path} cannot be written ({in_words(error)})", "make room, or choose another name"
         ) from error
 
 
@@ -198,7 +200,7 @@ class DirectoryLock:
             raise ConfigError(f"{directory} is held by {holder}", remedy) from error
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be locked ({error})",
+                f"{path} cannot be locked ({in_words(error)})",
                 "choose a directory that can be written, on a file system with locks",
             ) from error
 

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 from sametoken.io.files import DirectoryLock, is_there, replacing, sync
 from sametoken.io.json_text import parse_json
 
@@ -135,7 +135,7 @@ class Journal:
             shutil.rmtree(gone)
         except OSError as error:
             raise ConfigError(
-                f"{self._directory} cannot be removed ({error})",
+                f"{self._directory} cannot be removed ({in_words(error)})",
                 "remove it; the output is complete",
             ) from error
 
@@ -200,7 +200,7 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be used ({error})",
+        f"{path} cannot be used ({in_words(error)})",
         "make room there, or choose another output; the same command resumes the run",
     )
 

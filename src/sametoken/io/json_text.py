@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 
 #: Maximum bytes of a line, so that an endless line cannot exhaust memory.
 MAX_LINE_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, _value(path, number, line)
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", _REMEDY) from error
+        raise ConfigError(f"{path} cannot be read ({in_words(error)})", _REMEDY) from error
 
 
 def _value(path: Path, number: int, line: bytes) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from io import FileIO
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 
 #: Seconds after which a copy hangs: requests wait for it, and those behind them.
 MOST_SECONDS = 30.0
@@ -33,7 +33,8 @@ def opened_in(directory: str) -> FileIO:
         return tempfile.TemporaryFile(dir=directory, buffering=0)
     except OSError as error:
         raise ConfigError(
-            f"swap_dir {directory} cannot hold a file ({error})", "name a directory on a disk"
+            f"swap_dir {directory} cannot hold a file ({in_words(error)})",
+            "name a directory on a disk",
         ) from error
 
 
@@ -127,7 +128,7 @@ class SwapFile:
         try:
             is_right = copy(place, block)
         except (OSError, MemoryError) as error:
-            self._fail(str(error) or "no memory to read into")
+            self._fail(in_words(error) or "no memory to read into")
         finally:
             with self._lock:
                 if not self._hangs:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.config import DUMMY
-from sametoken.errors import CheckpointError, SametokenError, clipped
+from sametoken.errors import CheckpointError, SametokenError, clipped, in_words
 from sametoken.models.load.files import (
     INDEX,
     INDEX_PICKLED,
@@ -295,7 +295,7 @@ def _errors(hub_id: HubId, hint: Callable[[], str]) -> Iterator[None]:
         # Versions of huggingface_hub use different HTTP libraries, each with errors of its own.
         if isinstance(error, OSError) and error.errno in _CANNOT_STORE:
             raise CheckpointError(
-                f"{hub_id} cannot be stored in {cache} ({error})",
+                f"{hub_id} cannot be stored in {cache} ({in_words(error)})",
                 "set HF_HOME to a directory that has the room",
             ) from error
         raise CheckpointError(

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from sametoken.config import SpeculativeConfig
-from sametoken.errors import CheckpointError, ConfigError, shown
+from sametoken.errors import CheckpointError, ConfigError, in_words, shown
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
     cache_directory,
@@ -136,7 +136,7 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError as error:
         raise CheckpointError(
-            f"{shown(str(path))} cannot be looked up ({error.strerror})",
+            f"{shown(str(path))} cannot be looked up ({in_words(error)})",
             "check the name, and the permissions of its folders",
         ) from error
 
@@ -199,7 +199,7 @@ def _fetch(cached: Path) -> None:
             _unpack(_download(Path(scratch)), unpacked)
     except OSError as error:
         raise CheckpointError(
-            f"{EMBEDDED_NAME} cannot be stored in {cached.parent} ({error})",
+            f"{EMBEDDED_NAME} cannot be stored in {cached.parent} ({in_words(error)})",
             f"set {CACHE_VARIABLE} to a directory that can hold {EMBEDDED_SIZE} bytes",
         ) from error
 

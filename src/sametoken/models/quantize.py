@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import ConfigError, UnsupportedError, in_words
 from sametoken.models.load.files import INDEX, read_json_object, weight_files
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
@@ -148,7 +148,8 @@ def _whole_or_none(output: Path) -> Iterator[None]:
         shutil.rmtree(output, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
             raise ConfigError(
-                f"{output} cannot be written ({error})", "make room or choose another directory"
+                f"{output} cannot be written ({in_words(error)})",
+                "make room or choose another directory",
             ) from error
         raise
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sametoken.distributed.nccl import new_unique_id
 from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
-from sametoken.errors import WeightUpdateError
+from sametoken.errors import WeightUpdateError, in_words
 from sametoken.models.load.sent import named_tensor
 from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
@@ -181,7 +181,7 @@ class WeightSender:
             raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
         except (OSError, ValueError) as error:
             raise WeightUpdateError(
-                f"{url} does not answer ({error})", "check the URL, then its log"
+                f"{url} does not answer ({in_words(error)})", "check the URL, then its log"
             ) from error
 
 
@@ -204,7 +204,7 @@ def _require_met(address: str, port: int) -> None:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         raise WeightUpdateError(
-            f"port {port} of this host cannot be taken ({error})", "give another port"
+            f"port {port} of this host cannot be taken ({in_words(error)})", "give another port"
         ) from error
     with listener:
         listener.settimeout(_QUICKLY_S)
@@ -215,7 +215,8 @@ def _require_met(address: str, port: int) -> None:
             listener.accept()[0].close()
         except (OSError, UnicodeError) as error:
             raise WeightUpdateError(
-                f"address={address!r} does not lead to this process ({error})", _OWN_ADDRESS
+                f"address={address!r} does not lead to this process ({in_words(error)})",
+                _OWN_ADDRESS,
             ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.errors import CheckpointError, ConfigError, RequestError
+from sametoken.errors import CheckpointError, ConfigError, RequestError, in_words
 from sametoken.io.cache_directory import expanded
 from sametoken.io.files import is_there
 from sametoken.models.hub import HubId, Needed, cached_on_hub
@@ -245,7 +245,9 @@ def _set_template(tokenizer: Tokenizer, path: Path) -> None:
         tokenizer.hf.chat_template = path.read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": ""}])
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", "give a file of Jinja") from error
+        raise ConfigError(
+            f"{path} cannot be read ({in_words(error)})", "give a file of Jinja"
+        ) from error
     except RequestError as error:
         # What it refuses in a message is the template's right; its syntax is not.
         if isinstance(error.__cause__, TemplateSyntaxError):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
+from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, in_words
 from sametoken.io.files import is_there, open_regular
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.gguf_file import read_gguf
@@ -145,7 +145,7 @@ def _require_readable(path: Path) -> None:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})", _REMEDY) from error
+        raise CheckpointError(f"{path} cannot be read ({in_words(error)})", _REMEDY) from error
     if size > MAX_BYTES:
         raise CheckpointError(f"{path} has {size} bytes, above {MAX_BYTES}", _REMEDY)
 

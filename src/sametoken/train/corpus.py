@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 from sametoken.io.json_text import json_lines
 from sametoken.train.compute import generator_of
 from sametoken.train.text import conversation_in, digest_of, text_in
@@ -61,7 +61,9 @@ class Source:
             try:
                 found = [self.path.read_text(encoding="utf-8")]
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{self.path} cannot be read ({error})", "give text") from error
+                raise ConfigError(
+                    f"{self.path} cannot be read ({in_words(error)})", "give text"
+                ) from error
         else:
             found = list(self._rows())
         if not any(found):

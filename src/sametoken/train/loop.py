@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sametoken.engine.caller import DeferredInterrupts
-from sametoken.errors import CheckpointError, ConfigError, NumericalError
+from sametoken.errors import CheckpointError, ConfigError, NumericalError, in_words
 from sametoken.io.files import replacing
 from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
@@ -196,7 +196,7 @@ class _Loop:
                 file.truncate(needed)
         except OSError as error:
             raise ConfigError(
-                f"{self._path} takes {needed} bytes, which cannot be written ({error})",
+                f"{self._path} takes {needed} bytes, which cannot be written ({in_words(error)})",
                 "raise the limit of files (ulimit -f) or choose another output",
             ) from error
 
@@ -217,7 +217,8 @@ class _Loop:
                 torch.save(state, unfinished)
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"{self._path} cannot be written ({error})", "make room or choose another output"
+                f"{self._path} cannot be written ({in_words(error)})",
+                "make room or choose another output",
             ) from error
 
     def _restore(self) -> None:

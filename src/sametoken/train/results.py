@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError, ConfigError, in_words
 from sametoken.io.files import LOCK, DirectoryLock, is_there, replacing, write_text
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
@@ -54,7 +54,7 @@ def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{directory} cannot be made ({error})", "choose another output"
+            f"{directory} cannot be made ({in_words(error)})", "choose another output"
         ) from error
     with DirectoryLock(directory, "wait for that training's end, or choose another output"):
         require_output(directory, resume=resume)
@@ -249,7 +249,7 @@ def _names_in(path: Path) -> list[str]:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} is truncated or corrupt ({error})", "fetch or convert it again"
+            f"{path} is truncated or corrupt ({in_words(error)})", "fetch or convert it again"
         ) from error
 
 
@@ -274,4 +274,6 @@ def copy_file(source: Path, path: Path) -> None:
 
 
 def _not_written(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error})", "make room or choose another output")
+    return ConfigError(
+        f"{path} cannot be written ({in_words(error)})", "make room or choose another output"
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError, ConfigError, in_words
 
 END_OF_TEXT, TURN_BEGIN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_BEGIN, TURN_END)
@@ -68,7 +68,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     try:
         tokenizer.save_pretrained(directory)
     except OSError as error:
-        raise ConfigError(f"{directory} cannot be written ({error})", "make room") from error
+        raise ConfigError(
+            f"{directory} cannot be written ({in_words(error)})", "make room"
+        ) from error
 
 
 def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:

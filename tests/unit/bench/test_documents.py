@@ -23,7 +23,7 @@ def test_what_is_no_object_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError):
         read_json(path)
-    with pytest.raises(ConfigError, match=r"cannot be read as JSON \(it does not exist\)"):
+    with pytest.raises(ConfigError, match=r"cannot be read as JSON \(no such file or directory\)"):
         read_json(tmp_path / "gone.json")
 
 

@@ -374,7 +374,7 @@ def test_an_output_without_room_is_one_line(command):
             text=True,
             check=False,
         )
-    cause = "error: the output cannot be written (No space left on device). make room"
+    cause = "error: the output cannot be written (no space left on device). make room"
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
 
@@ -385,7 +385,7 @@ def test_a_path_that_cannot_be_looked_up_is_one_line(command):
     name = "a" * 300
     result = run(*command.split(), name)
     remedy = "check the name, and the permissions of its folders"
-    cause = f"error: {name} cannot be used (File name too long). {remedy}"
+    cause = f"error: {name} cannot be used (file name too long). {remedy}"
     assert (result.exit_code, result.stderr.splitlines()) == (2, [cause])
 
 

@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_once_and_nothing_more_is_written(tmp_path, monkeypa
         file.write(0, 0)
         assert file.finished(wait=True) == [(0, False)]
     assert len(asked) == 1
-    assert "No space left on device" in caplog.text
+    assert "no space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("wait", [True, False])

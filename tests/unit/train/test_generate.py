@@ -226,7 +226,7 @@ def test_answers_outlive_a_disk_that_is_full_at_the_end(target, tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
-        with pytest.raises(ConfigError, match=r"No space left .*the same command resumes the run"):
+        with pytest.raises(ConfigError, match=r"no space left .*the same command resumes the run"):
             answer(open_llm(target), asked, output)
     written = answer(open_llm(target), asked, output)
     assert (written.answers, written.kept) == (0, len(rows_of(output))) == (0, len(asked))

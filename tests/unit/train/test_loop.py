@@ -229,7 +229,7 @@ def test_a_limit_of_files_below_the_checkpoint_is_refused_before_the_first_step(
     fit = Fit()
     with (
         files_up_to(3 * 4 * (6 + 3) - 1),
-        pytest.raises(ConfigError, match=r"takes 108 bytes, .* \(.*File too large"),
+        pytest.raises(ConfigError, match=r"takes 108 bytes, .* \(file too large"),
     ):
         train(fit, tmp_path, options())
     assert (fit.seen, list(tmp_path.iterdir())) == ([], [])

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from reprlib import repr as short
 from typing import Any
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError, UnsupportedError, in_words
 from sametoken.io.files import is_there, read_json
 from sametoken.models.load.settings import NO_SETTINGS, Settings
 
@@ -40,7 +40,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({in_words(error)})", AGAIN
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", AGAIN)
     return value

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from sametoken.errors import CheckpointError
+from sametoken.errors import CheckpointError, in_words
 from sametoken.io.files import open_regular
 
 MAGIC = b"GGUF"
@@ -97,7 +97,7 @@ def read_gguf(path: Path) -> GGUFFile:
             return _parsed(path, _Cursor(data, 4))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not a complete GGUF file ({error})", "download the file again"
+            f"{path} is not a complete GGUF file ({in_words(error)})", "download the file again"
         ) from error
 
 

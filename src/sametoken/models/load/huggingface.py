@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError, UnsupportedError, in_words
 from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
@@ -423,7 +423,9 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt ({error})", AGAIN) from error
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({in_words(error)})", AGAIN
+        ) from error
 
 
 def _opened(path: Path) -> Any:

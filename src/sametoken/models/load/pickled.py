@@ -17,7 +17,7 @@ from reprlib import repr as short
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError, UnsupportedError, in_words
 from sametoken.io.files import open_regular
 from sametoken.models.load.files import AGAIN
 from sametoken.models.load.sources import FLOATING, TensorsByName
@@ -158,7 +158,7 @@ def _records_of(path: Path) -> tuple[bytes, frozenset[int]]:
             f"download the checkpoint again, or {_CONVERT}",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})", AGAIN) from error
+        raise CheckpointError(f"{path} cannot be read ({in_words(error)})", AGAIN) from error
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise _corrupt(path, error) from error
 

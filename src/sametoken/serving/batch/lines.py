@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, in_words
 from sametoken.io.json_text import parse_json
 from sametoken.serving.http.schemas import Text
 
@@ -134,7 +134,9 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
             lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             return list(_with_unique_ids(_not_blank(lines, max_line_bytes)))
     except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error
+        raise RequestError(
+            f"{path} cannot be read ({in_words(error)})", "name a file of requests"
+        ) from error
 
 
 def to_line(result: BatchResult) -> bytes:

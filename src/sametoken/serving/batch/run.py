@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError, EngineDeadError
+from sametoken.errors import ConfigError, EngineDeadError, in_words
 from sametoken.io.journal import Journal, write_whole
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.batch.config import BatchConfig
@@ -97,7 +97,9 @@ def _require_free(output: Path, source: Path) -> None:
             raise ConfigError(f"{output} is the input itself", "choose another output")
         kind = "there already" if output.is_file() else "no regular file"
     except OSError as error:
-        raise ConfigError(f"{output} cannot be used ({error})", "choose another output") from error
+        raise ConfigError(
+            f"{output} cannot be used ({in_words(error)})", "choose another output"
+        ) from error
     raise ConfigError(f"{output} is {kind}", "remove it, or choose another output")
 
 

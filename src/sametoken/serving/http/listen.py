@@ -8,7 +8,7 @@ import resource
 import socket
 import ssl
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, in_words
 from sametoken.serving.http.config import ServerConfig
 
 #: Descriptors that the server requests, and those reserved for the engine and for files.
@@ -70,7 +70,7 @@ def check_certificate(config: ServerConfig) -> None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"the certificate {config.ssl_certfile} cannot be used ({error})",
+            f"the certificate {config.ssl_certfile} cannot be used ({in_words(error)})",
             "give a PEM certificate and its own key, without a password",
         ) from error
 
@@ -102,6 +102,6 @@ def connections_that_fit(wanted: int) -> int:
 
 def _unusable(config: ServerConfig, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the server cannot listen on {config.host} port {config.port} ({error})",
+        f"the server cannot listen on {config.host} port {config.port} ({in_words(error)})",
         "choose another host or port",
     )

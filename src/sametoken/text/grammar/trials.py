@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import OverloadedError, RequestError, SametokenError
+from sametoken.errors import OverloadedError, RequestError, SametokenError, in_words
 from sametoken.io.child_process import spawn, status_text
 from sametoken.text.grammar.compiled import TokenizerText, Vocabulary
 from sametoken.text.grammar.grammar import XGrammar
@@ -223,7 +223,7 @@ def _start_process() -> TrialProcess:
         return TrialProcess()
     except OSError as error:
         raise OverloadedError(
-            f"the grammar compiler cannot be started: {error}", "try again later"
+            f"the grammar compiler cannot be started: {in_words(error)}", "try again later"
         ) from error
 
 

@@ -129,6 +129,7 @@ def test_a_chat(terminal, tmp_path):
     assert drafted == plain
     assert re.search(r"250 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
 
+    assert "/drafts [off|ngram|suffix|mtp|JSON] changes them" in terminal.ask("/drafts")
     assert "did you mean '/drafts'?" in terminal.ask("/draft")
     assert "'ngrm' is not known. did you mean 'ngram'?" in terminal.ask("/drafts ngrm")
     path = tmp_path / "chat.json"

@@ -34,6 +34,7 @@ from sametoken.serving.http.tool_parsers import parser_of_template
 from sametoken.types.option_values import NO_FILE, suggestion
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.speculative_methods import DRAFTING, TABLE, Checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,8 @@ OFF = "off"
 #: For models that recommend nothing, as GGUF files: what SmolLM2's card gives. At temperature 1
 #: small models ramble. ``--generation-config vllm`` asks for vLLM's defaults instead.
 CALM = {"temperature": 0.2, "top_p": 0.9}
+#: Methods that may be given by name alone.
+_METHODS = [name for name in DRAFTING if TABLE[name].checkpoint is not Checkpoint.REQUIRED]
 _FORMATS = (".json", ".md")
 
 
@@ -224,9 +227,9 @@ class Chat:
     def drafts(self, argument: str) -> None:
         """Show how drafts are made, or load the model again with other ones."""
         if not argument:
-            others = COMMANDS["/drafts"].argument
+            others = "|".join((OFF, *filter(self._may_draft_by, _METHODS), "JSON"))
             self._say(
-                f"Drafts: {self._drafts_shown()}. /drafts {others} changes them.", markup=False
+                f"Drafts: {self._drafts_shown()}. /drafts [{others}] changes them.", markup=False
             )
             return
         spec = None if argument == OFF else SpeculativeConfig.parse(argument)
@@ -293,6 +296,17 @@ class Chat:
         self._llm = LLM.from_unloaded(unloaded, self._announce)
         return self._llm
 
+    def _may_draft_by(self, method: str) -> bool:
+        """Whether the model runs with a method by its name alone."""
+        from sametoken.engine.unloaded import UnloadedModel
+
+        spec = SpeculativeConfig.parse(method)
+        try:
+            UnloadedModel.of(replace(self._config, speculative_config=spec), lambda line: None)
+        except SametokenError:
+            return False
+        return True
+
     def _drafts_shown(self) -> str:
         spec = (self._llm or self._load()).resolved.config.speculative_config
         return f"{spec.label}, up to {spec.num_speculative_tokens} per step" if spec else OFF
@@ -316,7 +330,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "/again": Command("", "Answers the last question again; drafts change no word.", Chat.again),
     "/drafts": Command(
-        "[off|ngram|suffix|eagle3|mtp|JSON]",
+        "[off|METHOD|JSON]",
         "Loads the model again with these drafts; JSON as for --speculative-config.",
         Chat.drafts,
     ),

@@ -219,12 +219,24 @@ def test_drafts_change_the_engine_and_not_the_request():
     talk.say("abc")
     assert talk.say("/drafts off", "/again").startswith("loading m\nDrafts: off; the model was")
     shown = talk.say("/drafts suffix", "/again", "/drafts")
-    assert "Drafts: suffix, up to 24 per step. /drafts [off|ngram|" in shown
+    assert "Drafts: suffix, up to 24 per step. /drafts [off|ngram|suffix|eagle3|mtp|JSON]" in shown
     specs = [llm.config.speculative_config for llm in EchoLLM.loaded]
     assert specs == [SpeculativeConfig("ngram"), None, SpeculativeConfig("suffix")]
     asked = [llm.asked for llm in EchoLLM.loaded]
     assert asked[0] == asked[1] == asked[2]
     assert len(talk.chat.messages) == 2
+
+
+def test_methods_that_the_model_cannot_run_with_are_not_offered(monkeypatch):
+    talk = Talk()
+
+    def without_a_module(config, announce):
+        if config.speculative_config.method in ("eagle3", "mtp"):
+            raise UnsupportedError("there is no such head", "use another method")
+        return Unloaded(config)
+
+    monkeypatch.setattr(Unloaded, "of", without_a_module)
+    assert "/drafts [off|ngram|suffix|JSON] changes them" in talk.say("/drafts")
 
 
 def test_impossible_drafts_leave_the_engine_as_it_is():

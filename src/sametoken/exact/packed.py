@@ -17,6 +17,7 @@ from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.model.recurrent.rule import LayerMemory
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import upload
+from sametoken.types.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def require_sequences(
     # A tensor of sequences, as trainers have them, has no truth of its own.
     if len(sequences) == 0 or len(starts) != len(sequences):
         raise RequestError(
-            f"{len(starts)} starts for {len(sequences)} sequences",
+            f"{counted(len(starts), 'start')} for {counted(len(sequences), 'sequence')}",
             "give at least one sequence, and one start for each",
         )
     for index, (ids, start) in enumerate(zip(sequences, starts, strict=True)):

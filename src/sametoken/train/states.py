@@ -16,6 +16,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
 from sametoken.train.text import Sequences
+from sametoken.types.units import counted
 
 # Tokens per pass of ``keep``: they fill a GPU, and fit a CPU's cache.
 _GPU_PASS_TOKENS, _CPU_PASS_TOKENS = 32768, 2048
@@ -213,8 +214,8 @@ def _places_of(
     layers = source.eagle_aux_hidden_state_layer_ids
     if not set(needed) <= set(layers) or not len(extracted):
         raise ConfigError(
-            f"the states hold {len(extracted)} sequences of layers {layers}, training needs "
-            f"layers {needed}",
+            f"the states hold {counted(len(extracted), 'sequence')} of layers {layers}, training "
+            f"needs layers {needed}",
             f'extract with "eagle_aux_hidden_state_layer_ids": {sorted(set(needed))}',
         )
     return [layers.index(layer) for layer in needed]

@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes and counts as people read them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def in_units(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 step, 2 steps."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def in_tokens(count: int) -> str:

@@ -105,6 +105,8 @@ def test_bad_sequences_are_refused(sequences, starts, model):
 def test_a_tensor_of_sequences_is_as_good_as_lists(model):
     rows = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert all_equal(model(torch.tensor(rows), torch.tensor([2, 1])), model(rows, [2, 1]))
+    with pytest.raises(RequestError, match=r"2 starts for 1 sequence\."):
+        model(rows[:1], [2, 1])
     with pytest.raises(RequestError, match="0 starts for 0 sequences"):
         model(torch.zeros(0, 3, dtype=torch.int64))
 

@@ -263,6 +263,11 @@ def test_it_trains_on_extracted_states(target, text, tmp_path):
     unreadable = training.with_bad_weights(target, tmp_path / "target")
     with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|extract with"):
         train(unreadable, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
+    speculative["shared_storage_path"] = str(tmp_path / "one")
+    open_llm(target, speculative_config=speculative).generate(prompts_of()[:1], GREEDY)
+    one, other = TrainingText(states=(tmp_path / "one",)), replace(HEAD, aux_layers="0,2,4")
+    with pytest.raises(ConfigError, match="the states hold 1 sequence of layers"):
+        train(unreadable, tmp_path / "head", one, head=other)
     head = replace(HEAD, aux_layers="1,2,4")
     short = replace(LOOP, max_length=PROMPT_LEN + 1)
     with pytest.raises(ConfigError, match="no sequence with an answer"):

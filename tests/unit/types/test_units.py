@@ -1,10 +1,10 @@
-"""Sizes as people read them."""
+"""Sizes and counts as people read them."""
 
 from __future__ import annotations
 
 import pytest
 
-from sametoken.types.units import in_tokens, in_units
+from sametoken.types.units import counted, in_tokens, in_units
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,8 @@ def test_bytes(num_bytes, text):
 )
 def test_tokens(count, text):
     assert in_tokens(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps")])
+def test_a_noun_follows_its_number(count, text):
+    assert counted(count, "step") == text

@@ -169,7 +169,9 @@ def test_floats_for_a_format_that_needs_data_are_refused(tmp_path):
     )
     live = engine(write_checkpoint(tmp_path / "gptq", config, stored))
     before = said(live)
-    with pytest.raises(WeightUpdateError, match="not stored as the weights in use"):
+    with pytest.raises(WeightUpdateError, match="not stored as the weights in use") as caught:
         live.update_weights(tensors.items())
+    first = min(name for name in tensors if name.endswith("proj.weight"))
+    assert caught.value.cause.endswith(f"({first} is in floats)")
     assert said(live) == before
     assert live.update_weights(stored.items()) == 1

@@ -32,7 +32,7 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
-from sametoken.models.requantize import requantized
+from sametoken.models.requantize import left_in_floats, requantized
 from sametoken.ops.backend import Kernels
 from sametoken.runner.routed_experts import plain_kernels
 from sametoken.types.speculative_methods import EXTRACT
@@ -210,21 +210,24 @@ class LiveWeights:
         elif (shared := drafter.shared_head) is not None:
             pairs.append((shared.weight, shared.made_of(model, kernels)))
         live, loaded = zip(*pairs, strict=True)
-        return NewWeights(self._replacement(live, loaded), target == MODEL)
+        return NewWeights(self._replacement(live, loaded, source), target == MODEL)
 
     def _formats(self) -> Quantization:
         """The formats of the target's weights."""
         return read_quantization(self.model.config.extra, MODEL)
 
-    def _replacement(self, live: object, loaded: object) -> Replacement:
+    def _replacement(self, live: object, loaded: object, source: TensorSource) -> Replacement:
         """``Replacement.of``; a quantized checkpoint does not say how every tensor is stored."""
         try:
             return Replacement.of(live, loaded)
         except InvariantError as error:
-            if self._formats() is UNQUANTIZED:
+            formats = self._formats()
+            if formats is UNQUANTIZED:
                 raise
+            floats = left_in_floats(source, formats, self.model.config, self.in_floats)
+            why = f" ({floats[0]} is in floats)" if floats else ""
             raise WeightUpdateError(
-                f"the update is not stored as the weights in use are ({error.cause})",
+                f"the update is not stored as the weights in use are{why}",
                 "send all tensors as the checkpoint has them; floats are quantized in formats that "
                 "need no data (docs/rollouts.md)",
             ) from error

@@ -52,14 +52,31 @@ def requantized(
     return _Requantized(source, schemes, config.dtype) if schemes else source
 
 
+def left_in_floats(
+    source: TensorSource, formats: Quantization, config: ModelConfig, kept: Collection[str]
+) -> list[str]:
+    """Names of weights in floats that the formats want quantized; arguments as ``requantized``."""
+    names = sorted(set(source.names()).difference(kept))
+    return [
+        name
+        for name in names
+        if _format_of(name, formats, config) and source.stored_dtype(name) in FLOATING
+    ]
+
+
 def _scheme_of(name: str, formats: Quantization, config: ModelConfig) -> Scheme | None:
     """How a tensor of this name is rounded, if it is; None of others."""
     if isinstance(formats, StackedExperts):
         return MXFP4 if name.endswith(_STACKS) and formats.stack_named(name) else None
+    return _scheme_of_linear(_format_of(name, formats, config))
+
+
+def _format_of(name: str, formats: Quantization, config: ModelConfig) -> LinearFormat | None:
+    """The format that a weight of this name is to have."""
     module = _head_of(name, config) or module_of(name)
     if module is None or not isinstance(formats, ByTarget):
         return None
-    return _scheme_of_linear(formats.format_named(module))
+    return formats.format_named(module)
 
 
 def _head_of(name: str, config: ModelConfig) -> str | None:

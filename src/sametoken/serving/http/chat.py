@@ -18,6 +18,7 @@ from sametoken.engine.user_inputs import content_text
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
+    answer_id,
     respond,
     speculation_stats,
     usage,
@@ -218,7 +219,7 @@ class _Answer:
 
     def _make(self, kind: type[Kind], choices: list[Any], **more: Any) -> Kind:
         made = kind(
-            id=self.request_id,
+            id=answer_id(self.request_id, self.request.request_id),
             created=self.created,
             model=self.model,
             choices=choices,

@@ -18,6 +18,7 @@ from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
+    answer_id,
     respond,
     speculation_stats,
     usage,
@@ -60,7 +61,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
         for prompt in given
     ]
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    answer = _Answer(served, request, prompts, request_id, model)
+    answer = _Answer(served, request, prompts, answer_id(request_id, request.request_id), model)
     generation = await served.begin(prompts, params, request_id)
     return await respond(http, generation, answer, stream=bool(request.stream))
 

@@ -49,6 +49,16 @@ class Progress:
     output: RequestOutput
 
 
+def answer_id(request_id: str, given: str | None) -> str:
+    """The id that an answer shows: what the client gave, or the unique id in the engine.
+
+    Args:
+        request_id: in the engine, with a prefix.
+        given: shown behind the prefix; clients may give one twice.
+    """
+    return request_id if given is None else f"{request_id.partition('-')[0]}-{given}"
+
+
 class Generation:
     """The prompts of one HTTP request in the engine.
 

@@ -122,6 +122,9 @@ StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
+#: An answer's id, behind its prefix.
+RequestId = Annotated[Text, Field(min_length=1, max_length=256)]
+
 #: How much a model is to reason.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -277,6 +280,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
+    request_id: RequestId | None = None
 
 
 class FunctionCall(BaseModel):
@@ -369,6 +373,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
+    request_id: RequestId | None = None
 
     @property
     def may_call(self) -> bool:

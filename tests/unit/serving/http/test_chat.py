@@ -252,6 +252,14 @@ def test_content_is_null_beside_a_bare_call(serve):
     assert whole["choices"][0]["message"]["content"] is None
 
 
+def test_calls_of_answers_with_one_id_have_ids_of_their_own(serve):
+    said, more = '{"a": 2}', {"tools": [ADD], "tool_choice": NAMED, "request_id": "mine"}
+    answers = [both(serve, said, **more) for _ in range(2)]
+    assert {one["id"] for whole, chunks in answers for one in (whole, *chunks)} == {"chatcmpl-mine"}
+    calls = [whole["choices"][0]["message"]["tool_calls"][0]["id"] for whole, _ in answers]
+    assert calls[0] != calls[1]
+
+
 def test_forced_calls(serve):
     whole, _ = both(
         serve, '[{"name": "add", "parameters": {"a": 1}}]', tools=[ADD], tool_choice="required"

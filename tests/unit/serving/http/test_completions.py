@@ -63,6 +63,15 @@ def test_choices_come_in_the_order_of_prompts(serve):
     assert whole["usage"]["prompt_tokens"] == 2
 
 
+def test_an_answer_has_the_id_that_the_client_gave(serve):
+    engine = FakeEngine()
+    for _ in range(2):
+        whole, chunks = both(serve, engine, request_id="mine-1")
+        assert {one["id"] for one in (whole, *chunks)} == {"cmpl-mine-1"}
+    refused = serve().post("/v1/completions", json={"prompt": "a", "request_id": "a" * 257})
+    assert refused.json()["error"]["param"] == "request_id"
+
+
 def test_echo_shows_the_prompt_and_its_logprobs(serve):
     whole, _ = both(serve, FakeEngine("xy"), prompt="abc", echo=True, logprobs=1)
     (choice,) = whole["choices"]

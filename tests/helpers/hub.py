@@ -23,12 +23,14 @@ class Hub:
         branches: (repository, branch) to a commit.
         files: (repository, commit) to the files' content by name.
         gated: repositories whose files are refused.
+        gguf: repository to what its GGUF file's header says.
         downloads: names of the files that were sent, in order.
     """
 
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
     files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
+    gguf: dict[str, dict] = field(default_factory=dict)
     downloads: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -64,7 +66,10 @@ class _Handler(BaseHTTPRequestHandler):
         if files is None:
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if is_api:
-            return self._send(200, json.dumps(_api(rest[0], repository, commit, files)).encode())
+            found = _api(rest[0], repository, commit, files)
+            if rest[0] == "revision" and repository in self.hub.gguf:
+                found["gguf"] = self.hub.gguf[repository]
+            return self._send(200, json.dumps(found).encode())
         return self._file("/".join(rest[2:]), commit, files, with_body=with_body)
 
     def _file(self, name: str, commit: str, files: dict, *, with_body: bool) -> None:

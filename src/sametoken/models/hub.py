@@ -175,7 +175,8 @@ def _download(
 ) -> Path:
     from huggingface_hub import HfApi, constants
 
-    # Imports torch, which the command's help does without.
+    # These import torch, which the command's help does without.
+    from sametoken.models.load.gguf_checkpoint import require_architecture
     from sametoken.models.loader import read_config
 
     info = HfApi().model_info(hub_id.repository, revision=hub_id.revision, files_metadata=True)
@@ -185,6 +186,10 @@ def _download(
     gguf_files = _gguf_files(sizes, needed)
     if gguf_files:
         names = [_the_only(hub_id, gguf_files)]
+        # All that the hub tells of the file's header.
+        architecture = (info.gguf or {}).get("architecture")
+        if needed is Needed.MODEL and architecture is not None:
+            require_architecture(architecture, hub_id)
         found = _fetch(hub_id, names) / names[0]
     else:
         names = _settings(sizes)

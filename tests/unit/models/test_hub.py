@@ -172,6 +172,17 @@ def test_a_repository_of_one_gguf_file(hub, files):
     assert hub.downloads == ["model.Q8_0.gguf"]
 
 
+def test_an_unsupported_gguf_file_is_refused_before_it_comes(hub):
+    hub.add(REPOSITORY, {"model.gguf": b"GGUF"})
+    hub.gguf[REPOSITORY] = {"total": 7, "architecture": "rwkv7", "context_length": 64}
+    with pytest.raises(UnsupportedError, match="tiny/llama has GGUF architecture 'rwkv7'"):
+        find()
+    assert hub.downloads == []
+    find(needed=Needed.TOKENIZER)
+    hub.gguf[REPOSITORY]["architecture"] = "llama"
+    assert find().name == "model.gguf"
+
+
 def test_of_several_gguf_files_none_is_downloaded(hub):
     hub.add(REPOSITORY, {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: a\.gguf, b\.gguf") as caught:

@@ -86,6 +86,22 @@ _REFUSED = (
 _DTYPES = {"0": torch.float32, "1": torch.float16}
 
 
+def require_architecture(name: str, location: object) -> None:
+    """Refuse a file of another architecture.
+
+    Args:
+        name: of the architecture, in GGUF's words.
+        location: the file or its repository, for messages.
+
+    Raises:
+        UnsupportedError: it is not implemented.
+    """
+    if name not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{location} has GGUF architecture {short(name)}", f"known: {', '.join(_ARCHITECTURES)}"
+        )
+
+
 class GGUFCheckpoint:
     """One GGUF file.
 
@@ -104,10 +120,7 @@ class GGUFCheckpoint:
                 "merge them with llama-gguf-split --merge",
             )
         name = str(self._file.metadata.get("general.architecture"))
-        if name not in _ARCHITECTURES:
-            raise UnsupportedError(
-                f"{path} has GGUF architecture {short(name)}", f"known: {', '.join(_ARCHITECTURES)}"
-            )
+        require_architecture(name, path)
         self._architecture = _ARCHITECTURES[name]
         settings = Settings(self._file.metadata, str(path), f"{name}.")
         for key in _REFUSED:

@@ -20,7 +20,8 @@ from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
 from sametoken.errors import RequestError
 from sametoken.sampling.grammar_masks import BudgetedMatcher, Cursor, MaskBudget
-from sametoken.text.grammar.json_schema import _are_disjoint, _disjoint, check_schema
+from sametoken.text.grammar.json_schema import check_schema
+from sametoken.text.grammar.one_of import are_disjoint, disjoint
 from sametoken.text.grammar.trials import TrialProcess
 from sametoken.types.structured_outputs import MaskFault, StructuredOutputs
 
@@ -154,8 +155,8 @@ def test_branches_are_told_apart_as_pair_by_pair():
     for _ in range(4000):
         branches = [random_branch(chance) for _ in range(chance.randint(1, 4))]
         pairs = itertools.combinations(branches, 2)
-        expected = all(_are_disjoint(one, other) for one, other in pairs)
-        assert _disjoint(branches, {}) == expected, branches
+        expected = all(are_disjoint(one, other) for one, other in pairs)
+        assert disjoint(branches) == expected, branches
         verdicts.append(expected)
     assert 400 < sum(verdicts) < 3600
 

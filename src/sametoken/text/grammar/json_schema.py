@@ -9,17 +9,14 @@ import json
 import math
 import reprlib
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sametoken.errors import RequestError
+from sametoken.text.grammar.one_of import disjoint, listed_values, named_types
 from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
-#: Pairs of oneOf branches that must be compared with each other.
-MAX_PAIRS = 10_000
 
 # The compiler keeps whole numbers in 64 bits.
 _LARGEST = 2**63 - 1
@@ -203,12 +200,13 @@ def _check(
     _check_types(schema, schema.get("type", implied))
     _check_listed(schema)
     _check_counts(schema)
-    unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
+    properties = schema.get("properties", {})
+    unknown = [name for name in schema.get("required", ()) if name not in properties]
     if unknown:
         raise _refused(
             "required", f"names {_short(unknown[0])}, no property", "add it to properties"
         )
-    if "oneOf" in schema and not _disjoint(schema["oneOf"], root):
+    if not disjoint([_resolve(branch, root) for branch in schema.get("oneOf", ())]):
         raise _refused("oneOf", "has branches that may overlap", "use anyOf")
 
 
@@ -261,14 +259,14 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
 
 def _check_listed(schema: Mapping[str, Any]) -> None:
     """Refuse what would restrict the values that ``enum`` or ``const`` lists."""
-    values, types = _values(schema), _types(schema)
+    values, types = listed_values(schema), named_types(schema)
     if values is None:
         return
     key = "const" if "const" in schema else "enum"
     others = [name for name in _RESTRICTING if name in schema]
     if others:
         raise _refused(key, f"excludes {others[0]}", "list only the values that are meant")
-    if key == "const" and not values <= (_values({"enum": schema.get("enum")}) or values):
+    if key == "const" and not values <= (listed_values({"enum": schema.get("enum")}) or values):
         raise _refused("const", "is not in enum", "keep the one that is meant")
     wrong = [text for text in sorted(values) if types and not types & _types_of(json.loads(text))]
     if wrong:
@@ -276,7 +274,7 @@ def _check_listed(schema: Mapping[str, Any]) -> None:
 
 
 def _types_of(value: Any) -> set[str]:
-    """The names of a value's type, as in ``_types``."""
+    """The names of a value's type, as in ``named_types``."""
     by_class = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
     return {by_class.get(type(value), "null" if value is None else "object")}
 
@@ -298,103 +296,6 @@ def _children(schema: Mapping[str, Any]) -> Iterator[Any]:
         yield from schema.get(key, ())
     for key in _SINGLE:
         yield schema.get(key)
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = schema.get("properties", {})
-    return found
-
-
-def _disjoint(branches: list[Any], root: Mapping[str, Any]) -> bool:
-    """Whether types and constants prove that no value satisfies two branches.
-
-    Raises:
-        RequestError: too many pairs would have to be compared.
-    """
-    groups = _similar([_resolve(branch, root) for branch in branches])
-    num_pairs = sum(math.comb(len(group), 2) for group in groups)
-    if num_pairs > MAX_PAIRS:
-        raise _refused(
-            "oneOf", f"has {num_pairs} pairs of branches that look alike", "use anyOf, or fewer"
-        )
-    pairs = (pair for group in groups for pair in combinations(group, 2))
-    return all(_are_disjoint(one, other) for one, other in pairs)
-
-
-def _similar(branches: list[Any]) -> list[list[Any]]:
-    """Group the branches so that two without a common group are disjoint.
-
-    They differ by type, by value, or by the value of a property that all require.
-    """
-    if not all(isinstance(branch, dict) for branch in branches):
-        return [branches]
-    groups = _refined([branches], _types)
-    groups = _refined(groups, _values)
-    for name in _required_by_all(branches):
-        groups = _refined(groups, partial(_values_of_property, name))
-    return groups
-
-
-def _refined(
-    groups: list[list[Any]], keys_of: Callable[[Any], Iterable[str] | None]
-) -> list[list[Any]]:
-    """Split each group by the keys of its members, unless a member has none."""
-    refined: list[list[Any]] = []
-    for group in groups:
-        keys = [keys_of(branch) for branch in group]
-        if not all(keys):
-            refined.append(group)
-            continue
-        by_key: dict[str, list[Any]] = {}
-        for branch, some in zip(group, keys, strict=True):
-            for key in some or ():
-                by_key.setdefault(key, []).append(branch)
-        refined += [alike for alike in by_key.values() if len(alike) > 1]
-    return refined
-
-
-def _required_by_all(branches: list[Any]) -> list[str]:
-    """Properties that all branches require, if all are objects."""
-    if not branches or any(_types(branch) != {"object"} for branch in branches):
-        return []
-    return sorted(set.intersection(*(set(branch.get("required", ())) for branch in branches)))
-
-
-def _values_of_property(name: str, schema: Mapping[str, Any]) -> set[str] | None:
-    found = _properties(schema).get(name)
-    return _values(found) if isinstance(found, dict) else None
-
-
-def _are_disjoint(one: Any, other: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    types, other_types = _types(one), _types(other)
-    if types and other_types and not types & other_types:
-        return True
-    values, other_values = _values(one), _values(other)
-    if values is not None and other_values is not None and not values & other_values:
-        return True
-    shared = set(one.get("required", ())) & set(other.get("required", ()))
-    return types == other_types == {"object"} and any(
-        _are_disjoint(_properties(one).get(name), _properties(other).get(name))
-        for name in sorted(shared)
-    )
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Type names, with "number" for integers; empty if the schema has no type."""
-    found = schema.get("type", [])
-    names = [found] if isinstance(found, str) else found
-    return {"number" if name == "integer" else name for name in names}
-
-
-def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    """The values that a schema lists, as JSON text."""
-    if "const" in schema:
-        return {json.dumps(schema["const"], sort_keys=True)}
-    if isinstance(schema.get("enum"), list):
-        return {json.dumps(value, sort_keys=True) for value in schema["enum"]}
-    return None
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:

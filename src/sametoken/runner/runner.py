@@ -58,8 +58,7 @@ class EagerLauncher:
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        shape = padded(layout.shape, self.row_multiple)
-        table = self._upload(layout, shape, first_place)
+        table = self._upload(layout, self._padded(layout.shape), first_place)
         processor.start_masks()
         output = self.step.forward(table)
         processor.process(output)
@@ -69,7 +68,7 @@ class EagerLauncher:
         """Compile the kernels for steps of this size by running one of padding only."""
         window = self.step.sequences.num_speculative_tokens + 1
         shape = StepShape(2, num_rows, 1, 1, window, num_rows, self.step.all_states)
-        self.run_padding(padded(shape, self.row_multiple))
+        self.run_padding(self._padded(shape))
 
     def run_padding(self, shape: StepShape) -> None:
         """Run a step of padding only."""
@@ -79,6 +78,10 @@ class EagerLauncher:
         sequences = self.step.sequences
         table = layout.table(shape, sequences.reserved_slot, first_place)
         return LayoutTable(upload(table, sequences.device), shape)
+
+    def _padded(self, shape: StepShape) -> StepShape:
+        # Tests have static shapes here (tests/helpers/static_steps.py).
+        return padded(shape, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Only the package is counted, without tests, scripts and examples. ``codebases.json`` lists what no
 program can find: the functions between a prompt and its token, the files of a dense model and of
 attention, and the names of a request's lengths. A listed name that a checkout lacks is an error.
+Only checkouts that are named have a column.
 """
 
 from __future__ import annotations
@@ -231,10 +232,13 @@ def main(arguments: list[str] | None = None) -> None:
     known = json.loads(SPECIFICATIONS.read_text())
     parser = argparse.ArgumentParser(description=__doc__)
     for name in known:
-        parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help="a checkout")
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR", help="a checkout")
     parser.add_argument("--details", action="store_true", help="also where lines and writers are")
     chosen = vars(parser.parse_args(arguments))
-    codes = [Codebase(name, chosen[name.replace("-", "_")], given) for name, given in known.items()]
+    checkouts = {name: chosen[name.replace("-", "_")] for name in known}
+    codes = [Codebase(name, path, known[name]) for name, path in checkouts.items() if path]
+    if not codes:
+        parser.error("no checkout is named: add one, as in --ours .")
     print(table(codes))
     for code in codes if chosen["details"] else ():
         for device in code.specification["paths"]:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError, in_words
+from sametoken.io.files import is_there
 from sametoken.models.load.files import INDEX, read_json_object, weight_files
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
@@ -111,9 +112,9 @@ def require_new(output: Path) -> None:
     """Refuse an output that holds something, before there is any work.
 
     Raises:
-        ConfigError: it is a file, or a directory with files.
+        ConfigError: it is a file, a link to nothing, or a directory with files.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if is_there(output) and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists", "name a new directory")
 
 
@@ -145,7 +146,8 @@ def _whole_or_none(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
-        shutil.rmtree(output, ignore_errors=True)
+        # Of a link, the directory that it names.
+        shutil.rmtree(output.resolve(), ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
             raise ConfigError(
                 f"{output} cannot be written ({in_words(error)})",

@@ -31,6 +31,10 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_and_is_one_line(tmp_path, 
     done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
     assert (done.exit_code, done.stderr.count("\n"), out.exists()) == (2, 1, False)
     assert "out cannot be written (No space left on device). make room" in done.stderr
+    (tmp_path / "named").mkdir()
+    out.symlink_to(tmp_path / "named")
+    done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
+    assert (done.exit_code, out.exists()) == (2, False)
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "file" / "out")])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
@@ -48,7 +52,8 @@ def test_models_are_found_by_name_and_files_are_refused(tmp_path):
 
 
 def test_an_output_that_is_there_is_refused_before_the_model_is_looked_up(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(app, ["quantize", "no-such-model", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "exists. name a new directory" in done.stderr
+    (tmp_path / "link").symlink_to("nothing")
+    for there in (tmp_path, tmp_path / "link"):
+        done = CliRunner().invoke(app, ["quantize", "no-such-model", str(there)])
+        assert done.exit_code == 2
+        assert "exists. name a new directory" in done.stderr

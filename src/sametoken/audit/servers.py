@@ -17,6 +17,7 @@ import httpx
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.scrape import Counters, scrape
+from sametoken.bench.workload import server_root
 from sametoken.errors import RequestError
 from sametoken.io.json_text import parse_json
 
@@ -41,14 +42,18 @@ class Server:
 
     @property
     def root(self) -> str:
-        """The URL without a trailing ``/v1`` or slash."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        """The URL without a trailing ``/v1`` or slash.
+
+        Raises:
+            ConfigError: it is no address.
+        """
+        return server_root(self.url)
 
     def client(self) -> httpx.AsyncClient:
         """Open a client that sends the key with every request.
 
         Raises:
-            RequestError: the URL is malformed.
+            ConfigError, RequestError: the URL is malformed.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:

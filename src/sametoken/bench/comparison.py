@@ -92,7 +92,8 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
     Args:
         sources: files written by ``bench``, or directories of ``bench sweep``; the others are
             compared with the first.
-        labels: names in the same order; default: the file names.
+        labels: names in the same order; default: those of files, without the ending, and of
+            directories.
 
     Raises:
         ConfigError: a file cannot be read or holds no measurement, or the labels do not match
@@ -102,7 +103,7 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         raise ConfigError(
             f"{len(labels)} labels were given for {len(sources)} runs", "give one for each"
         )
-    names = list(labels) or numbered([source.stem for source in sources])
+    names = list(labels) or numbered([_name(source) for source in sources])
     if len(set(names)) != len(names):
         raise ConfigError("two runs have the same label", "give different ones")
     runs, cells, failures = [], [], []
@@ -133,6 +134,11 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         "cells": cells,
         "failures": failures,
     }
+
+
+def _name(source: Path) -> str:
+    # "." has no name of its own, and a dot in a directory's name begins no ending.
+    return source.resolve().name if source.is_dir() else source.stem
 
 
 def _documents(source: Path) -> list[dict[str, Any]]:

@@ -227,9 +227,7 @@ class Server:
 
     def __post_init__(self) -> None:
         require_limits(self)
-        if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError(f"{self.url!r} is no address", "give http://host:port")
-        object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
+        object.__setattr__(self, "url", server_root(self.url))
         try:
             is_object = isinstance(parse_json(self.extra_body), dict)
         except ValueError:
@@ -241,3 +239,14 @@ class Server:
     def extra(self) -> dict[str, Any]:
         """Further fields of every request's body."""
         return dict(parse_json(self.extra_body))
+
+
+def server_root(url: str) -> str:
+    """The address of a server without a trailing ``/v1`` or slash.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    if not re.match(r"https?://[^/]", url):
+        raise ConfigError(f"{url!r} is no address", "give http://host:port")
+    return url.rstrip("/").removesuffix("/v1")

@@ -93,6 +93,6 @@ def _telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Further keys of cells in which some differ, with their headings."""
 
     def differs(name: str) -> bool:
-        return len({(cell["engine"] | cell["workload"])[name] for cell in cells}) > 1
+        return len({str((cell["engine"] | cell["workload"])[name]) for cell in cells}) > 1
 
     return {name: heading for name, heading in _SOMETIMES.items() if differs(name)}

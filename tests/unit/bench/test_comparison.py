@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,13 @@ def test_equal_names_are_numbered(tmp_path):
         write_json(tmp_path / folder / "run.json", document())
     paths = [tmp_path / folder / "run.json" for folder in ("x", "y")]
     assert [run["label"] for run in compare_runs(paths)["runs"]] == ["run (1)", "run (2)"]
+
+
+def test_a_directory_has_its_whole_name(tmp_path, monkeypatch):
+    write_json(tmp_path / "v1.2" / "run.json", document())
+    monkeypatch.chdir(tmp_path / "v1.2")
+    for path in (tmp_path / "v1.2", Path()):
+        assert [run["label"] for run in compare_runs([path])["runs"]] == ["v1.2"]
 
 
 def test_labels_must_fit(runs):

@@ -27,7 +27,7 @@ def no_model(monkeypatch):
         (("--url", NOBODY, "--baseline-url", NOBODY), f"{NOBODY} does not list a model"),
         (("m", "--baseline-url", NOBODY), "--baseline-url is of use with --url alone"),
         (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
-        (("model", "--url", "127.0.0.1:9"), "127.0.0.1:9/ does not list a model"),
+        (("model", "--url", "127.0.0.1:9"), "'127.0.0.1:9' is no address. give http://host:port"),
         (("--url", NOBODY), "there is no baseline"),
         (("model", "--url", NOBODY, "--dtype", "float8"), "dtype='float8'"),
         (("model", "--html", "/no/dir/audit.html"), "/no/dir/audit.html cannot be written"),

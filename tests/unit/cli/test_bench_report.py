@@ -41,6 +41,11 @@ def test_lines_show_what_differs(runs, tmp_path):
     assert all(text in different for text in ("model", "target", "another"))
 
 
+def test_a_value_of_another_kind_is_shown(tmp_path):
+    write_json(tmp_path / "odd.json", document() | {"benchmark": ["latency"]})
+    assert report(str(tmp_path / "odd.json")).exit_code == 0
+
+
 def test_json(runs):
     value = json.loads(report(*runs, "--json").stdout)
     assert [cell["numbers"]["tokens_per_second"] for cell in value["cells"]] == [100, 200, 200, 400]

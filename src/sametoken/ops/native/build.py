@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from sametoken.errors import UnsupportedError
+from sametoken.errors import UnsupportedError, in_words
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
     cache_directory,
@@ -99,7 +99,7 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
             os.replace(finished, library)
     except OSError as error:
         raise UnsupportedError(
-            f"the CPU kernels could not be built in {cache_directory()}: {error}",
+            f"the CPU kernels could not be built in {cache_directory()} ({in_words(error)})",
             f"set {CACHE_VARIABLE} to a directory that can be written",
         ) from error
     return library

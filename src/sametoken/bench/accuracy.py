@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.types.option_values import closest
+from sametoken.types.option_values import closest, listed
 
 if TYPE_CHECKING:
     from sametoken.engine.unloaded import UnloadedModel
@@ -48,7 +48,7 @@ class Evaluation:
         scores = self.scores[task]
         name = metric or next((name for name in _PREFERRED if name in scores), next(iter(scores)))
         if name not in scores:
-            raise ConfigError(f"{task} has no metric {name!r}", f"use one of {tuple(scores)}")
+            raise ConfigError(f"{task} has no metric {name!r}", f"use {listed(scores)}")
         return name, scores[name]
 
 
@@ -211,7 +211,7 @@ def require_metric(tasks: Any, metric: str) -> None:
         filters = [one.name for one in task._filters]
         known = [f"{kind},{chosen}" for kind in task.aggregation() for chosen in filters]
         if metric not in known:
-            raise ConfigError(f"{name} has no metric {metric!r}", f"use one of {tuple(known)}")
+            raise ConfigError(f"{name} has no metric {metric!r}", f"use {listed(known)}")
 
 
 def _gsm8k(path: Path | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sametoken.bench.datasets import SPEC_BENCH, load_dataset
 from sametoken.config import option
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.json_text import json_lines, parse_json
-from sametoken.types.option_values import require_limits
+from sametoken.types.option_values import listed, require_limits
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -184,7 +184,7 @@ class ServingWorkload:
                     f"{name}={getattr(self, name)} is not possible", f"use at least {minimum}"
                 )
         if self.api not in APIS:
-            raise ConfigError(f"api {self.api!r} is not known", f"use one of {APIS}")
+            raise ConfigError(f"api {self.api!r} is not known", f"use {listed(APIS)}")
 
     @property
     def is_chat(self) -> bool:

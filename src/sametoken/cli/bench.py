@@ -18,6 +18,7 @@ from sametoken.cli.options import AsJson, engine_options, numbers, options_in, t
 from sametoken.cli.report import memory_report, status_console, wide_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
+from sametoken.types.option_values import listed
 from sametoken.types.speculative_methods import LOOKUPS
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _workload(given: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
     """
     preset = given["preset"]
     if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
+        raise ConfigError(f"preset {preset!r} is not known", f"use {listed(PRESETS)}")
     if preset is not None and options["enable_prefix_caching"]:
         raise ConfigError(f"preset {preset!r} has no prefix cache", "leave prefix caching out")
     values = {

@@ -97,8 +97,8 @@ def test_without_speculation_there_is_nothing_to_compare(model):
         (("gsm8k", "--num-fewshot", "9"), "num_fewshot=9 is above the 8 examples of gsm8k"),
         (
             ("gsm8k", "--metric", "exact_match"),
-            "gsm8k has no metric 'exact_match'. use one of ('exact_match,strict-match', "
-            "'exact_match,flexible-extract')",
+            "gsm8k has no metric 'exact_match'. use 'exact_match,strict-match' or "
+            "'exact_match,flexible-extract'",
         ),
     ],
 )

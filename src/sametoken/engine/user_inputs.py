@@ -261,13 +261,19 @@ def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def require_request_id(request_id: object) -> None:
-    """Refuse an id that is no text.
+    """Refuse an id that is no text, or none that can be written as UTF-8.
 
     Raises:
         RequestError: it is none.
     """
     if not isinstance(request_id, str):
         raise RequestError(f"request_id={shown(request_id)} is not possible", "give a string")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"request_id={shown(request_id)} holds a lone surrogate", "give valid Unicode text"
+        ) from error
 
 
 def _ids(given: Any, most: int) -> tuple[int, ...]:

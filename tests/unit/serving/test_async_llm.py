@@ -247,7 +247,7 @@ def test_arguments_of_vllm_without_a_meaning_here_are_refused(served):
     assert served.run(scenario()).finished
 
 
-@pytest.mark.parametrize("request_id", [5, ["a"], None])
+@pytest.mark.parametrize("request_id", [5, ["a"], None, "\ud800"])
 def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_id):
     async def scenario():
         with pytest.raises(RequestError, match="request_id="):

@@ -192,6 +192,11 @@ class StructuredOutputs:
         if not fits:
             cause = f"structured_outputs {name}={shown(value)} is not possible"
             raise RequestError(cause, _FORMS[name], param=PARAM)
+        try:
+            "".join(value if isinstance(value, tuple | str) else ()).encode()
+        except UnicodeEncodeError as error:
+            cause = f"structured_outputs {name}={shown(value)} holds a lone surrogate"
+            raise RequestError(cause, "give valid Unicode text", param=PARAM) from error
 
 
 _FORMS = {

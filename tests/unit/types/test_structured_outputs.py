@@ -41,6 +41,8 @@ def test_a_schema_may_be_a_dict():
         ({"choice": ()}, "choice="),
         ({"choice": ("a", "")}, "choice="),
         ({"choice": "ab"}, "choice='ab'"),
+        ({"choice": ("a", "\ud800")}, "choice=.* holds a lone surrogate"),
+        ({"regex": "a\ud800"}, "regex=.* holds a lone surrogate"),
         ({"regex": "a", "free_after": ""}, "free_after=''"),
         ({"regex": "a", "free_after": 5}, "free_after=5"),
         ({"free_after": "a"}, "sets nothing"),

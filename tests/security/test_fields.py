@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.fake_engine import FakeEngine
-from sametoken.engine.user_inputs import PromptTokens, conversations_of, params_of, prompts_of
+from sametoken.engine.user_inputs import (
+    PromptTokens,
+    conversations_of,
+    params_of,
+    plain_messages,
+    prompts_of,
+)
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.body import read_model
@@ -147,6 +153,8 @@ def test_what_is_no_list_of_prompts_is_refused_by_name(given_prompts):
         prompts_of(given_prompts)
     with pytest.raises(RequestError, match="messages of type"):
         conversations_of(given_prompts)
+    with pytest.raises(RequestError, match="messages of type"):
+        plain_messages(given_prompts)
     with pytest.raises(RequestError, match="sampling parameters of type"):
         params_of(given_prompts, 1)
 
@@ -155,6 +163,7 @@ def test_prompts_and_conversations_may_come_from_an_iterator():
     message = {"role": "user", "content": "x"}
     assert prompts_of(iter(["a", "b"])) == ["a", "b"]
     assert conversations_of(iter([message])) == [[message]]
+    assert plain_messages(iter([message])) == [message]
     assert conversations_of(iter([[message], [message]])) == [[message], [message]]
 
 

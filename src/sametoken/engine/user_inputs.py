@@ -131,11 +131,12 @@ def plain_messages(messages: Messages) -> list[dict[str, Any]]:
         RequestError: there are none, or one has no role, a content that is not text, or a call
             with a number that is not finite.
     """
-    if not messages or not all(isinstance(message, Mapping) for message in messages):
+    given = _listed("messages", messages, _MESSAGES_FORM)
+    if not given or not all(isinstance(message, Mapping) for message in given):
         raise RequestError("a conversation needs messages", _MESSAGES_FORM)
-    if any(not isinstance(message.get("role"), str) for message in messages):
+    if any(not isinstance(message.get("role"), str) for message in given):
         raise RequestError("a message has no role", _MESSAGES_FORM)
-    return [_plain_message(message) for message in messages]
+    return [_plain_message(message) for message in given]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,10 +255,18 @@ def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Names of parts that wake up; one name becomes a tuple of one."""
+    """Names of parts that wake up; one name becomes a tuple of one.
+
+    Raises:
+        RequestError: they are no list of texts.
+    """
     if given is None:
         return None
-    return (given,) if isinstance(given, str) else tuple(given)
+    remedy = 'give "weights", "kv_cache" or a list of them'
+    names = [given] if isinstance(given, str) else _listed("tags", given, remedy)
+    if not all(isinstance(name, str) for name in names):
+        raise RequestError(f"tags={shown(given)} is not possible", remedy)
+    return tuple(names)
 
 
 def require_request_id(request_id: object) -> None:

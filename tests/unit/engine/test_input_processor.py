@@ -200,6 +200,12 @@ def test_one_part_may_wake_up_by_its_name():
     assert parts_of(None) is None
 
 
+@pytest.mark.parametrize("tags", [5, {"weights": True}, [5, "weights"], [["weights"]]])
+def test_what_names_no_part_is_refused(tags):
+    with pytest.raises(RequestError, match='give "weights", "kv_cache" or a list of them'):
+        parts_of(tags)
+
+
 def test_what_needs_text_is_refused_without_a_tokenizer():
     inputs = make(None)
     for call in (

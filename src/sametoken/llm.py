@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_requested
-from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine
+from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine, NotCopied
 from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.output_processor import OutputProcessor
@@ -45,7 +45,7 @@ from sametoken.types.vllm_options import take_vllm_options
 _logger = logging.getLogger("sametoken")
 
 
-class LLM:
+class LLM(NotCopied):
     """A loaded model for offline inference.
 
     Threads may share it: their requests run in the same steps, and each thread gets its own

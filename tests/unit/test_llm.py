@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import signal
 import weakref
 
@@ -101,6 +103,13 @@ def test_an_id_that_is_no_text_is_refused(scripted):
     llm, _ = scripted()
     with pytest.raises(RequestError, match="request_id=5 is not possible"):
         llm.abort(5)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_llm_is_not_copied(scripted, copied):
+    llm, _ = scripted()
+    with pytest.raises(RequestError, match="load the model in the process that uses it"):
+        copied(llm)
 
 
 def test_nothing_runs_if_one_input_is_invalid(scripted):

@@ -30,6 +30,21 @@ class NoEngine:
         raise EngineDeadError("the engine of this LLM was let go", "create another LLM")
 
 
+class NotCopied:
+    """What holds a loaded engine, which neither another process nor a second object can have."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"{type(self).__name__} holds a loaded engine and cannot be pickled or copied",
+            "load the model in the process that uses it; outputs and parameters can be pickled",
+        )
+
+
 class Exclusive:
     """A fair lock around a shared engine; each thread holds it for one step.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sametoken.config import EngineConfig
+from sametoken.engine.caller import NotCopied
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
 from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
@@ -55,7 +56,7 @@ from sametoken.types.weight_updates import Rendezvous
 PAUSES = ("abort", "wait", "keep")
 
 
-class AsyncLLM:
+class AsyncLLM(NotCopied):
     """A model that is loaded and ready in a separate engine process.
 
     That process handles token ids only; detokenization and stop strings are done here. If it

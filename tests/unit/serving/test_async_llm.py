@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import pickle
 import signal
 import threading
 import time
@@ -257,6 +258,11 @@ def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_i
         await last_of(served.llm.generate("a", SamplingParams(max_tokens=1), "text"))
 
     served.run(scenario())
+
+
+def test_an_engine_is_not_pickled(served):
+    with pytest.raises(RequestError, match="load the model in the process that uses it"):
+        pickle.dumps(served.llm)
 
 
 async def begun(llm, prompt: str, name: str):

@@ -93,6 +93,19 @@ class RequestError(SametokenError, ValueError):
         self.code = code
 
 
+def require_unicode(name: str, value: str | tuple[str, ...], param: str | None = None) -> None:
+    """Refuse a text, or several, that UTF-8 cannot write.
+
+    Raises:
+        RequestError: one holds a lone surrogate.
+    """
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError as error:
+        cause = f"{name}={shown(value)} holds a lone surrogate"
+        raise RequestError(cause, "give valid Unicode text", param=param) from error
+
+
 class CheckpointError(SametokenError):
     """A checkpoint is missing, truncated, corrupt, or holds the wrong tensors."""
 

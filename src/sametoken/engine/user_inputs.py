@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from sametoken.errors import RequestError, shown
+from sametoken.errors import RequestError, require_unicode, shown
 from sametoken.io.json_text import NotFiniteError, parse_json
 from sametoken.text.tokenizer import Messages
 from sametoken.types.outputs import RequestOutput
@@ -277,12 +277,7 @@ def require_request_id(request_id: object) -> None:
     """
     if not isinstance(request_id, str):
         raise RequestError(f"request_id={shown(request_id)} is not possible", "give a string")
-    try:
-        request_id.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"request_id={shown(request_id)} holds a lone surrogate", "give valid Unicode text"
-        ) from error
+    require_unicode("request_id", request_id)
 
 
 def _ids(given: Any, most: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from sametoken.errors import RequestError, shown
+from sametoken.errors import RequestError, require_unicode, shown
 from sametoken.types.option_values import refusing_unknown
 
 #: Time budget of a request's masks: a credit, and an allowance added per mask. With 150,000 tokens
@@ -192,11 +192,8 @@ class StructuredOutputs:
         if not fits:
             cause = f"structured_outputs {name}={shown(value)} is not possible"
             raise RequestError(cause, _FORMS[name], param=PARAM)
-        try:
-            "".join(value if isinstance(value, tuple | str) else ()).encode()
-        except UnicodeEncodeError as error:
-            cause = f"structured_outputs {name}={shown(value)} holds a lone surrogate"
-            raise RequestError(cause, "give valid Unicode text", param=PARAM) from error
+        if name != "json_object":
+            require_unicode(f"structured_outputs {name}", value, PARAM)
 
 
 _FORMS = {

@@ -57,8 +57,7 @@ class ProvenTable:
             row_counts: row counts to check, each at least 1.
         """
         reports = []
-        for matrix, shape in self._compared(matrices):
-            counts = compared_counts(row_counts, shape.out_features)
+        for matrix, shape, counts in self._compared(matrices, row_counts):
             self.table, report = check_gemm(matrix, shape.epilogue, self.table, counts)
             agreed = set(counts).difference(*(one.row_counts for one in report.refused))
             self._proven[shape] = self._proven.get(shape, frozenset()) | agreed
@@ -67,19 +66,20 @@ class ProvenTable:
 
     def run_candidates(self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]) -> None:
         """Run each kernel that ``prove`` would compare once; arguments are as there."""
-        for matrix, shape in self._compared(matrices):
+        for matrix, shape, counts in self._compared(matrices, row_counts):
             x, bias = _random_inputs(matrix, shape.epilogue, 1)
-            counts = compared_counts(row_counts, shape.out_features)
             for config in {CANONICAL, *(self.table.choose(shape, rows) for rows in counts)}:
                 product(config, x, matrix, shape.epilogue, bias)
 
-    def _compared(self, matrices: Iterable[Tensor]) -> Iterator[tuple[Tensor, GemmShape]]:
+    def _compared(
+        self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]
+    ) -> Iterator[tuple[Tensor, GemmShape, tuple[int, ...]]]:
         for matrix in matrices:
             if matrix.dtype == torch.float32:
                 continue
             for shape in sorted(self._asked, key=str):
                 if (shape.out_features, shape.in_features) == tuple(matrix.shape):
-                    yield matrix, shape
+                    yield matrix, shape, compared_counts(row_counts, shape.out_features)
 
 
 def compared_counts(row_counts: Iterable[int], out_features: int) -> tuple[int, ...]:

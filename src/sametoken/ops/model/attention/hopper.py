@@ -24,7 +24,7 @@ from sametoken.ops.hopper import is_hopper
 from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
-from sametoken.ops.model.attention.hopper_tiles import SHARED_DIM
+from sametoken.ops.model.attention.hopper_sums import kept_shape
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
@@ -158,13 +158,12 @@ def scratch_of(
     if not config.warp_groups:
         num_places = group.num_runs * group.max_rows
         return of_splits(num_places, shape.num_heads, max_splits(max_seq_len), shape.head_dim)
-    if _block_dim(shape) <= SHARED_DIM.value:
-        return Scratch(0)
-    # Registers and shared memory have no room for the running result of a head as large.
+    # Of large heads, shared memory has no room for all sums over splits.
+    parts, _, columns = kept_shape(_block_dim(shape), config.warp_groups)
     tile = QUERIES // (shape.num_heads // shape.num_kv_heads) * config.warp_groups
     num_tiles = most_tiles(group.num_runs, group.max_rows, num_rows, tile)
     queries = num_tiles * shape.num_kv_heads * config.warp_groups * QUERIES
-    return Scratch(queries * _block_dim(shape))
+    return Scratch(queries * (_block_dim(shape) - parts * columns))
 
 
 def most_scratch(shape: AttentionShape, launches: Launches) -> int:
@@ -253,7 +252,7 @@ def _launch(
     scale = shape.scale * LOG2_E
     max_seq_len = table.shape[1] * kv.keys.shape[2]
     scratch = scratch_of(group, len(q), shape, max_seq_len, config)
-    sums = q.new_empty(scratch.sums, dtype=torch.float32) if scratch.sums else None
+    sums = q.new_empty(scratch.sums, dtype=torch.float32)
     described = (boxes(memory, min(memory.shape[2], 64)) for memory in (kv.keys, kv.values))
     inputs = (
         q, *described, rows.positions, rows.slots, rows.runs.starts, table,

@@ -13,9 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import barrier, new_barriers, swizzled
+from sametoken.ops.model.attention.hopper_sums import QUERIES, SHARED_DIM, kept_shape
 from sametoken.ops.model.attention.hopper_tiles import (
-    QUERIES,
-    SHARED_DIM,
     attend,
     extent,
     join_parts,
@@ -78,7 +77,7 @@ def _attend_by_splits(
     """The multiplying warps of ``splits_kernel``."""
     HEADS: gl.constexpr = KV_HEADS * GROUP
     RAGGED: gl.constexpr = starts is not None
-    KEEPS: gl.constexpr = kept.shape[0] == QUERIES
+    KEEPS: gl.constexpr = kept.shape[1] == QUERIES
     count = 0
     while start < high:
         begin, first, stop = run_of(tile, starts, first_run, width, tiles_per_run, ROWS)
@@ -100,7 +99,7 @@ def _attend_by_splits(
                 joins = split == first_split
                 acc, top, total = attend(
                     q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
-                    kept if KEEPS else None, sums, stats, part, most, joins,
+                    kept if KEEPS else None, None, sums, stats, part, most, joins,
                     HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
                 )  # fmt: skip
                 if KEEPS and joins & (last == end_split):
@@ -212,7 +211,7 @@ def splits_kernel(
     q_memory = gl.allocate_shared_memory(DTYPE, [QUERIES, BLOCK_DIM], swizzled(DTYPE))
     # Larger heads leave no room: there the splits of whole query tiles are stored too.
     KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= SHARED_DIM else 1
-    kept = gl.allocate_shared_memory(gl.float32, [KEPT_ROWS, BLOCK_DIM], KEPT)
+    kept = gl.allocate_shared_memory(gl.float32, [1, KEPT_ROWS, BLOCK_DIM], KEPT)
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
     )
@@ -254,7 +253,8 @@ def _load_all(
 
 @gluon.jit
 def _attend_all(
-    q, slots, slot, out, q_memory, kept, ring, full, free, first, stop, position, begin, end, scale,
+    q, slots, slot, out, q_memory, kept, rest, ring, full, free,
+    first, stop, position, begin, end, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
     PDL: gl.constexpr,
@@ -267,7 +267,7 @@ def _attend_all(
     load_queries(q, q_memory, first, stop - first, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
     acc, _, total = attend(
         q_memory, ring, full, free, 0 * begin, begin, end, position, stop - first, scale,
-        kept, None, None, None, None, True,
+        kept, rest, None, None, None, None, True,
         HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
     )  # fmt: skip
     store_rows(
@@ -316,7 +316,7 @@ def rows_kernel(
     starts,
     block_table,
     out,  # [num_rows, heads, HEAD_DIM]
-    running,  # [programs, WARP_GROUPS, QUERIES, BLOCK_DIM] fp32 for heads above SHARED_DIM, or None
+    running,  # [programs, WARP_GROUPS, QUERIES, columns that ``kept_shape`` leaves] fp32
     first_run,
     width,
     num_runs,
@@ -349,13 +349,11 @@ def rows_kernel(
     DTYPE: gl.constexpr = q.dtype.element_ty
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     q_memory = gl.allocate_shared_memory(DTYPE, [WARP_GROUPS, QUERIES, BLOCK_DIM], swizzled(DTYPE))
-    if BLOCK_DIM <= SHARED_DIM:
-        kept = gl.allocate_shared_memory(gl.float32, [WARP_GROUPS, QUERIES, BLOCK_DIM], KEPT)
-        kept, kept_2 = kept.index(0), kept.index(WARP_GROUPS - 1)
-    else:
-        program = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-        kept = running + program.to(gl.int64) * (WARP_GROUPS * QUERIES * BLOCK_DIM)
-        kept_2 = kept + (WARP_GROUPS - 1) * QUERIES * BLOCK_DIM
+    KEPT_SHAPE: gl.constexpr = kept_shape(BLOCK_DIM, WARP_GROUPS)
+    REST: gl.constexpr = QUERIES * (BLOCK_DIM - KEPT_SHAPE[0] * KEPT_SHAPE[2])
+    kept = gl.allocate_shared_memory(gl.float32, KEPT_SHAPE, KEPT)
+    program = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    rest = running + program.to(gl.int64) * (WARP_GROUPS * REST)
     ring = gl.allocate_shared_memory(
         DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
     )
@@ -364,7 +362,7 @@ def rows_kernel(
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept, ring, full, free,
+                    q, slots, slot, out, q_memory.index(0), kept, rest, ring, full, free,
                     first, stop, position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
@@ -376,15 +374,16 @@ def rows_kernel(
             [1], [24],
         )  # fmt: skip
     else:
+        kept_2 = gl.allocate_shared_memory(gl.float32, KEPT_SHAPE, KEPT)
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept, ring, full, free,
+                    q, slots, slot, out, q_memory.index(0), kept, rest, ring, full, free,
                     first, min(first + ROWS, stop), position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(1), kept_2, ring, full, free,
+                    q, slots, slot, out, q_memory.index(1), kept_2, rest + REST, ring, full, free,
                     first + ROWS, stop, position + ROWS, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),

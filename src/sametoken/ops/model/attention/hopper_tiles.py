@@ -26,14 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, products, swizzled
+from sametoken.ops.model.attention.hopper_sums import LOWEST, QUERIES, joined, keep, summed
 from sametoken.ops.model.attention.schedule import begin_of, split_of
-
-#: Queries of a warp group.
-QUERIES = gl.constexpr(64)
-#: Largest heads whose sums over splits shared memory keeps; those of larger ones lie in memory.
-SHARED_DIM = gl.constexpr(128)
-#: The maximum score before any; finite, so that differences of two are numbers.
-LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
@@ -165,52 +159,12 @@ def _add_values(weights, tiles, full, use, acc):
 
 
 @gluon.jit
-def _kept_places(acc):
-    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, acc.type.layout))[:, None]
-    dim = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))[None, :]
-    return query * acc.shape[1] + dim
-
-
-@gluon.jit
-def _keep(kept, acc):
-    """Keep weighted values for ``_summed``, whose threads read what they have written."""
-    if acc.shape[1] <= SHARED_DIM:
-        kept.store(acc)
-    else:
-        gl.store(kept + _kept_places(acc), acc)
-
-
-@gluon.jit
-def _summed(kept, acc, old, new, some):
-    """A split's weighted values joined to those in ``kept``, if there are some."""
-    BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    if acc.shape[1] <= SHARED_DIM:
-        before = gl.zeros_like(acc)
-        if some:
-            before = kept.load(acc.type.layout)
-    else:
-        # Loads without a branch are moved to their use: registers do not hold both sums at once.
-        before = gl.load(kept + _kept_places(acc), mask=some, other=0.0)
-    new = gl.convert_layout(new, BY_QUERY)[:, None]
-    return gl.fma(before, gl.convert_layout(old, BY_QUERY)[:, None], acc * new)
-
-
-@gluon.jit
 def _softmax(scores, top, total, scale):
     """Online softmax over one more tile: weights, maximum, total weight, and what shrinks sums."""
     new_top = gl.maximum(top, gl.max(scores, 1))
     shrink = gl.exp2((top - new_top) * scale)
     weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[:, None]))
     return weights, new_top, gl.fma(total, shrink, gl.sum(weights, 1)), shrink
-
-
-@gluon.jit
-def joined(top, total, split_top, split_total, scale):
-    """The splits so far with one more: maximum, total, and the factors of both weighted sums."""
-    new_top = gl.maximum(top, split_top)
-    old = gl.exp2((top - new_top) * scale)
-    new = gl.exp2((split_top - new_top) * scale)
-    return new_top, gl.fma(total, old, split_total * new), old, new
 
 
 @gluon.jit
@@ -274,13 +228,13 @@ def _uncut_tiles(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _end_split(
-    kept, sums, stats, acc, top, total, all_top, all_total, some, num_rows, part, split, most,
+    kept, rest, sums, stats, acc, top, total, all_top, all_total, some, num_rows, part, split, most,
     scale, joins, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Join a split's result to ``kept``, or store it; maximum and total weight of all splits."""
     if kept is not None and joins:
         all_top, all_total, old, new = joined(all_top, all_total, top, total, scale)
-        _keep(kept, _summed(kept, acc, old, new, some))
+        keep(kept, rest, summed(kept, rest, acc, old, new, some))
     else:
         store_part(
             sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
@@ -317,15 +271,15 @@ def _last_values(weights, tiles, full, free, use, acc):
 @gluon.jit
 def attend(
     q_memory, ring, full, free, count, begin, end, position, num_rows, scale,
-    kept, sums, stats, part, most, joins, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    kept, rest, sums, stats, part, most, joins, HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """64 queries over KV tiles ``begin .. end - 1``, which begin at a split's border.
 
     A tile's scores are multiplied while the weights of the tile before it are. Splits are joined
-    in ``kept`` if it ``joins``; else the results of all but the last are stored. Returns the
-    weighted values, maximum and total weight of all splits joined, or of the last.
+    in ``kept`` and ``rest`` if it ``joins``; else the results of all but the last are stored.
+    Returns the weighted values, maximum and total weight of all splits joined, or of the last.
     """
     DTYPE: gl.constexpr = q_memory.dtype
     SUMS: gl.constexpr = products(BLOCK_DIM)
@@ -360,7 +314,7 @@ def attend(
         mbarrier.arrive(free.index((use - 1) % SLOTS), count=1)
         if kv == border:
             all_top, all_total = _end_split(
-                kept, sums, stats, acc, split_top, split_total, all_top, all_total,
+                kept, rest, sums, stats, acc, split_top, split_total, all_top, all_total,
                 kv > first_border, num_rows, part, split, most, scale, joins,
                 HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
@@ -373,7 +327,7 @@ def attend(
     acc = _last_values(weights, tiles, full, free, 2 * (count + end - begin) - 1, acc)
     if kept is not None and joins:
         top, total, old, new = joined(all_top, all_total, top, total, scale)
-        acc = _summed(kept, acc, old, new, end > first_border)
+        acc = summed(kept, rest, acc, old, new, end > first_border)
     return acc, top, total
 
 

@@ -16,7 +16,8 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import products
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
-from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined, rows_of_run
+from sametoken.ops.model.attention.hopper_sums import LOWEST, joined
+from sametoken.ops.model.attention.hopper_tiles import rows_of_run
 from sametoken.ops.model.attention.schedule import begin_of, splits_before
 from sametoken.ops.model.latent_attention.hopper_pair_results import dim_of as pair_dim_of
 from sametoken.ops.model.latent_attention.hopper_results import (

@@ -16,7 +16,7 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import new_barriers, swizzled
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs, own_tile
-from sametoken.ops.model.attention.hopper_tiles import LOWEST, joined
+from sametoken.ops.model.attention.hopper_sums import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.hopper_pair_results import (
     CHUNK,

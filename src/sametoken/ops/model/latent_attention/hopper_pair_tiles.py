@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, products
-from sametoken.ops.model.attention.hopper_tiles import LOWEST
+from sametoken.ops.model.attention.hopper_sums import LOWEST
 from sametoken.ops.model.latent_attention.hopper_tiles import (
     HALF,
     RANK,

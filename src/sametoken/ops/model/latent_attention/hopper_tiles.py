@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
-from sametoken.ops.model.attention.hopper_tiles import LOWEST
+from sametoken.ops.model.attention.hopper_sums import LOWEST
 
 #: Positions of a tile, which affect bits.
 TILE = gl.constexpr(64)

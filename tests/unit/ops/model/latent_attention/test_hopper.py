@@ -19,8 +19,8 @@ from triton import knobs
 from helpers.compiled import compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.model.attention import hopper_kernels as attention_kernels
+from sametoken.ops.model.attention import hopper_sums, schedule
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
-from sametoken.ops.model.attention import schedule
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
 from sametoken.ops.model.latent_attention import (
     hopper,
@@ -161,7 +161,7 @@ def join(monkeypatch):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
     def run(program, *arguments, **constants):
-        for module in (hopper_kernels, attention_tiles):
+        for module in (hopper_kernels, hopper_sums, attention_tiles):
             monkeypatch.setattr(module, "gl", OneProgram(*program))
         monkeypatch.setattr(schedule, "tl", OneProgram(*program))
         hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)

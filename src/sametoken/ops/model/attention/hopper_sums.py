@@ -1,0 +1,107 @@
+"""A query tile's sums over its splits on Hopper, in Gluon: how splits are joined, what is kept.
+
+Between two splits, sums lie in shared memory, or in memory where that has no room for large heads.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sametoken.ops.hopper_layouts import products
+
+#: Queries of a warp group.
+QUERIES = gl.constexpr(64)
+#: Largest heads whose sums over splits shared memory has room for. Those of larger ones are kept in
+#: parts of 64 columns.
+SHARED_DIM = gl.constexpr(128)
+#: The maximum score before any; finite, so that differences of two are numbers.
+LOWEST = gl.constexpr(-1.0e30)
+
+
+@gluon.constexpr_function
+def kept_shape(block_dim, warp_groups):
+    """Of a warp group of ``rows_kernel``, the sums in shared memory: [parts, QUERIES, columns]."""
+    if block_dim <= 128:
+        return [1, 64, block_dim]
+    return [4 if warp_groups == 1 else 1, 64, 64]
+
+
+@gluon.jit
+def joined(top, total, split_top, split_total, scale):
+    """The splits so far with one more: maximum, total, and the factors of both weighted sums."""
+    new_top = gl.maximum(top, split_top)
+    old = gl.exp2((top - new_top) * scale)
+    new = gl.exp2((split_top - new_top) * scale)
+    return new_top, gl.fma(total, old, split_total * new), old, new
+
+
+@gluon.jit
+def _halves(acc):
+    """The left and the right half of the columns, in the registers where they are."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape([QUERIES, 2, HALF]).permute((0, 2, 1)).split()
+    return (
+        gl.convert_layout(left, products(HALF), assert_trivial=True),
+        gl.convert_layout(right, products(HALF), assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _whole(left, right):
+    """What ``_halves`` divided."""
+    COLUMNS: gl.constexpr = 2 * left.shape[1]
+    acc = gl.join(left, right).permute((0, 2, 1)).reshape([QUERIES, COLUMNS])
+    return gl.convert_layout(acc, products(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def _in_memory(rest, kept, part, PLACE: gl.constexpr):
+    """Where a part lies that ``kept`` has no room for: what a warp reads at once lies together."""
+    COLUMNS: gl.constexpr = part.shape[1]
+    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, part.type.layout))[:, None]
+    dim = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, part.type.layout))[None, :]
+    rest += (PLACE - kept.shape[0]) * QUERIES * COLUMNS
+    return rest + dim // 8 * (QUERIES * 8) + query * 8 + dim % 8
+
+
+@gluon.jit
+def keep(kept, rest, acc, PLACE: gl.constexpr = 0):
+    """Keep weighted values for ``summed``, whose threads read what they have written.
+
+    ``acc`` has the parts from ``PLACE`` on; ``kept`` has the first parts of all.
+    """
+    PARTS: gl.constexpr = acc.shape[1] // kept.shape[2]
+    if PARTS > 1:
+        left, right = _halves(acc)
+        keep(kept, rest, left, PLACE)
+        keep(kept, rest, right, PLACE + PARTS // 2)
+    elif kept.shape[0] > PLACE:
+        kept.index(PLACE).store(acc)
+    else:
+        gl.store(_in_memory(rest, kept, acc, PLACE), acc)
+
+
+@gluon.jit
+def summed(kept, rest, acc, old, new, some, PLACE: gl.constexpr = 0):
+    """A split's weighted values joined to those of ``keep``, if there are some."""
+    PARTS: gl.constexpr = acc.shape[1] // kept.shape[2]
+    if PARTS > 1:
+        left, right = _halves(acc)
+        left = summed(kept, rest, left, old, new, some, PLACE)
+        right = summed(kept, rest, right, old, new, some, PLACE + PARTS // 2)
+        acc = _whole(left, right)
+    else:
+        BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        if kept.shape[0] > PLACE:
+            before = gl.zeros_like(acc)
+            if some:
+                before = kept.index(PLACE).load(acc.type.layout)
+        else:
+            # Loads without a branch are moved to their use.
+            before = gl.load(_in_memory(rest, kept, acc, PLACE), mask=some, other=0.0)
+        new = gl.convert_layout(new, BY_QUERY)[:, None]
+        acc = gl.fma(before, gl.convert_layout(old, BY_QUERY)[:, None], acc * new)
+    return acc

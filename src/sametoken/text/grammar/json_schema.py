@@ -50,6 +50,8 @@ _FORMS: dict[str, type | tuple[type, ...]] = {
 }
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+#: What holds values, in which nothing is a reference.
+_DATA = ("const", "enum", "default", "example", "examples")
 _NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
 #: What counts count, what lists it, and what allows more than that. Beside a count the compiler
 #: forbids what is not allowed in words, where JSON Schema allows it.
@@ -90,7 +92,7 @@ def check_schema(text: str) -> tuple[str, ...]:
     if not isinstance(root, dict):
         raise RequestError("json_schema is not a JSON object", 'give a schema: {"type": ...}')
     patterns: list[str] = []
-    schemas = list(_subschemas(root, 0))
+    schemas = _schemas(root)
     of_names = {id(schema.get("propertyNames")) for schema in schemas}
     for schema in schemas:
         # Names are strings, whether their schema says so or not.
@@ -109,7 +111,7 @@ def compilable(text: str) -> str:
     compared, is ``anyOf``: the compiler would warn where it cannot tell that they are disjoint.
     """
     root, is_whole = _parsed(text), True
-    for schema in _subschemas(root, 0):
+    for schema in _schemas(root):
         given = dict(schema)
         if "pattern" in schema:
             schema.pop("format", None)
@@ -135,7 +137,7 @@ def moved(schema: Any, place: str) -> Any:
             found[key] = place + value.removeprefix("#")
         elif key in _MAPS and isinstance(value, dict):
             found[key] = {name: moved(one, place) for name, one in value.items()}
-        elif key in (*_LISTS, *_SINGLE):
+        elif key not in _DATA:
             found[key] = moved(value, place)
     return found
 
@@ -177,6 +179,20 @@ def _parse_float(text: str) -> float:
     if not math.isfinite(value):
         raise RequestError(f"json_schema holds the number {_short(text)}", _IN_RANGE)
     return value
+
+
+def _schemas(root: Any) -> list[dict[str, Any]]:
+    """A schema, and each one that is nested in it or that a reference leads to."""
+    found = list(_subschemas(root, 0))
+    known = set(map(id, found))
+    for schema in found:
+        target = _resolve(schema, root)
+        if id(target) not in known:
+            more = [one for one in _subschemas(target, 0) if id(one) not in known]
+            known.update(map(id, more))
+            # They are looked at in their turn.
+            found += more
+    return found
 
 
 def _subschemas(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
@@ -306,8 +322,6 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
     found: Any = root
     for part in ref.removeprefix("#").strip("/").split("/"):
         found = found.get(part) if isinstance(found, dict) else None
-    if isinstance(found, dict):
-        _check_form(found)
     return found
 
 

@@ -117,7 +117,10 @@ NESTED = {
     "properties": {
         "pet": {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]},
         "more": {"type": "array", "items": {"$ref": "#/$defs/Dog"}},
+        "color": {"$ref": "#/components/color"},
     },
+    # As OpenAPI has its schemas.
+    "components": {"color": {"$ref": "#/components/word"}, "word": {"enum": ["red"]}},
     "required": ["pet"],
     "additionalProperties": False,
 }
@@ -128,6 +131,8 @@ NESTED = {
     [
         ('{"pet": {"kind": "cat", "of": {"pet": {"kind": "dog", "in": {"$ref":"#/x"}}}}}', True),
         ('{"pet": {"kind": "cat", "enum": 1}, "more": [{"kind": "dog"}]}', True),
+        ('{"pet": {"kind": "dog"}, "color": "red"}', True),
+        ('{"pet": {"kind": "dog"}, "color": "blue"}', False),
         ('{"pet": {"kind": "cow"}}', False),
         ('{"pet": {"kind": "cat", "of": {}}}', False),
         ('{"pet": {"kind": "dog"}, "more": [{"kind": "cat"}]}', False),

@@ -12,6 +12,7 @@ from sametoken.text.grammar.json_schema import MAX_DEPTH, check_schema, compilab
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 INTEGER = {"type": "integer"}
+OF_NO_FORM = {"type": "object", "properties": {"a": {"type": 5}}, "required": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,10 @@ def test_what_is_honoured_passes(schema):
         ({"type": "object", "properties": {"a": {"not": {}}}}, "not is not supported"),
         ({"$defs": {"x": {"minimum": 1}}, "type": "null"}, "minimum needs"),
         ({"type": "array", "items": {"type": "array", "contains": {}}}, "contains"),
+        # Where only references lead, however long the way.
+        ({"$ref": "#/x/y", "x": {"y": {"not": {}}}}, "not is not supported"),
+        ({"$ref": "#/x", "x": {"$ref": "#/y"}, "y": {"anyOf": [{"contains": {}}]}}, "contains"),
+        ({"oneOf": [{"$ref": "#/x"}, {"$ref": "#/x"}], "x": OF_NO_FORM}, "type is 5"),
         ({"type": 3}, "type is 3"),
         ({"type": [3]}, r"type is \[3\]"),
         ({"properties": []}, "properties is"),
@@ -142,6 +147,8 @@ def test_regular_expressions_are_found_wherever_they_stand():
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "x+"}}},
-        "patternProperties": {"^y": INTEGER},
+        "patternProperties": {"^y": {"$ref": "#/far"}},
+        "far": {"type": "string", "pattern": "é"},
     }
-    assert sorted(check_schema(json.dumps(schema))) == ["^y", "x+"]
+    assert sorted(check_schema(json.dumps(schema))) == ["^y", "x+", "é"]
+    assert json.loads(compilable(json.dumps(schema)))["far"]["pattern"] == r"\u{e9}"

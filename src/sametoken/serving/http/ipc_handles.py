@@ -29,6 +29,8 @@ _PATH = re.compile(rb"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 #: Counters in one piece of shared memory, bytes of CUDA's event, and of any handle of memory.
 _MAX_INDEX, _EVENT_BYTES, _MAX_MEMORY_BYTES, _MAX_NUMBER = 10_000, 64, 4096, 2**48
 _MAX_DIMENSIONS = 8
+#: Characters of a name, and handles: what a pickle repeats takes few of its bytes.
+_MAX_NAME, _MAX_HANDLES = 256, 2**20
 
 
 def read_handles(encoded: str) -> tuple[Handles, ...] | Handles:
@@ -44,7 +46,7 @@ def read_handles(encoded: str) -> tuple[Handles, ...] | Handles:
         found = _Machine().run(base64.b64decode(encoded, validate=True))
         if isinstance(found, dict):
             return _by_device(found)
-        if isinstance(found, list):
+        if isinstance(found, list) and sum(map(len, found)) <= _MAX_HANDLES:
             return tuple(_by_device(one) for one in found)
     except Exception as error:
         raise ValueError("these are no handles of torch's") from error
@@ -52,7 +54,7 @@ def read_handles(encoded: str) -> tuple[Handles, ...] | Handles:
 
 
 def _by_device(found: Any) -> Handles:
-    return {device: _handle(fields) for device, fields in dict(found).items()}
+    return {device: _handle(fields) for device, fields in found.items()}
 
 
 def _handle(fields: Any) -> MemoryHandle:
@@ -133,6 +135,9 @@ class _Machine:
 
     def name(self, _: Any) -> None:
         module, name = self.last(2)
+        is_text = isinstance(module, str) and isinstance(name, str)
+        if not is_text or len(module) + len(name) > _MAX_NAME:
+            raise ValueError("it names something else")
         self._stack.append(f"{module}.{name}")
 
     def size(self, _: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import tracemalloc
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
-from sametoken.serving.http.ipc_handles import read_handles
+from sametoken.serving.http.ipc_handles import _MAX_HANDLES, read_handles
 from sametoken.types.weight_updates import MemoryHandle
 
 COUNTER, HOST_MEMORY = b"/torch_12_3456_0", b"/proc/12/fd/34"
@@ -128,12 +129,47 @@ def test_fields_that_no_handle_has(place):
         b"\x80\x04]\x94h\x00a.",
         b"\x80\x04}\x94}h\x00s.",
         b"cposix\nsystem\n(S'true'\ntR.",
+        # Pairs in the place of a dict: their keys could be of any type.
+        pickle.dumps([[("GPU-1", PLACE)]], 4),
         *(pickle.dumps([{"GPU-1": PLACE}], protocol) for protocol in (0, 1, 2, 3)),
     ],
 )
 def test_other_pickles(pickled):
     with pytest.raises(ValueError, match="no handles"):
         read_handles(base64.b64encode(pickled).decode())
+
+
+def doubled(times: int, opcode: bytes, end: bytes) -> bytes:
+    """A pickle in which each thing is made of the one before it, twice."""
+    references = (b"h%c" % number for number in range(times))
+    steps = b"".join(one + one + opcode + b"\x94" for one in references)
+    return b"\x80\x04\x8c\x08aaaaaaaa\x94" + steps + end + b"."
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        # A name; a tuple in a name, on either side.
+        doubled(20, b"\x93", b""),
+        doubled(20, b"\x86", b"\x8c\x01a\x93"),
+        doubled(20, b"\x86", b"\x94\x8c\x01ah\x15\x93"),
+    ],
+)
+def test_a_few_bytes_take_no_memory(pickled):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="no handles"):
+            read_handles(base64.b64encode(pickled).decode())
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_handles_that_are_meant_again_and_again():
+    device = {f"GPU-{number}": PLACE for number in range(_MAX_HANDLES // 2**10)}
+    assert len(read_handles(encoded([device] * 2))) == 2
+    with pytest.raises(ValueError, match="no handles"):
+        read_handles(encoded([device] * 2**10 + [{"GPU-1": PLACE}]))
 
 
 def test_other_text():

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -179,9 +180,9 @@ class WeightSender:
         except urllib.error.HTTPError as error:
             told = error.read().decode("utf-8", "replace")
             raise WeightUpdateError(f"{url} answered {error.code}: {told}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise WeightUpdateError(
-                f"{url} does not answer ({in_words(error)})", "check the URL, then its log"
+                f"{url} does not answer ({in_words(error).strip()})", "check the URL, then its log"
             ) from error
 
 

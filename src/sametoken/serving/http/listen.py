@@ -29,7 +29,7 @@ def bind(config: ServerConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise _unusable(config, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,7 +100,7 @@ def connections_that_fit(wanted: int) -> int:
     return fitting
 
 
-def _unusable(config: ServerConfig, error: OSError) -> ConfigError:
+def _unusable(config: ServerConfig, error: Exception) -> ConfigError:
     return ConfigError(
         f"the server cannot listen on {config.host} port {config.port} ({in_words(error)})",
         "choose another host or port",

@@ -44,7 +44,7 @@ def test_an_address_of_the_newer_kind():
         assert address_of(listener, config).startswith("http://[::1]:")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "no..host"])
 def test_an_address_that_cannot_be_used(host):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServerConfig(host=host, port=taken.getsockname()[1])

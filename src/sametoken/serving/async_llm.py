@@ -357,6 +357,7 @@ class AsyncLLM(NotCopied):
         if mode not in PAUSES:
             raise RequestError(f"there is no pause {shown(mode)}", f"use one of {PAUSES}")
         if mode == "abort":
+            self._client.require_ready()
             self._client.abort_all()
         return mode == "wait"
 

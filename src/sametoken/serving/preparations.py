@@ -52,7 +52,8 @@ class Preparations:
             task.cancel()
 
     def stop(self) -> None:
-        """Start no more threads."""
+        """Refuse all, and start no more threads."""
+        self.end()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _with_slot(self, work: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -34,10 +35,20 @@ def test_another_event_loop_is_refused_and_not_left_waiting(model):
             with pytest.raises(RequestError, match="another event loop"):
                 llm.generate("a", ONE, "b")
 
+        async def begun():
+            return llm.generate("a", replace(ONE, max_tokens=2), "begun")
+
+        stream = runner.run(begun())
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, elsewhere()).result(PATIENCE_S)
         with pytest.raises(RequestError, match="another event loop"):
             llm.generate("a", ONE, "no loop")
+
+        async def finish_reason():
+            return [one async for one in stream][-1].outputs[0].finish_reason
+
+        # The pause that was refused has ended nothing.
+        assert runner.run(finish_reason()) == "length"
         runner.run(llm.shutdown())
 
 

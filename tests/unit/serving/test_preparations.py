@@ -28,7 +28,8 @@ async def test_the_result_or_the_error_comes_back(has_new_grammar):
 
 
 @pytest.mark.parametrize("has_new_grammar", [False, True])
-async def test_what_runs_or_waits_is_refused_at_the_end(has_new_grammar):
+@pytest.mark.parametrize("end", [Preparations.end, Preparations.stop])
+async def test_what_runs_or_waits_is_refused_at_the_end(has_new_grammar, end):
     preparations, gate = Preparations(), threading.Event()
 
     async def prepare():
@@ -36,7 +37,7 @@ async def test_what_runs_or_waits_is_refused_at_the_end(has_new_grammar):
 
     tasks = [asyncio.create_task(prepare()) for _ in range(AT_ONCE + 1)]
     await asyncio.sleep(0.01)
-    preparations.end()
+    end(preparations)
     done, _ = await asyncio.wait(tasks, timeout=PATIENCE_S / 2)
     gate.set()
     assert [type(task.exception()) for task in done] == [DrainingError] * len(tasks)

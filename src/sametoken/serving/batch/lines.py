@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sametoken.errors import RequestError, in_words
 from sametoken.io.json_text import parse_json
-from sametoken.serving.http.schemas import Text
 
 _KEY_DIGITS = 32
 _SKIPPED_BYTES = 2**20
@@ -30,7 +29,7 @@ class BatchRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    custom_id: Text
+    custom_id: str
     method: Literal["POST"]
     url: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]

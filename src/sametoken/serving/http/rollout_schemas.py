@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from sametoken.serving.http.schemas import Count, Strict, Text
+from sametoken.serving.http.schemas import Count, Strict
 
 _MAX_TENSORS, _MAX_DIMENSIONS, _MAX_PORT, _MAX_DIGITS = 2**16, 8, 2**16 - 1, 19
 
@@ -50,9 +50,9 @@ class InitInfo(Strict):
     ``packed_num_buffers`` is the trainer's own matter.
     """
 
-    master_address: Text | None = None
+    master_address: str | None = None
     master_port: Annotated[int, Field(ge=1, le=_MAX_PORT)] | None = None
-    nccl_unique_id_b64: Text | None = None
+    nccl_unique_id_b64: str | None = None
     rank_offset: Annotated[Count, Field(ge=1)] = 1
     world_size: Annotated[Count, Field(ge=2)] = 2
     packed: bool = False
@@ -73,13 +73,13 @@ class UpdateInfo(Strict):
     of a group may come joined in this update alone, as vLLM's trainers before 0.28 send them.
     """
 
-    path: Text | None = None
-    names: Annotated[list[Text], _List] | None = None
-    dtype_names: Annotated[list[Text], _List] | None = None
+    path: str | None = None
+    names: Annotated[list[str], _List] | None = None
+    dtype_names: Annotated[list[str], _List] | None = None
     shapes: (
         Annotated[list[Annotated[list[Count], Field(max_length=_MAX_DIMENSIONS)]], _List] | None
     ) = None
-    ipc_handles_pickled: Text | None = None
+    ipc_handles_pickled: str | None = None
     tensor_sizes: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], _List] | None = None
     packed: bool = False
     packed_buffer_size_bytes: PackedBytes = 2**30

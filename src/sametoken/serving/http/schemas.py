@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
@@ -92,44 +85,30 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
 }
 
 
-def _encodable(text: str) -> str:
-    """The text, if it can be encoded as UTF-8.
-
-    Raises:
-        ValueError: it holds a lone surrogate.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("a lone surrogate is not valid text") from error
-    return text
-
-
 def null_is(default: Any) -> BeforeValidator:
     """For a field that may be null, as in OpenAI's API, with the meaning of its default."""
     return BeforeValidator(lambda given: default if given is None else given)
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 #: Of the answer in a conversation.
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 # fail_fast: an invalid list costs no more than a valid one.
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-Texts = Annotated[list[Text], Field(max_length=MAX_N, fail_fast=True)]
-StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
-BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
-Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_N, fail_fast=True)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 #: An answer's id, behind its prefix.
-RequestId = Annotated[Text, Field(min_length=1, max_length=256)]
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 #: How much a model is to reason.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompts = Annotated[
-    Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
+    str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
     # Each type is given up at its first fault.
     Field(union_mode="left_to_right"),
 ]
@@ -161,9 +140,9 @@ class StructuredOutputsField(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
-    regex: Text | None = None
+    regex: str | None = None
     choice: Choices | None = None
-    grammar: Text | None = None
+    grammar: str | None = None
     json_object: bool | None = None
 
 
@@ -172,8 +151,8 @@ class JsonSchemaFormat(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    name: Text = ""
-    description: Text | None = None
+    name: str = ""
+    description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
@@ -183,8 +162,8 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchemaFormat | None = None
-    regex: Text | None = None
-    grammar: Text | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
 
 class SamplingFields(BaseModel):
@@ -195,7 +174,7 @@ class SamplingFields(BaseModel):
     ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
 
-    model: Text | None = None
+    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N), null_is(default=1)] = 1
     temperature: float | None = None
     top_p: float | None = None
@@ -227,9 +206,9 @@ class SamplingFields(BaseModel):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: str | dict[str, Any] | None = None
-    guided_regex: Text | None = None
+    guided_regex: str | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
+    guided_grammar: str | None = None
     speculative: Speculative | None = None
     include_speculation_stats: bool | Literal["detailed"] = False
     return_token_ids: bool | None = None
@@ -288,8 +267,8 @@ class FunctionCall(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    name: Text
-    arguments: Text = ""
+    name: str
+    arguments: str = ""
 
 
 class MessageToolCall(BaseModel):
@@ -297,7 +276,7 @@ class MessageToolCall(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    id: Text = ""
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -307,17 +286,17 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Text
+    role: str
     content: (
-        Text | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+        str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
     ) = None
-    name: Text | None = None
-    reasoning: Text | None = None
-    reasoning_content: Text | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: (
         Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
-    tool_call_id: Text | None = None
+    tool_call_id: str | None = None
 
 
 class FunctionDefinition(BaseModel):
@@ -325,8 +304,8 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    name: Annotated[Text, Field(min_length=1)]
-    description: Text | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -347,7 +326,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 class NamedFunction(Strict):
     """The name of a function."""
 
-    name: Text
+    name: str
 
 
 class NamedTool(Strict):
@@ -398,7 +377,7 @@ class ChatRequest(SamplingFields):
 class _TokenRequest(Strict):
     """A request of token ids; unknown fields may be null, as in ``SamplingFields``."""
 
-    model: Text | None = None
+    model: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -412,7 +391,7 @@ class _TokenRequest(Strict):
 class TokenizeRequest(_TokenRequest):
     """A text, or a conversation to be rendered by the chat template."""
 
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True

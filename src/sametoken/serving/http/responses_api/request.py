@@ -21,7 +21,6 @@ from sametoken.serving.http.schemas import (
     Limit,
     SamplingFields,
     Strict,
-    Text,
     null_is,
 )
 from sametoken.types.sampling_params import MAX_LOGPROBS
@@ -53,12 +52,12 @@ class InputItem(BaseModel):
     type: Literal[
         "message", "reasoning", "function_call", "function_call_output", "item_reference"
     ] = "message"
-    role: Text | None = None
-    content: Text | Parts | None = None
-    call_id: Text | None = None
-    name: Text | None = None
-    arguments: Text | None = None
-    output: Text | Parts | None = None
+    role: str | None = None
+    content: str | Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
     summary: Parts | None = None
 
 
@@ -80,7 +79,7 @@ class NamedFunctionTool(Strict):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: Text
+    name: str
 
 
 class TextFormat(BaseModel):
@@ -89,8 +88,8 @@ class TextFormat(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    description: Text | None = None
+    name: str | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
@@ -134,19 +133,19 @@ class ResponsesRequest(SamplingFields):
 
     n: Annotated[Literal[1], null_is(default=1)] = 1
     input: (
-        Text
+        str
         | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     )
-    instructions: Text | None = None
+    instructions: str | None = None
     max_output_tokens: Limit | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    include: Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    metadata: Annotated[dict[str, Text], Field(max_length=MAX_PARTS)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_PARTS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -9,8 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from sametoken.config import option
-from sametoken.errors import ConfigError, OverloadedError
+from sametoken.errors import OverloadedError
 from sametoken.serving.stats import EngineLoad
+from sametoken.types.option_values import require_limits, require_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,38 +19,38 @@ class ServingLimits:
     """Limits of an engine that serves; they also hold for a restarted engine process.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is of another type, or out of range.
     """
 
-    max_waiting: int = option(1024, "completions that may wait for a place, beyond those that run")
-    max_waiting_tokens: int = option(2**20, "prompt tokens that may wait in all")
-    shadow_audit_rate: float = option(
-        0.0, "share of finished requests replayed without speculation in idle time, 0..1"
+    max_waiting: int = option(
+        1024, "completions that may wait for a place, beyond those that run", limits=(0, 2**31)
     )
-    max_restarts: int = option(3, "restarts of a dead engine process within restart_window_s")
-    restart_window_s: float = option(300.0, "seconds over which restarts are counted")
+    max_waiting_tokens: int = option(2**20, "prompt tokens that may wait in all", limits=(0, 2**62))
+    shadow_audit_rate: float = option(
+        0.0,
+        "share of finished requests replayed without speculation in idle time, 0..1",
+        limits=(0.0, 1.0),
+    )
+    max_restarts: int = option(
+        3, "restarts of a dead engine process within restart_window_s", limits=(0, 1000)
+    )
+    restart_window_s: float = option(
+        300.0, "seconds over which restarts are counted", limits=(0.0, 86400.0)
+    )
     restart_backoff_s: float = option(
-        0.5, "seconds before the first restart of a window; doubled at each further one"
+        0.5,
+        "seconds before the first restart of a window; doubled at each further one",
+        limits=(0.0, 86400.0),
     )
     step_timeout_s: float = option(
-        300.0, "seconds after which a step is hung: the engine is killed and restarted; 0: never"
+        300.0,
+        "seconds after which a step is hung: the engine is killed and restarted; 0: never",
+        limits=(0.0, 86400.0),
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_waiting_tokens", "max_restarts"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name}={value!r} is not possible", "use 0 or more")
-        if not 0 <= self.shadow_audit_rate <= 1:
-            raise ConfigError(
-                f"shadow_audit_rate={self.shadow_audit_rate} is not possible",
-                "use a number from 0 to 1",
-            )
-        for name in ("restart_window_s", "restart_backoff_s", "step_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible", "use 0 seconds or more"
-                )
+        require_types(self)
+        require_limits(self)
 
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0

@@ -18,19 +18,19 @@ class BatchConfig:
     """
 
     served_model_name: tuple[str, ...] = option((), "name that requests may give; may be repeated")
-    concurrency: int = option(0, "lines that run at once on one engine; 0: max_num_seqs")
-    max_line_bytes: int = option(16 * 2**20, "longest line; a longer one gets an error")
+    concurrency: int = option(
+        0, "lines that run at once on one engine; 0: max_num_seqs", limits=(0, 2**31)
+    )
+    max_line_bytes: int = option(
+        16 * 2**20, "longest line; a longer one gets an error", limits=(1, 2**40)
+    )
     ray: bool = option(False, "run engines on a Ray cluster")
-    replicas: int = option(1, "with ray: engines to run")
+    replicas: int = option(1, "with ray: engines to run", limits=(1, 10_000))
     ray_num_cpus: float = option(
         1.0, "with ray: CPU cores that Ray sets aside for each engine", limits=(0.0, 1024.0)
     )
 
     def __post_init__(self) -> None:
         require_limits(self)
-        for name, least in (("concurrency", 0), ("max_line_bytes", 1), ("replicas", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{name}={value!r} is not possible", f"use {least} or more")
         if not self.ray and (self.replicas, self.ray_num_cpus) != (1, 1.0):
             raise ConfigError("options of Ray were given", "add --ray, or leave them out")

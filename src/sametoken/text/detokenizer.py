@@ -36,6 +36,9 @@ class Detokenizer(Protocol):
 #: Tokens at a prompt's end among which one with a text of its own is looked for.
 _NUM_BEFORE = 64
 
+#: Tokens that a character may have before it is whole: one for each byte but its last.
+_MOST_CUT = 3
+
 
 def make_detokenizer(
     tokenizer: Tokenizer | None, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
@@ -122,24 +125,23 @@ class WindowDetokenizer:
     def append(self, token_id: int) -> str:
         """See ``Detokenizer``."""
         self.num_before = 0
-        if self._skip and token_id in self._tokenizer.special_ids:
+        token = self._tokenizer.backend.id_to_token(token_id)
+        if token is None or (self._skip and token_id in self._tokenizer.special_ids):
             return ""
         self._window.append(token_id)
-        token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or BYTE_TOKEN.fullmatch(token):
+        if BYTE_TOKEN.fullmatch(token):
             self._run.append(token)
             self._holds = True
             return ""
         self._run = _ByteRun()
         held = self._decode(self._window[:-1])[self._num_shown :] if self._holds else ""
         text = self._decode()
+        # The last character may be a part of one that goes on.
         self._holds = self._cuts_characters and text.endswith("\ufffd")
-        if self._holds:
-            return ""
-        piece = text[self._num_shown :]
+        piece = text[self._num_shown : len(text) - self._holds]
         self.num_before = len(held) if piece.startswith(held) else 0
-        self._window = [token_id]
-        self._num_shown = len(self._decode())
+        self._window = self._window[-_MOST_CUT:] if self._holds else [token_id]
+        self._num_shown = len(self._decode()) - self._holds
         return piece
 
     def finish(self) -> str:
@@ -178,9 +180,9 @@ class _ByteRun:
         self._known = ""
         self._is_valid = True
 
-    def append(self, token: str | None) -> None:
-        """Add a byte token; None, an unknown one, has no text."""
-        if token is None or not self._is_valid:
+    def append(self, token: str) -> None:
+        """Add a byte token."""
+        if not self._is_valid:
             return
         try:
             self._known += self._utf8.decode(bytes.fromhex(token[3:5]))

@@ -39,6 +39,43 @@ def pieces(tokenizer, token_ids, skip, prompt=()):
     return [*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
+@pytest.fixture(scope="module")
+def wrapped(tokenizer) -> Tokenizer:
+    """A byte-level tokenizer whose decoder has another step."""
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+#: Bytes that begin, continue and end characters, a letter, and an id beyond the vocabulary.
+CUT = [*"ðŁĲ±âĤ¬Ãa", 10**6]
+
+
+@settings(max_examples=300)
+@given(chosen=st.lists(st.sampled_from(CUT), max_size=24))
+def test_pieces_of_cut_characters_make_the_whole(tokenizer, wrapped, chosen):
+    find = tokenizer.backend.token_to_id
+    token_ids = [find(one) if isinstance(one, str) else one for one in chosen]
+    assert "".join(pieces(wrapped, token_ids, True)) == wrapped.decode(token_ids)
+    # An unknown id has no text, and no place of its own.
+    known = [token_id for token_id in token_ids if token_id < 10**6]
+    assert starts(wrapped, known) == starts(tokenizer, known)
+
+
+def test_broken_bytes_are_not_decoded_again_and_again(tokenizer, wrapped, monkeypatch):
+    decode, sizes = wrapped.decode, []
+
+    def counted(token_ids, **options):
+        sizes.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(wrapped, "decode", counted)
+    for stand_in in "±ð":
+        whole = "".join(pieces(wrapped, [tokenizer.backend.token_to_id(stand_in)] * 500, True))
+        assert whole == "\ufffd" * 500
+    assert max(sizes) <= 4
+
+
 @settings(max_examples=150)
 @given(token_ids=IDS, skip=st.booleans())
 def test_byte_level_pieces_make_the_whole(tokenizer, token_ids, skip):

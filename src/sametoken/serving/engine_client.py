@@ -289,8 +289,7 @@ class EngineClient:
         ]
         for request_id in refused:
             self._fail(request_id, refusal.error)
-        if not refused:
-            self._audit.abandon()
+        self._audit.take_refusal(refusal.request_ids)
         self._use_idle_time()
 
     # Requests

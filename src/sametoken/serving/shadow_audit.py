@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from sametoken.engine.input_processor import ProcessedRequest
@@ -105,6 +105,11 @@ class ShadowAudit:
         if self._running is not None:
             self._running = None
             self._stats = replace(self._stats, num_dropped=self._stats.num_dropped + 1)
+
+    def take_refusal(self, request_ids: Collection[str]) -> None:
+        """Drop the running replay if it is among what the engine refused."""
+        if self._running is not None and self._running.case.replay.request_id in request_ids:
+            self.abandon()
 
     def take(self, updates: Iterable[RequestUpdate]) -> str | None:
         """Take in the replay's updates of one step; returns its id to release once compared."""

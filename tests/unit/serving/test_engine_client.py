@@ -440,6 +440,18 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
         assert kit.client.stats.audit.num_dropped == 2
 
 
+async def test_a_replay_goes_on_when_an_aborted_request_is_refused(open_kit):
+    async with open_kit(shadow_audit_rate=1.0) as kit:
+        stream = kit.begin()
+        kit.report(update("r", 20, 21, 22, 23))
+        await anext(stream)
+        await kit.begin("aborted").aclose()
+        kit.client.take(Refused(("aborted",), RequestError("no"), 2))
+        kit.report(update("r#replay#2", 20, 21, 22, 23))
+        audit = kit.client.stats.audit
+        assert (audit.num_audited, audit.num_dropped) == (1, 0)
+
+
 async def test_a_pause_puts_a_replay_off_until_its_end(open_kit):
     async with open_kit(shadow_audit_rate=1.0) as kit:
         kit.begin("first")

@@ -45,7 +45,8 @@ _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
     ),
     EngineDeadError: ("engine_dead", "the engine has stopped. Send the request again"),
 }
-_RETRY_AFTER_S = 5
+#: Seconds after which a server that is busy or starts may serve again.
+RETRY_AFTER_S = 5
 #: Characters of an error's message and param.
 _MAX_MESSAGE, _MAX_PARAM = 2 * MAX_CAUSE, 100
 _logger = logging.getLogger("sametoken.server")
@@ -125,7 +126,7 @@ def as_api_error(error: Exception) -> ApiError:
         return invalid(str(error))
     for kind, (code, message) in _UNAVAILABLE.items():
         if isinstance(error, kind):
-            return ApiError(503, message, code=code, retry_after_s=_RETRY_AFTER_S)
+            return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
     if isinstance(error, SametokenError):
         return ApiError(500, str(error), code=type(error).__name__)
     _logger.error("a request failed unexpectedly", exc_info=error)

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import ApiError, whole_seconds
+from sametoken.serving.http.errors import RETRY_AFTER_S, ApiError, whole_seconds
 from sametoken.serving.http.pages import ASSETS
 
 #: Paths of the server's own pages, which need no key. All others are for the model.
@@ -28,7 +28,6 @@ _MAX_CLIENTS = 10_000
 _WRONG_KEYS_PER_MINUTE = 60
 #: Uncounted bytes of each body, so that small requests pass while large ones use up the limit.
 _FREE_BYTES = 64 * 1024
-_RETRY_AFTER_S = 5
 
 
 def is_guarded(scope: Scope) -> bool:
@@ -276,7 +275,7 @@ class BodyLimit:
                 503,
                 "the server holds too many large requests. Send it again later",
                 code="overloaded",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=RETRY_AFTER_S,
             )
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, shown
 from sametoken.text.grammar.one_of import disjoint, listed_values, named_types
 from sametoken.text.grammar.regular_expressions import plain_regex
 
@@ -163,21 +162,21 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in found if keys.count(key) > 1)
-        raise RequestError(f"json_schema has {_short(twice)} twice in an object", "name it once")
+        raise RequestError(f"json_schema has {shown(twice)} twice in an object", "name it once")
     return found
 
 
 def _parse_int(digits: str) -> int:
     # Converting thousands of digits takes long.
     if len(digits) > len(str(-_LARGEST)) or abs(int(digits)) > _LARGEST:
-        raise RequestError(f"json_schema holds the number {_short(digits)}", _IN_RANGE)
+        raise RequestError(f"json_schema holds the number {shown(digits)}", _IN_RANGE)
     return int(digits)
 
 
 def _parse_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RequestError(f"json_schema holds the number {_short(text)}", _IN_RANGE)
+        raise RequestError(f"json_schema holds the number {shown(text)}", _IN_RANGE)
     return value
 
 
@@ -220,7 +219,7 @@ def _check(
     unknown = [name for name in schema.get("required", ()) if name not in properties]
     if unknown:
         raise _refused(
-            "required", f"names {_short(unknown[0])}, no property", "add it to properties"
+            "required", f"names {shown(unknown[0])}, no property", "add it to properties"
         )
     if not disjoint([_resolve(branch, root) for branch in schema.get("oneOf", ())]):
         raise _refused("oneOf", "has branches that may overlap", "use anyOf")
@@ -229,13 +228,13 @@ def _check(
 def _check_form(schema: Mapping[str, Any]) -> None:
     for key, form in _FORMS.items():
         if key in schema and not isinstance(schema[key], form):
-            raise _refused(key, f"is {_short(schema[key])}", "see JSON Schema for its form")
+            raise _refused(key, f"is {shown(schema[key])}", "see JSON Schema for its form")
     for key in _NEVER_EMPTY:
         if schema.get(key) == []:
             raise _refused(key, "is empty", "list what is allowed, or leave it out")
     for key in ("type", "required"):
         if not all(isinstance(name, str) for name in schema.get(key, ())):
-            raise _refused(key, f"is {_short(schema[key])}", "list names")
+            raise _refused(key, f"is {shown(schema[key])}", "list names")
 
 
 def _check_exclusive(schema: Mapping[str, Any]) -> None:
@@ -253,7 +252,7 @@ def _check_exclusive(schema: Mapping[str, Any]) -> None:
         raise _refused("allOf", "has several schemas", "merge them into one")
     ref = schema.get("$ref")
     if ref is not None and ref != "#" and not ref.startswith("#/"):
-        raise _refused("$ref", f"refers to {_short(ref)}, outside the schema", "use #/$defs/...")
+        raise _refused("$ref", f"refers to {shown(ref)}, outside the schema", "use #/$defs/...")
 
 
 def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None:
@@ -286,7 +285,7 @@ def _check_listed(schema: Mapping[str, Any]) -> None:
         raise _refused("const", "is not in enum", "keep the one that is meant")
     wrong = [text for text in sorted(values) if types and not types & _types_of(json.loads(text))]
     if wrong:
-        raise _refused(key, f"holds {_short(wrong[0])}, not of its type", "correct one of them")
+        raise _refused(key, f"holds {shown(wrong[0])}, not of its type", "correct one of them")
 
 
 def _types_of(value: Any) -> set[str]:
@@ -327,8 +326,3 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _refused(key: str, cause: str, remedy: str) -> RequestError:
     return RequestError(f"json_schema: {key} {cause}", remedy)
-
-
-def _short(value: Any) -> str:
-    """A value shortened for a message."""
-    return reprlib.repr(value)

@@ -75,6 +75,11 @@ class TrainerGroup:
         except RuntimeError as error:
             raise self._lost(error) from error
 
+    def leave(self) -> None:
+        """Leave a group that is of no use any more; of gloo, rank 0's port is free then."""
+        if isinstance(self._group, _Gloo):
+            self._group.leave()
+
     def _lost(self, error: RuntimeError) -> WeightUpdateError:
         # Without torch's advice, which follows its first sentence.
         first = str(error).partition("\n")[0].partition(". ")[0]
@@ -114,3 +119,7 @@ class _Gloo:
 
     def broadcast(self, data: Tensor) -> None:
         self._group.broadcast([data], self._from_trainer).wait()
+
+    def leave(self) -> None:
+        # The store, which listens, ends with it; an error's frames may hold the rest for longer.
+        del self._group

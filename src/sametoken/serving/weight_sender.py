@@ -69,10 +69,11 @@ class WeightSender:
         if backend == GLOO:
             _require_met(address, port)
             require_no_other_host(self._urls, address)
-        self._group = None if backend == IPC else self._join(backend, address, port)
+        self._shares = backend == IPC
+        self._group = None if self._shares else self._join(backend, address, port)
         # Shared memory, until the servers have read it.
         self._kept: list[object] = []
-        if backend == IPC:
+        if self._shares:
             self._post_all("init_weight_transfer_engine", [{"init_info": {}}] * len(self._urls))
 
     def _require_backend(self, url: str, backend: str) -> None:
@@ -119,6 +120,8 @@ class WeightSender:
             WeightUpdateError: one is no dense tensor with its values; a server refuses them, or
                 is gone. After a failure on the way, make a new sender.
         """
+        if self._group is None and not self._shares:
+            raise WeightUpdateError("an update failed, and its group is left", "make a new sender")
         start = "start_weight_update" if target == "model" else "start_draft_weight_update"
         every = len(self._urls)
         self._post_all(start, [{}] * every)
@@ -137,14 +140,21 @@ class WeightSender:
             "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in part],
             "shapes": [list(one.shape) for _, one in part],
         }
-        if self._group is None:
+        if self._shares:
             # A handle may be opened once, so each server gets its own.
             bodies = [{"update_info": info | self._handles(part)} for _ in self._urls]
             self._post_all("update_weights", bodies)
             return
         bodies = [{"update_info": info}] * len(self._urls)
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            _whole(lambda: self._broadcast(part), self._begin(pool, "update_weights", bodies))
+        assert self._group is not None
+        try:
+            with ThreadPoolExecutor(len(self._urls)) as pool:
+                _whole(lambda: self._broadcast(part), self._begin(pool, "update_weights", bodies))
+        except WeightUpdateError:
+            # Servers leave it too, and the next sender may take its port.
+            self._group.leave()
+            self._group = None
+            raise
 
     def _handles(self, part: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
         """The tensors' places in memory, as vLLM's trainers send them."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from sametoken.config import EngineConfig
@@ -14,6 +13,7 @@ from sametoken.errors import EngineDeadError, EngineRestartingError, SametokenEr
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import Build
+from sametoken.serving.watchdog import Watchdog
 
 _logger = logging.getLogger("sametoken")
 
@@ -185,29 +185,3 @@ class Restarts:
             return None
         self._times.append(now)
         return self._limits.restart_backoff_s * 2.0**num_recent
-
-
-class Watchdog:
-    """Calls ``expired`` on the event loop if it stays armed for too long.
-
-    Args:
-        timeout_s: seconds that it may stay armed; 0: no limit.
-        expired: called once per timeout.
-    """
-
-    def __init__(self, timeout_s: float, expired: Callable[[], None]) -> None:
-        self._timeout_s = timeout_s
-        self._expired = expired
-        self._timer: asyncio.TimerHandle | None = None
-
-    def arm(self) -> None:
-        """Start the timer, unless it runs."""
-        if self._timer is None and self._timeout_s:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._timeout_s, self._expired)
-
-    def disarm(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

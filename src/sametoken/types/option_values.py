@@ -87,22 +87,24 @@ def json_object(text: str, name: str, example: str) -> Mapping[str, Any]:
     return value
 
 
-def known_keys(config: type[Any], given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The values, if all are of fields of a dataclass.
+def from_json(config: type[_T], text: str, name: str, example: str) -> _T:
+    """A dataclass of options from JSON text.
 
     Args:
         config: the dataclass.
-        given: values by key.
+        text: the option's value.
         name: the option, for the error.
+        example: a right value.
 
     Raises:
-        ConfigError: a key is unknown.
+        ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
     """
-    known = [one.name for one in fields(config)]
+    given = json_object(text, name, example)
+    known = [one.name for one in fields(config)]  # type: ignore[arg-type]
     for key in given:
         if key not in known:
             raise ConfigError(f"{name} has the unknown key {shown(key)}", suggestion(key, known))
-    return given
+    return config(**given)
 
 
 def typed(name: str, annotation: Any, given: Any) -> Any:

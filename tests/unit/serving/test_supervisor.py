@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from sametoken.serving.limits import ServingLimits
-from sametoken.serving.supervisor import Restarts, Watchdog
+from sametoken.serving.supervisor import Restarts
+from sametoken.serving.watchdog import Watchdog
 
 
 def restarts(**options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -263,14 +264,7 @@ def _audit_detail(audit: AuditStats) -> dict[str, Any]:
         "differences": audit.num_mismatched,
         "pending": audit.num_pending,
         "dropped": audit.num_dropped,
-        "last_difference": None
-        if difference is None
-        else {
-            "request_id": difference.request_id,
-            "position": difference.position,
-            "served": difference.served,
-            "replayed": difference.replayed,
-        },
+        "last_difference": None if difference is None else asdict(difference),
     }
 
 

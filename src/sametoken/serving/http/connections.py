@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.watchdog import Watchdog
 
 #: Bytes read from a connection at a time, so that none delays the others for long.
 _READ_BYTES = 32 * 1024
@@ -180,8 +181,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._inner_app, self.app = self.app, self._answer
         self._connections = connections
         self._limits = limits
-        self._header_timer = _Timer(self.loop, limits.header_timeout, self.drop)
-        self._reader_timer = _Timer(self.loop, limits.write_timeout, self._check_reader)
+        self._header_timer = Watchdog(limits.header_timeout, self.drop)
+        self._reader_timer = Watchdog(limits.write_timeout, self._check_reader)
         # Bytes that the client had not read when its timer was started.
         self._unread = 0
         self._ignores_input = False
@@ -225,8 +226,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
         self._connections.remove(self)
-        self._header_timer.stop()
-        self._reader_timer.stop()
+        self._header_timer.disarm()
+        self._reader_timer.disarm()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -300,11 +301,11 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Start or stop the timers by the connection's state, and record whether it waits."""
         closing = self.transport.is_closing()
         in_header = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-        self._header_timer.run(in_header and not closing)
+        self._header_timer.arm(in_header and not closing)
         unread = self.flow.write_paused or closing
-        if unread and not self._reader_timer.runs:
+        if unread and not self._reader_timer.is_armed:
             self._unread = self.transport.get_write_buffer_size()
-        self._reader_timer.run(unread)
+        self._reader_timer.arm(unread)
         receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         answering = self.cycle is not None and not self.cycle.response_complete
         works = answering and not (receiving or unread or self._ignores_input)
@@ -367,36 +368,6 @@ class _Parser(h11.Connection):
             if self._num_pieces > _FREE_PIECES + self._num_bytes // _MEAN_PIECE:
                 raise h11.RemoteProtocolError("the body comes in too many pieces")
         return event
-
-
-class _Timer:
-    """Calls a function after a timeout."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]
-    ) -> None:
-        self._loop, self._seconds, self._then = loop, seconds, then
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def runs(self) -> bool:
-        return self._timer is not None
-
-    def run(self, wanted: bool) -> None:
-        """Start the timer unless it runs, or stop it."""
-        if not wanted:
-            self.stop()
-        elif self._timer is None:
-            self._timer = self._loop.call_later(self._seconds, self._end)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _end(self) -> None:
-        self._timer = None
-        self._then()
 
 
 async def _disconnect(receive: Receive) -> None:

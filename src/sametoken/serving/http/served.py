@@ -103,9 +103,7 @@ class Served:
         return [
             ModelCard(
                 id=name,
-                object="model",
                 created=self.created,
-                owned_by="sametoken",
                 root=self.names[0],
                 max_model_len=resolved.max_model_len,
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sametoken.types.option_values import (
-    json_object,
-    known_keys,
+    from_json,
     option,
     require_choices,
     require_types,
@@ -34,10 +33,5 @@ class StructuredOutputsConfig:
 
     @classmethod
     def parse(cls, text: str) -> StructuredOutputsConfig:
-        """Read the option's JSON.
-
-        Raises:
-            ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
-        """
-        given = json_object(text, _NAME, '{"enable_in_reasoning": true}')
-        return cls(**known_keys(cls, given, _NAME))
+        """Read the option's JSON; errors as in ``from_json``."""
+        return from_json(cls, text, _NAME, '{"enable_in_reasoning": true}')

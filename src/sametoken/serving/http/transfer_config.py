@@ -7,8 +7,7 @@ from pathlib import Path
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import (
-    json_object,
-    known_keys,
+    from_json,
     option,
     require_choices,
     require_limits,
@@ -54,10 +53,5 @@ class WeightTransferConfig:
 
     @classmethod
     def parse(cls, text: str) -> WeightTransferConfig:
-        """Read the option's JSON.
-
-        Raises:
-            ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
-        """
-        example = '{"backend": "files", "directory": "/dev/shm/weights"}'
-        return cls(**known_keys(cls, json_object(text, _NAME, example), _NAME))
+        """Read the option's JSON; errors as in ``from_json``."""
+        return from_json(cls, text, _NAME, '{"backend": "files", "directory": "/dev/shm/weights"}')

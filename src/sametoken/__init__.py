@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sametoken.io.cores import SPIN_COUNT
+
 if TYPE_CHECKING:
     from sametoken.llm import LLM
     from sametoken.serving.async_llm import AsyncLLM
@@ -16,9 +18,8 @@ if TYPE_CHECKING:
     from sametoken.types.sampling_params import SamplingParams
     from sametoken.types.structured_outputs import StructuredOutputs
 
-# How long an idle OpenMP thread spins before it sleeps, read when torch is loaded. The default
-# is very slow on shared cores (docs/decisions/0005).
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# Read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 __all__ = [
     "LLM",

@@ -1,10 +1,16 @@
-"""The cores that this process may use."""
+"""The cores that this process may use, and whether threads that wait take them from others."""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
+
+#: How long an idle OpenMP thread spins before it sleeps. The default is very slow on shared cores
+#: (docs/decisions/0005), and stays if torch was loaded before sametoken set the variable.
+SPIN_COUNT = "3000"
+SPINS_BRIEFLY = "torch" not in sys.modules or "GOMP_SPINCOUNT" in os.environ
 
 #: Where Linux says how many microseconds of cores a period may take, and how long it is: in one
 #: file of version 2 of control groups, in two of version 1.

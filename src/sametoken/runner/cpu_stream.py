@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sametoken.io.cores import num_usable_cores
+from sametoken.io.cores import SPINS_BRIEFLY, num_usable_cores
 from sametoken.runner.stream import DONE, Event, Work
 
 #: Seconds of work that are measured together, far above another process's time slice.
@@ -16,6 +16,10 @@ MEASURED_S = 0.05
 
 #: Cores that all threads had together, below which one thread would take less time.
 STARVED = 0.7
+
+#: Likewise where threads that wait for each other spin on: that counts as having a core, and two
+#: threads of which one has to wait for its core have one and a half.
+STARVED_SPINNING = 1.5
 
 #: Cores that one thread had, above which hardly anything else ran on its core.
 UNDISTURBED = 0.9
@@ -35,12 +39,14 @@ class CpuStream:
 
     Attributes:
         most_threads: maximum number of threads.
+        starved: number of cores for all threads together, below which one thread runs.
         wall_s, cpu_s: clocks; the latter counts seconds of cores that this process had.
     """
 
     most_threads: int = field(default_factory=num_usable_cores)
     wall_s: Callable[[], float] = time.perf_counter
     cpu_s: Callable[[], float] = time.process_time
+    starved: float = STARVED if SPINS_BRIEFLY else STARVED_SPINNING
     _one_thread: bool = False
     _pause_s: float = FIRST_PAUSE_S
     _paused_s: float = 0.0
@@ -69,7 +75,7 @@ class CpuStream:
     def _choose(self, wall_s: float, num_cores: float) -> None:
         """Choose the number of threads by the cores that the process had, on average."""
         if not self._one_thread:
-            self._one_thread, self._paused_s = num_cores < STARVED, 0.0
+            self._one_thread, self._paused_s = num_cores < self.starved, 0.0
             if not self._one_thread:
                 self._pause_s = FIRST_PAUSE_S
             return

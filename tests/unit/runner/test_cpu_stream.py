@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from sametoken.runner.cpu_stream import FIRST_PAUSE_S, LONGEST_PAUSE_S, MEASURED_S, CpuStream
+from sametoken.runner.cpu_stream import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MEASURED_S,
+    STARVED,
+    STARVED_SPINNING,
+    CpuStream,
+)
 
 
 class Machine:
@@ -43,7 +54,7 @@ def machine():
 
 @pytest.fixture
 def stream(machine):
-    return CpuStream(64, lambda: machine.wall, lambda: machine.cpu)
+    return CpuStream(64, lambda: machine.wall, lambda: machine.cpu, STARVED)
 
 
 def test_all_threads_run_while_the_process_has_its_cores(machine, stream):
@@ -51,13 +62,42 @@ def test_all_threads_run_while_the_process_has_its_cores(machine, stream):
 
 
 def test_no_more_threads_run_than_the_process_may_have(machine):
-    stream = CpuStream(3, lambda: machine.wall, lambda: machine.cpu)
+    stream = CpuStream(3, lambda: machine.wall, lambda: machine.cpu, STARVED)
     assert machine.step(stream, cores=2.5) == 3
 
 
 def test_one_thread_runs_once_all_together_have_less_than_a_core(machine, stream):
     assert machine.step(stream, cores=0.2) == 4
     assert {machine.step(stream, cores=0.5) for _ in range(100)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "expected"),
+    [
+        ("sametoken", "", STARVED),
+        ("torch", "", STARVED_SPINNING),
+        ("torch", "3000", STARVED),
+    ],
+)
+def test_threads_that_spin_on_need_more_cores_and_do_if_torch_was_there_first(
+    first, count, expected
+):
+    """OpenMP reads how long threads spin when torch is loaded: too early to shorten it then."""
+    shown = "from sametoken.runner.cpu_stream import CpuStream; print(CpuStream().starved)"
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"GOMP_SPINCOUNT": count} if count else {}
+    command = [sys.executable, "-c", f"import {first}; {shown}"]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert float(done.stdout) == expected
+
+
+def test_two_threads_of_which_one_spins_for_the_other_become_one(machine):
+    stream = CpuStream(64, lambda: machine.wall, lambda: machine.cpu, STARVED_SPINNING)
+    torch.set_num_threads(2)
+    assert {machine.step(stream, cores=1.9) for _ in range(9)} == {2}
+    assert machine.step(stream, cores=1.0) == 2
+    assert machine.step(stream, cores=0.5) == 1
+    torch.set_num_threads(4)
 
 
 def test_steps_shorter_than_a_time_slice_are_measured_together(machine, stream):

@@ -74,23 +74,6 @@ def test_the_report_works_in_a_browser(model, tmp_path):
     assert errors == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "no speculation to audit"),
-        (("--speculative-config", NGRAM, "--dataset", "alpaca"), "not known"),
-        (("--speculative-config", NGRAM, "--temperature", "warm"), "not a list of numbers"),
-        (("--speculative-config", NGRAM, "--temperature", "-1"), "below 0"),
-        (("--speculative-config", NGRAM, "--prompts", "absent.jsonl"), "cannot be read"),
-        (("--speculative-config", NGRAM, "--load-format", "dummy"), "is meaningless"),
-    ],
-)
-def test_bad_input_is_named_before_any_work(model, arguments, words):
-    result = audit(model, *SMALL, *arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
 HEAD = '{"method": "eagle3", "model": "/no/head"}'
 
 
@@ -108,12 +91,3 @@ def test_what_does_not_fit_the_model_is_named_before_it_answers(
     result = audit(model, *SMALL, "--speculative-config", speculation, "--max-tokens", max_tokens)
     assert result.exit_code == 2
     assert words in result.output
-
-
-def test_nothing_to_audit():
-    result = audit("--limit", "1")
-    assert result.exit_code == 2
-    assert "give MODEL" in result.output
-    result = audit("--url", "http://127.0.0.1:9")
-    assert result.exit_code == 2
-    assert "baseline" in result.output

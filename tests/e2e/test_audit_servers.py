@@ -134,10 +134,3 @@ def test_a_server_of_another_model_is_not_called_corrupted(tmp_path, drafting):
     assert result.exit_code == 1, result.output
     assert OTHER_MODEL in result.stdout.splitlines()[0]
     assert "first tokens, which no draft can change, have other" in result.stdout
-
-
-def test_a_server_that_is_not_there_is_named():
-    asked = ["audit", "--url", "http://127.0.0.1:9", "--baseline-url", "http://127.0.0.1:9"]
-    result = CliRunner().invoke(app, asked)
-    assert result.exit_code == 2
-    assert "127.0.0.1:9" in result.output

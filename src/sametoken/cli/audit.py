@@ -186,10 +186,17 @@ def _trainer_options(
 _TRAINER = options_in(_trainer_options)
 _PROMPTS = options_in(_prompt_options)
 _SERVERS = options_in(_server_options)
+#: What only audits of this engine read, and what a trainer's does not.
+_ENGINE_ONLY = ("alone", "diagnose")
+_NOT_OF_TRAINERS = (
+    *_ENGINE_ONLY,
+    *(one.name for one in (*_SERVERS, *_PROMPTS) if one.name != "limit"),
+)
 
 
 @with_options(_PROMPTS, _SERVERS, _TRAINER, engine_options())
 def audit(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     *,
     concurrency: Annotated[
@@ -214,23 +221,36 @@ def audit(
     servers = _Servers(concurrency=concurrency, **take(options, _SERVERS))
     of_prompts, of_trainer = take(options, _PROMPTS), take(options, _TRAINER)
     if of_trainer["trainer"] is not None:
-        if servers.url is not None or servers.baseline_url is not None:
-            raise ConfigError("--trainer takes no --url or --baseline-url", "leave it out")
+        _refuse_unread(context, _NOT_OF_TRAINERS, "is of no use with --trainer", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
         of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)
         _report_trainer(of_rollouts, html, as_json=json_output)
-    if of_trainer["checkpoint"]:
-        raise ConfigError("--checkpoint is of use with --trainer alone", "give --trainer")
+    _refuse_unread(context, ("checkpoint",), "is of use with --trainer alone", "give --trainer")
+    if servers.url is None:
+        of_servers = ("baseline_url", "served_model", "api_key")
+        _refuse_unread(context, of_servers, "is of use with --url alone", "give --url")
+    else:
+        _refuse_unread(context, _ENGINE_ONLY, "is of no use with --url", "leave it out")
     prompts = _Prompts.of(**of_prompts)
     if servers.url is None:
-        if servers.baseline_url is not None:
-            raise ConfigError("--baseline-url is of use with --url alone", "give --url")
         settings = {"concurrency": concurrency, "num_alone": alone, "diagnose": diagnose}
         verdict = _audit_engine(_config(model, options), prompts, settings)
     else:
         verdict = _audit_servers(model, options, prompts, servers)
     verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
     _report(verdict, lines_of(verdict), html_of, html, json_output)
+
+
+def _refuse_unread(context: typer.Context, names: Iterable[str], why: str, remedy: str) -> None:
+    """Refuse options that this audit would ignore; those of the environment may be for others.
+
+    Raises:
+        ConfigError: one of them is on the command line.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')} {why}", remedy)
 
 
 def _report(

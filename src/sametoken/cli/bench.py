@@ -15,7 +15,7 @@ from sametoken.cli.bench_report import report
 from sametoken.cli.bench_serve import serve
 from sametoken.cli.bench_sweep import sweep
 from sametoken.cli.options import AsJson, engine_options, numbers, options_in, take, with_options
-from sametoken.cli.report import memory_report, status_console, wide_console
+from sametoken.cli.report import memory_report, per_position, status_console, wide_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import listed
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sametoken.bench.session import Session
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-_SHOWN_POSITIONS = 8
 
 bench = typer.Typer(
     help="Measure the engine or a running server.", no_args_is_help=True, rich_markup_mode=None
@@ -275,7 +274,7 @@ def _table(summaries: Sequence[Summary]) -> Table:
         "reached": lambda s: _percent(s.floor_fraction),
         "tokens per request and step": lambda s: _number(s.tokens_per_step, 2),
         "acceptance length": lambda s: _number(s.acceptance_length, 2),
-        "acceptance per position": lambda s: _positions(s.acceptance_per_position),
+        "acceptance per position": lambda s: per_position(s.acceptance_per_position),
     }
     for name, cell in rows.items():
         table.add_row(name, *(cell(summary) for summary in summaries))
@@ -288,9 +287,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
-
-
-def _positions(rates: Sequence[float]) -> str:
-    shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:_SHOWN_POSITIONS])
-    more = " .." if len(rates) > _SHOWN_POSITIONS else ""
-    return f"{shown}{more}%" if rates else "-"

@@ -13,7 +13,7 @@ import typer
 
 from sametoken.bench.workload import Server, ServingWorkload
 from sametoken.cli.options import AsJson, numbers, options_of, take, with_options
-from sametoken.cli.report import status_console, wide_console
+from sametoken.cli.report import per_position, status_console, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,7 +35,6 @@ _LATENCIES = {
     "itl": "between events",
     "e2e": "whole answer",
 }
-_SHOWN_POSITIONS = 8
 
 
 def _options(kind: type[Any]) -> list[inspect.Parameter]:
@@ -191,9 +190,8 @@ def _table(results: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> 
     rows["acceptance length"] = "acceptance_length"
     for text, name in rows.items():
         table.add_row(text, *(_cell(result[name]) for result in results))
-    rates = (result["acceptance_per_position"][:_SHOWN_POSITIONS] for result in results)
-    shown = [" ".join(f"{100 * rate:.0f}" for rate in one) for one in rates]
-    table.add_row("acceptance per position, %", *(one or "-" for one in shown))
+    rates = (per_position(result["acceptance_per_position"]) for result in results)
+    table.add_row("acceptance per position", *rates)
     return table
 
 

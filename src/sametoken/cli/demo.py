@@ -252,7 +252,7 @@ def _figures(output: RequestOutput, base: float) -> tuple[str, ...]:
         str(len(output.outputs[0].token_ids)),
         f"{rate:.1f}",
         f"{speculation.acceptance_length:.2f}",
-        per_position(speculation, _SHOWN_POSITIONS) if speculation.num_draft_tokens else "-",
+        per_position(speculation.acceptance_per_position, _SHOWN_POSITIONS),
         f"{rate / base:.2f}x" if base else "-",
     )
 

@@ -76,7 +76,7 @@ def evaluate(
         raise ConfigError(f"min_score={min_score} is not possible", "use a number from 0 to 1")
     settings = EvalSettings(tuple(task.split(",")), **take(options, _TaskOptions))
     if compare_plain and options["speculative_config"] is None:
-        raise ConfigError("there is no speculation to compare", "give speculative_config")
+        raise ConfigError("there is no speculation to compare", "give --speculative-config")
     # Before the model is looked at: options, tasks and their data.
     config = EngineConfig.from_options(model=model, **options)
     status = status_console(markup=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sametoken.types.outputs import RequestOutput, SpeculationMetrics
+from sametoken.types.outputs import RequestOutput
 from sametoken.types.units import in_units
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def compared(plain: RequestOutput, drafted: RequestOutput) -> str:
     return f"[plain {base:.1f} tokens/s, with drafts {rate:.1f}{times}: {agreement}]"
 
 
-def per_position(speculation: SpeculationMetrics, num_shown: int = 8) -> str:
-    """Format acceptance at the first ``num_shown`` draft positions, in percent."""
-    rates = speculation.acceptance_per_position
+def per_position(rates: Sequence[float], num_shown: int = 8) -> str:
+    """Format acceptance at the first ``num_shown`` draft positions, in percent; - without any."""
     shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:num_shown])
-    return f"{shown} ..%" if len(rates) > num_shown else f"{shown}%"
+    more = " .." if len(rates) > num_shown else ""
+    return f"{shown}{more}%" if rates else "-"
 
 
 def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:
@@ -73,7 +73,7 @@ def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:
     if speculation.num_draft_tokens:
         line += (
             f"; acceptance length {speculation.acceptance_length:.2f}, "
-            f"per position {per_position(speculation)}"
+            f"per position {per_position(speculation.acceptance_per_position)}"
         )
     return line + "]"
 

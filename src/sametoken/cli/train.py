@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.cli.options import engine_options, options_in, options_of, take, with_options
+from sametoken.cli.options import AsJson, engine_options, options_in, options_of, take, with_options
 from sametoken.cli.report import announce, status_console
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, EngineDeadError
@@ -55,7 +55,6 @@ AnswerSeconds = Annotated[
 AnswerTemperature = Annotated[
     float, typer.Option(help="temperature of answers; a prompt's own temperature overrides it")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]
 
 
 @train.command()

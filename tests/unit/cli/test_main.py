@@ -18,6 +18,7 @@ from helpers.chat_model import write_chat_model
 from helpers.hub import cache_snapshot
 from sametoken.cli import generate as generate_module
 from sametoken.cli.main import NO_COMMAND, app
+from sametoken.cli.report import per_position
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
@@ -26,7 +27,6 @@ from sametoken.types.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
-    SpeculationMetrics,
 )
 from sametoken.types.sampling_params import SamplingParams
 
@@ -314,11 +314,11 @@ def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
         ["no-such-command"],
     ],
 )
-def test_wrong_use_exits_with_2_and_no_traceback(llm, arguments):
+def test_wrong_use_exits_with_2_before_a_model_is_loaded(llm, arguments):
     result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "rror: " in result.stderr
+    assert llm.all == []
 
 
 def test_impossible_sampling_is_refused_before_a_model_is_loaded(llm):
@@ -360,7 +360,7 @@ def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
     monkeypatch.setattr(generate_module, "_write", fail)
     result = run("generate", "--prompt", "a")
     assert result.exit_code == code
-    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines() == [f"loading {EngineConfig().model}"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
@@ -478,13 +478,7 @@ def test_version():
     assert run("--version").stdout == f"sametoken {sametoken.__version__}\n"
 
 
-def test_the_real_llm_has_what_commands_use():
-    for name in ("get_default_sampling_params", "render_chat", "generate_stream", "resolved"):
-        assert hasattr(LLM, name)
-
-
-def test_per_position_counts_are_those_of_the_metrics():
-    speculation = SpeculationMetrics().with_step(9, 3)
-    from sametoken.cli.report import per_position
-
-    assert per_position(speculation) == "100 100 100 0 0 0 0 0 ..%"
+def test_acceptance_per_position_fits_a_line():
+    assert per_position((1.0, 0.5, *[0.0] * 7)) == "100 50 0 0 0 0 0 0 ..%"
+    assert per_position((1.0, 0.5, 0.0), 3) == "100 50 0%"
+    assert per_position(()) == "-"

@@ -132,8 +132,10 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
     counts = row_counts(shapes, max_rows, max_num_seqs)
     weights = [
         kernels.pack(torch.zeros(features, depth, dtype=torch.bfloat16))
-        for features, depth in ((48, 64), (128, 4096), (5000, 64), (64, 24), (12288, 24))
+        for features, depth in ((48, 64), (128, 4096), (200, 64), (64, 24))
     ]
+    # Wide enough for the kernel of many rows, which gated products alone have.
+    wide = kernels.pack(torch.zeros(12288, 24, dtype=torch.bfloat16))
     x = torch.zeros(MOST_ROWS + max_num_seqs, 4096, dtype=torch.bfloat16)
 
     def multiply(rows: int) -> None:
@@ -142,11 +144,15 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
             weight.matmul(part, torch.zeros(weight.out_features, dtype=torch.bfloat16))
             weight.matmul(part, out_dtype=torch.float32)
             weight.gated_matmul(part)
+        wide.gated_matmul(x[:rows, :24].contiguous())
 
-    for shape in shapes:
-        for rows in {shape.num_rows, shape.num_sampled, shape.num_requests}:
-            multiply(rows)
-            multiply(rows + shape.num_requests)
+    for rows in {
+        rows + more
+        for shape in shapes
+        for rows in (shape.num_rows, shape.num_sampled, shape.num_requests)
+        for more in (0, shape.num_requests)
+    }:
+        multiply(rows)
     used = set(launched)
     assert len(used) > 20
     launched.clear()

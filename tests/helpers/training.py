@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from helpers.checkpoints import write_llama
 from sametoken import LLM, SamplingParams
@@ -86,6 +88,23 @@ def require_refused_early(train: Callable, target: Path, directory: Path, row, s
     (directory / "text.jsonl").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=says):
         train(unreadable, directory / "out", TrainingText(file=directory / "text.jsonl"))
+
+
+def require_mixed_precision(train: Callable, loop: LoopOptions) -> None:
+    """That ``train(name, loop)`` in bf16 has nearly the loss of fp32; its weights stay in fp32."""
+    linear, seen = functional.linear, set()
+
+    def noted(x, weight, bias=None):
+        out = linear(x, weight, bias)
+        seen.add((weight.dtype, out.dtype))
+        return out
+
+    one = train("one", replace(loop, dtype="float32"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "linear", noted)
+        other = train("other", replace(loop, dtype="bfloat16"))
+    assert one.loss == pytest.approx(other.loss, rel=0.05)
+    assert (torch.float32, torch.bfloat16) in seen
 
 
 def require_accepted(

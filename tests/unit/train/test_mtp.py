@@ -17,6 +17,7 @@ from helpers.training import (
     MISFITS,
     open_llm,
     require_accepted,
+    require_mixed_precision,
     require_refused_early,
     write_own_text,
 )
@@ -107,6 +108,6 @@ def test_text_that_does_not_fit_is_refused_before_the_weights_are_read(target, t
 
 
 def test_mixed_precision_runs(target, text, tmp_path):
-    one = train(target, tmp_path / "a", text)
-    other = train(target, tmp_path / "b", text, loop=replace(LOOP, dtype="bfloat16"))
-    assert one.loss == pytest.approx(other.loss, rel=0.05)
+    require_mixed_precision(
+        lambda name, loop: train(target, tmp_path / name, text, loop=loop), LOOP
+    )

@@ -126,4 +126,4 @@ def test_a_result_has_openai_s_fields():
 
 
 def test_a_good_line_is_a_request():
-    assert isinstance(InputLine(1, json.dumps(GOOD).encode()).parse(), BatchRequest)
+    assert InputLine(1, json.dumps(GOOD).encode()).parse() == BatchRequest(**GOOD)

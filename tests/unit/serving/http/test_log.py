@@ -54,10 +54,11 @@ def test_idle_is_said_once():
     assert log.line(replace(ended, num_output_tokens=51), 50.0) is not None
 
 
-def test_an_engine_that_starts_again_counts_from_zero():
+@pytest.mark.parametrize("num_queries", [7, 107])
+def test_an_engine_that_starts_again_counts_from_zero(num_queries):
     log = LoadLog(BUSY, 0.0)
-    started = replace(BUSY, load=EngineLoad(num_running=1, prefix_cache_queries=7))
-    assert "prefix cache" not in log.line(started, 10.0)
+    started = replace(BUSY, load=EngineLoad(num_running=1, prefix_cache_queries=num_queries))
+    assert log.line(started, 10.0) == "running 1, waiting 0; tokens/s in 0.0, out 0.0; KV 0.0%"
 
 
 def test_lines_are_logged_until_the_server_ends(caplog):

@@ -47,7 +47,7 @@ def test_functions_are_short():
 
 
 def test_parameter_lists_are_short():
-    """But for kernels, which take pointers, strides and sizes one by one."""
+    """Except of kernels, which take pointers, strides and sizes one by one."""
     wide = {
         name: n
         for name, f in functions()

@@ -1,4 +1,4 @@
-"""Nothing between prepare_inputs and propose waits for the device, but for what is listed here.
+"""Nothing between prepare_inputs and propose waits for the device, except what is listed here.
 
 The operations of a CPU's steps size tensors by their data; a GPU has others. Each such place is
 listed with its reason, and a place that is gone must leave the list.

@@ -42,7 +42,7 @@ def asks_of(prompts, max_tokens: int) -> list[AuditRequest]:
 
 
 MAX_TOKENS = 16
-#: So many that acceptance by position is told from chance.
+#: Enough that acceptance by position is told from chance.
 MANY_TOKENS = 28
 LONG_PROMPTS = {f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}
 LONGEST_PROMPTS = {name: p for name, p in LONG_PROMPTS.items() if len(p) > 8}

@@ -46,7 +46,7 @@ def plain(model):
         yield server.url
 
 
-#: So many that noise moves a token of some, and by chance alone never makes corruption.
+#: Enough that noise moves a token of some, and by chance alone never makes corruption.
 SAMPLED_ASKS = [
     AuditRequest(f"more {seed}", (), TEXTS[seed % 3], 0.8, seed, 32) for seed in range(3, 18)
 ]

@@ -81,7 +81,7 @@ LABELS = 'engine="0",model_name="served"'
 
 
 def metrics(count: int) -> str:
-    """vLLM's counters after so many steps with one draft each, half of them accepted."""
+    """vLLM's counters after a number of steps with one draft each, half of them accepted."""
     values = {
         f"num_drafts_total{{{LABELS}}}": count,
         f"num_draft_tokens_total{{{LABELS}}}": count,

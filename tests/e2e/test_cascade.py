@@ -26,7 +26,7 @@ TEXT = (*PROMPT, *FRESH, 60, *FRESH[:20])
 
 
 class ReciteModel(ToyModel):
-    """Recites ``TEXT`` whatever was said, but for positions that it does not know."""
+    """Recites ``TEXT`` whatever was said, except at positions that it does not know."""
 
     def __init__(self, unknown=range(0)) -> None:
         super().__init__(64)

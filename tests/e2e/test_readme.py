@@ -4,7 +4,7 @@ So do examples of README, python.md and rollouts.md. The commands and code of th
 parsed, and the files they name exist. README's chart is what its results page gives.
 
 Everything runs in a directory where the names that README uses lead to tiny random
-checkpoints, but for the small hybrid, which the repository holds.
+checkpoints, except for the small hybrid, which the repository holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Oracle 1 of the design: with speculation on, off, and in any company, the same tokens.
+"""Oracle 1 of the design: with speculation on, off, and in any batch, the same tokens.
 
 A state machine adds, aborts and steps requests on an engine with random drafts, random
 asynchrony and scarce memory. Each request's tokens must be those of the same request
@@ -261,7 +261,7 @@ def test_few_requests(kind, monkeypatch):
     [("mixed", 1), ("empty", 3), ("wrong", 1), ("ngram", 3), ("self", 1), ("self", 3)],
 )
 def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
-    """So many requests, on a device that computes so little, that drafts are refused."""
+    """Enough requests, on a device that computes so little, that drafts are refused."""
     prompts = [tuple((i * j) % 11 for j in range(1, 3 + 3 * i)) for i in range(8)]
     items = [
         request(f"r{i}", prompt, max_tokens=LONGEST, **PARAMS[i % len(PARAMS)])

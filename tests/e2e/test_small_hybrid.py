@@ -104,7 +104,7 @@ def plain() -> Tokens:
 
 
 def fixed(drafter: str) -> dict:
-    """The drafter with as many drafts in company as alone."""
+    """The drafter with as many drafts in a batch as alone."""
     return DRAFTERS[drafter] | {"draft_limits": "fixed"}
 
 

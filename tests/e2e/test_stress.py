@@ -126,7 +126,7 @@ HEALTHY = [(1.0, 0.01, 200)]
 
 
 def right(stress, **changes):
-    """What came of a stress test without a fault, but for changes."""
+    """What came of a stress test without a fault, except for changes."""
     held = {
         f"{process}_{what}": 10.0 for process in ("server", "engine") for what in stress.judge.HELD
     }

@@ -225,20 +225,20 @@ def test_a_request_without_an_allowed_token_fails_alone(kind):
         make_drafter=make_drafter(kind) if kind else None,
         oracle=lambda admitted: letters if admitted.params.min_tokens else sound,
     )
-    core.add_request(structured_request("stuck", prompt, short, max_tokens=20, min_tokens=9))
+    core.add_request(structured_request("blocked", prompt, short, max_tokens=20, min_tokens=9))
     core.add_request(ask("sound", PROMPTS[1], 1))
-    updates = {"stuck": [], "sound": []}
-    emitted = {"stuck": [], "sound": []}
+    updates = {"blocked": [], "sound": []}
+    emitted = {"blocked": [], "sound": []}
     while core.has_unfinished:
         for update in core.step():
             updates[update.request_id].append(update)
             emitted[update.request_id] += update.token_ids
         if len(emitted["sound"]) >= LONGEST:
             core.release("sound")
-    failed = [update.mask_fault for update in updates["stuck"]]
+    failed = [update.mask_fault for update in updates["blocked"]]
     assert failed == [False] * (len(failed) - 1) + [True]
-    assert updates["stuck"][-1].failed
-    assert emitted["stuck"] == letters[:3]
+    assert updates["blocked"][-1].failed
+    assert emitted["blocked"] == letters[:3]
     assert emitted["sound"][:LONGEST] == sound[:LONGEST]
 
 

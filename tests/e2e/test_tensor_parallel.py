@@ -1,6 +1,6 @@
-"""The law for two ranks: any drafter, chunks, company and steps in flight, the same tokens.
+"""The law for two ranks: any drafter, chunks, batch and steps in flight, the same tokens.
 
-They divide heads, recurrent state and experts. Ranks are threads here, but for one test;
+They divide heads, recurrent state and experts. Ranks are threads here, except in one test;
 tests/unit/distributed/test_ranks.py has them as processes.
 """
 

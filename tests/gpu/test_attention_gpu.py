@@ -1,4 +1,4 @@
-"""The strong row law of attention on a chip: decode, verify and prefill rows, bit for bit."""
+"""Batch invariance of attention on a chip: decode, verify and prefill rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Scene:
         self.queries = torch.randn(size, device="cuda", generator=generator).to(dtype)
 
     def run(self, where, window=1, *, runs=None, sliding_window=None, **options):
-        """Rows of (slot, position) pairs as windows of so many, or as ``runs``: [T, H * D]."""
+        """Rows of (slot, position) pairs as windows of ``window``, or as ``runs``: [T, H * D]."""
         slots, positions = torch.tensor(where, device="cuda").unbind(1)
         slots, positions = slots.contiguous(), positions.contiguous()
         q = self.queries[slots, positions]

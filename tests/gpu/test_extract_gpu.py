@@ -1,4 +1,4 @@
-"""Extracted hidden states on a GPU: the same bits alone and in company, and plain tokens."""
+"""Extracted hidden states on a GPU: the same bits alone and in a batch, and plain tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in fp8 for draft heads on a chip: their row law, and the tokens end to end."""
+"""Products in fp8 for draft heads on a chip: their batch invariance, and the tokens end to end."""
 
 from __future__ import annotations
 
@@ -241,9 +241,9 @@ def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth, epilogue):
     for rows in (1, 3, 16, 17, 32, 33, 64, 65, 300):
         for config in (*tiles, default_config(shape, rows, pdl=True)):
             assert torch.equal(run(x[:rows], config), expected[:rows]), (config, rows)
-    company = torch.full_like(x, torch.nan)
-    company[77] = x[0]
-    assert torch.equal(run(company)[77], expected[0])
+    batch = torch.full_like(x, torch.nan)
+    batch[77] = x[0]
+    assert torch.equal(run(batch)[77], expected[0])
 
 
 def of_normed(weight: Fp8DeviceWeight, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
@@ -313,7 +313,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """A hybrid whose module computes what it does, but for bf16's rounding of the embedding."""
+    """A hybrid whose module computes what it does, except for bf16's rounding of the embedding."""
     return write_twin(tmp_path_factory.mktemp("twin"))
 
 

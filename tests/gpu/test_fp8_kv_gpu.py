@@ -1,4 +1,4 @@
-"""Keys and values in float8 on a chip: the reference's bytes, and the row law of those who read."""
+"""Keys and values in float8 on a chip: the reference's bytes, and what reads them."""
 
 from __future__ import annotations
 

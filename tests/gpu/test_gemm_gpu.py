@@ -1,4 +1,4 @@
-"""The row law of the GEMM family on a chip: equal bits, whatever the rows and the kernel."""
+"""Batch invariance of the GEMM family on a chip: equal bits, whatever the rows and the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strong row law of attention on Hopper: every form, at every border of splits, bit for bit."""
+"""Batch invariance of attention on Hopper: every form, at every border of splits, bit for bit."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def write_files(folder, config: dict) -> dict:
 
 
 class Adversary(DraftModelDrafter):
-    """Right but for one draft in many windows, and of another length in each."""
+    """Right except in one draft in many windows, and of another length in each."""
 
     def propose(self, context) -> Drafts:
         drafts = super().propose(context)

@@ -1,4 +1,4 @@
-"""Latent attention on a chip: values, bits of rows in any company, and engines over it."""
+"""Latent attention on a chip: values, bits of rows in any batch, and engines over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law end to end on a GPU: graphs or not, any drafter, any company, the same tokens.
+"""The law end to end on a GPU: graphs or not, any drafter, any batch, the same tokens.
 
 Random Llama- and Qwen3-shaped targets in bf16, through the engine as a user builds it.
 """

@@ -1,7 +1,7 @@
 """A chat on a GPU: blocks that graphs filled with emitted tokens serve the next turn.
 
 What is compared is as on the CPU (tests/e2e/test_multi_turn.py); in eager mode the logits of
-every emitted token too. Where graphs judge, log-probabilities say what KV they left.
+every emitted token too. Where graphs verify, log-probabilities say what KV they left.
 """
 
 from __future__ import annotations

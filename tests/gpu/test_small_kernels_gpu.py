@@ -1,4 +1,4 @@
-"""The small kernels of a step on a GPU: real shapes, the row law bit for bit, CUDA graphs."""
+"""The small kernels of a step on a GPU: real shapes, batch invariance bit for bit, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -461,9 +461,9 @@ class ToyLoop:
         x = ops.prepare_inputs(self.sequences, self.layout)
         logits = self.table[x.token_ids]
         keys = sampling.token_keys(logits, self.temperature, self.seeds, x.sampled)
-        verdict = ops.verify(keys, x)
-        lengths = ops.commit(self.sequences, x, verdict.num_accepted, verdict.next_token)
-        self.accepted += verdict.num_accepted.sum()
+        verified = ops.verify(keys, x)
+        lengths = ops.commit(self.sequences, x, verified.num_accepted, verified.next_token)
+        self.accepted += verified.num_accepted.sum()
         if self.k:
             drafts = lookup(
                 self.sequences.token_ids,

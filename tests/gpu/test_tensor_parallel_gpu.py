@@ -1,4 +1,4 @@
-"""The law for a model on two GPUs: graphs or not, any drafter, any company, the same tokens."""
+"""The law for a model on two GPUs: graphs or not, any drafter, any batch, the same tokens."""
 
 from __future__ import annotations
 

@@ -170,10 +170,10 @@ class Bench:
         layout = StepLayout.of(plan, drafts, all_states=step.all_states)
         launcher.run(layout, 0, _NoProcessing())
 
-    def _count(self, x, raw, verdict) -> None:
+    def _count(self, x, raw, verified) -> None:
         if not self.spoil:
             self.counts.offered += int(x.num_drafts.sum())
-            self.counts.accepted += int(verdict.num_accepted.sum())
+            self.counts.accepted += int(verified.num_accepted.sum())
 
     def poison(self, context: DraftContext) -> None:
         for b, slot in requests_of(context):

@@ -191,8 +191,8 @@ def build(
     processing = LogitsProcessing(sequences, model, kernels, table, SlotGrammars(sequences))
     accepted_logits: list[tuple[int, int, torch.Tensor]] = []
 
-    def note(x, raw, verdict) -> None:
-        for slot, position, row in emitted_rows(x, verdict):
+    def note(x, raw, verified) -> None:
+        for slot, position, row in emitted_rows(x, verified):
             accepted_logits.append((slot, position, raw[row]))
 
     def see(admission) -> None:

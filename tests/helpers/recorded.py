@@ -25,19 +25,19 @@ def noted(step: Step, note: Note) -> Step:
             return computed
 
         def verify_and_propose(self, computed):
-            verdict = super().verify_and_propose(computed)
-            note(computed.x, raw.pop(), verdict)
-            return verdict
+            verified = super().verify_and_propose(computed)
+            note(computed.x, raw.pop(), verified)
+            return verified
 
     raw: list[torch.Tensor] = []
     return Noted(**{field.name: getattr(step, field.name) for field in fields(step)})
 
 
-def emitted_rows(x: StepInputs, verdict: VerifyResult):
+def emitted_rows(x: StepInputs, verified: VerifyResult):
     """Of every emitted token its request's slot, its position, and its sampled row."""
     for b, slot in enumerate(x.slots.tolist()):
         if bool(x.samples[b]):
-            for r in range(int(verdict.num_accepted[b]) + 1):
+            for r in range(int(verified.num_accepted[b]) + 1):
                 yield slot, int(x.num_tokens[b]) + r, int(x.window_starts[b]) + r
 
 
@@ -59,8 +59,8 @@ class RecordedLogits:
     def _admit(self, admission) -> None:
         self.prompts[admission.slot] = admission.prompt_token_ids
 
-    def _note(self, x, raw, verdict) -> None:
-        for slot, position, row in emitted_rows(x, verdict):
+    def _note(self, x, raw, verified) -> None:
+        for slot, position, row in emitted_rows(x, verified):
             self.rows[self.prompts[slot], position] = raw[row]
 
 

@@ -1,4 +1,4 @@
-"""Passes over recurrent layers, and what the row law says of them, whatever the rule and device."""
+"""Passes over recurrent layers, and their batch invariance, whatever the rule and device."""
 
 from __future__ import annotations
 

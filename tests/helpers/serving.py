@@ -93,9 +93,9 @@ def accept_one_more(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
 
     def mutant(self, computed):
-        verdict = verify(self, computed)
-        more = torch.minimum(verdict.num_accepted + 1, computed.x.num_drafts)
-        return replace(verdict, num_accepted=more)
+        verified = verify(self, computed)
+        more = torch.minimum(verified.num_accepted + 1, computed.x.num_drafts)
+        return replace(verified, num_accepted=more)
 
     patch.setattr(Step, "_verify", mutant)
 

@@ -13,7 +13,7 @@ from sametoken.types.outputs import SpeculationMetrics
 
 
 def spoilt_at(num_tokens: int, k: int) -> int:
-    """Which draft of the window after so many committed tokens is wrong; k and above: none."""
+    """Which draft of the window after a number of committed tokens is wrong; k and above: none."""
     return num_tokens % (k + 2)
 
 

@@ -89,7 +89,7 @@ class Scene:
 
 
 def with_room(shape: StepShape, windows: int, chunks: int, rows: int, sampled: int) -> StepShape:
-    """A shape with room for so many more; of windows alone it stays one if no chunk is added."""
+    """A shape with room for more; of windows alone it stays one if no chunk is added."""
     only_windows = shape.all_sampled and not chunks
     if only_windows:
         rows = sampled = windows if shape.max_window == 1 else rows
@@ -138,7 +138,7 @@ def on_device(sequences: Sequences) -> Sequences:
 
 
 def row_of(slot: int, held: Slot, num_query: int, limit: int) -> ScheduledRequest:
-    """A plan row; it samples if it reaches the last committed token."""
+    """A scheduled request; it samples if it reaches the last committed token."""
     samples = held.num_computed + num_query == held.num_tokens
     return ScheduledRequest(slot, num_query, limit if samples and num_query == 1 else 0, samples)
 

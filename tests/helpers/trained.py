@@ -15,7 +15,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.models.names import checkout_directory
 from sametoken.text.tokenizer import load_tokenizer
 
-#: Five drafts, in company as alone.
+#: Five drafts, in a batch as alone.
 MTP = {"method": "mtp", "num_speculative_tokens": 5, "draft_limits": "fixed"}
 TEXTS = (
     calculator.PROMPT,

@@ -126,7 +126,7 @@ def require_accepted(
     llm = open_llm(model, speculative_config=speculative)
     drafted = llm.generate(prompts_of(), GREEDY)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    # The engine's counters, but for the steps of prefill, which have no drafts.
+    # The engine's counters, except of the steps of prefill, which have no drafts.
     metrics = llm.speculation_metrics
     assert 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS) == pytest.approx(
         length, rel=rel

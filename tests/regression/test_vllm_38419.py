@@ -1,6 +1,6 @@
 """vllm#38419: the token that a drafter goes on from, read at an optimistic length.
 
-There steps in flight made the host count drafts as accepted before they were judged. The
+There steps in flight made the host count drafts as accepted before they were verified. The
 length that came of it said where to read the drafter's next token, and what it read was no
 token at all. Here the drafter reads the committed token at ``end`` on the device; the host
 indexes nothing above its lower bound.

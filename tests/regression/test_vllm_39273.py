@@ -77,7 +77,7 @@ def run_watched(core, requests, limit: int) -> Watched:
 
 
 def require_same_tokens(model, limit: int, shortest: int, least: int, **options) -> None:
-    """With drafts of matches of ``shortest`` tokens, and at least so many steps without any."""
+    """With drafts of matches of ``shortest`` tokens, and ``least`` steps or more without any."""
     requests = [request(name, prompt, max_tokens=limit) for name, prompt in PROMPTS.items()]
     plain = run(build(model, SHAPE, **options), requests)
     core = build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(K, shortest, 10))

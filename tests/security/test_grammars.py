@@ -151,14 +151,14 @@ def random_branch(chance: random.Random, depth: int = 0):
 
 
 def test_branches_are_told_apart_as_pair_by_pair():
-    chance, verdicts = random.Random(3), []
+    chance, results = random.Random(3), []
     for _ in range(4000):
         branches = [random_branch(chance) for _ in range(chance.randint(1, 4))]
         pairs = itertools.combinations(branches, 2)
         expected = all(are_disjoint(one, other) for one, other in pairs)
         assert disjoint(branches) == expected, branches
-        verdicts.append(expected)
-    assert 400 < sum(verdicts) < 3600
+        results.append(expected)
+    assert 400 < sum(results) < 3600
 
 
 def test_a_mask_that_grows_with_the_text_ends_its_own_request():

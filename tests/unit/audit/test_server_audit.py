@@ -86,7 +86,7 @@ def test_a_text_of_two_candidates_is_no_noise():
 
 
 def rounding(tokens: tuple[int, ...], step: float, last: float) -> Side:
-    """Repeats itself to the bit; its gaps are whole steps, but for every fifth; then ``last``."""
+    """Repeats itself to the bit; its gaps are whole steps, except every fifth; then ``last``."""
     gaps = [step * (1 + i % 7) + (step / 3 if i % 5 == 0 else 0) for i in range(40)]
     top = tuple(((1, -1.0), (2, -1.0 - gap)) for gap in (*gaps, last))
     return Side("server", lambda asks: {"one": Answer(tokens, top=top)})

@@ -86,7 +86,7 @@ def last(*windows):
 
 
 @pytest.mark.parametrize(
-    ("speculative", "difference", "verdict"),
+    ("speculative", "difference", "says"),
     [
         (last([0, 1, 2]), None, "same tokens: yes (3 of 3)"),
         (last([0, 5, 2]), 1, "same tokens: no (first difference at 1)"),
@@ -94,10 +94,10 @@ def last(*windows):
         (last([0, 1, 2, 3]), 3, "same tokens: no (first difference at 3)"),
     ],
 )
-def test_a_comparison_finds_the_first_difference(speculative, difference, verdict):
+def test_a_comparison_finds_the_first_difference(speculative, difference, says):
     comparison = Comparison("An edit", "n-gram", last([0], [1], [2]), speculative)
     assert comparison.first_difference == difference
-    assert comparison.summary() == verdict
+    assert comparison.summary() == says
 
 
 def test_the_same_tokens_exit_with_0(scenes):

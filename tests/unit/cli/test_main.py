@@ -180,8 +180,8 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
     assert plain is None
     assert drafted.method == "ngram"
     assert llm.all[0].asked == llm.all[1].asked
-    verdict = "the tokens differ from number 1 on" if status else "the same 3 tokens"
-    line = f"[plain 0.5 tokens/s, with drafts 1.0 (2.00x): {verdict}]"
+    says = "the tokens differ from number 1 on" if status else "the same 3 tokens"
+    line = f"[plain 0.5 tokens/s, with drafts 1.0 (2.00x): {says}]"
     assert result.stderr.splitlines()[-1] == line
 
 

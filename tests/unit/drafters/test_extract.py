@@ -40,10 +40,10 @@ def test_rows_are_the_committed_ones_whatever_was_drafted(k):
     bench = Bench(target, k, seed=k)
     inner = NgramDrafter(k, 1, 3)
     bench.drafter = ExtractDrafter(inner, sink)
-    num_rejected = 0
+    num_left_out = 0
 
     def check(context, drafts):
-        nonlocal num_rejected
+        nonlocal num_left_out
         rows, x = sink.steps[-1], context.x
         assert rows.step_ids.tolist() == [bench.step_id] * len(context.slots)
         columns = (rows.slots, rows.positions, rows.token_ids, rows.next_token_ids)
@@ -51,13 +51,13 @@ def test_rows_are_the_committed_ones_whatever_was_drafted(k):
         found = zip(*(column.tolist() for column in columns), states, strict=True)
         wanted = list(recorded_rows(context, target._hash, bench.tokens))
         assert [row for row in found if row[0] < bench.num_slots] == wanted
-        num_rejected += int((x.num_computed + x.num_query + x.num_drafts - context.end).sum())
+        num_left_out += int((x.num_computed + x.num_query + x.num_drafts - context.end).sum())
         own = inner.propose(context)
         assert torch.equal(own.draft_ids, drafts.draft_ids)
         assert torch.equal(own.num_drafts, drafts.num_drafts)
 
     bench.run(40, VOCAB, check)
-    assert num_rejected > 20
+    assert num_left_out > 20
     assert len(sink.steps) == bench.step_id
 
 

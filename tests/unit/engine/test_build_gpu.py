@@ -77,7 +77,7 @@ def test_small_steps_of_windows_run_in_a_shape_of_at_most_four_times_their_rows(
 
 
 def products_of(num_rows):
-    """Row counts of the products of so many rows: those of their slices."""
+    """Row counts of the products of these rows: those of their slices."""
     counts = set()
     in_slices(lambda rows: counts.add(len(rows)) or rows, torch.empty(num_rows, 1))
     return counts - {0}

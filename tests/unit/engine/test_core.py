@@ -1,4 +1,4 @@
-"""The engine's loop: launches run ahead of settlements, and a failure ends it."""
+"""The engine's loop: launches run ahead of results, and a failure ends it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scripted:
         return SimpleNamespace(wait=lambda: plan.step_id)
 
     def process_output(self, step_id: int) -> tuple:
-        self._note(f"settle {step_id}")
+        self._note(f"process {step_id}")
         return (step_id,)
 
     def add(self, item) -> None:
@@ -63,7 +63,7 @@ def drive(core: EngineCore) -> list[tuple]:
 def test_one_step_in_flight_settles_what_it_launches():
     scripted = Scripted(3)
     assert drive(core_over(scripted, 1)) == [(0,), (1,), (2,)]
-    assert scripted.log == [f"{verb} {i}" for i in range(3) for verb in ("launch", "settle")]
+    assert scripted.log == [f"{verb} {i}" for i in range(3) for verb in ("launch", "process")]
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -72,9 +72,9 @@ def test_launches_run_ahead_and_results_come_in_order(depth):
     results = drive(core_over(scripted, depth))
     assert results == [()] * (depth - 1) + [(i,) for i in range(5)]
     ahead = [f"launch {i}" for i in range(depth)]
-    assert scripted.log[: depth + 1] == [*ahead, "settle 0"]
-    settled = [event for event in scripted.log if event.startswith("settle")]
-    assert settled == [f"settle {i}" for i in range(5)]
+    assert scripted.log[: depth + 1] == [*ahead, "process 0"]
+    processed = [event for event in scripted.log if event.startswith("process")]
+    assert processed == [f"process {i}" for i in range(5)]
     in_flight = 0
     for event in scripted.log:
         in_flight += 1 if event.startswith("launch") else -1
@@ -95,7 +95,7 @@ def test_a_step_with_nothing_to_do_does_nothing():
     assert scripted.log == []
 
 
-@pytest.mark.parametrize("event", ["launch 1", "settle 0"])
+@pytest.mark.parametrize("event", ["launch 1", "process 0"])
 def test_a_failure_ends_the_engine(event):
     scripted = Scripted(4)
     scripted.fail_at = event
@@ -201,7 +201,7 @@ def test_new_weights_are_written_between_steps_and_no_result_is_lost():
     core, scripted = updatable(3, steps_in_flight=3)
     assert [core.step(), core.step()] == [(), ()]
     assert core.use_weights(core.weights.load(None, "model")) == 1
-    assert scripted.log[2:] == ["settle 0", "settle 1", "write", "weights 1"]
+    assert scripted.log[2:] == ["process 0", "process 1", "write", "weights 1"]
     assert core.has_unfinished
     assert drive(core) == [(0, 1), (2,)]
 
@@ -230,7 +230,7 @@ def test_versions_grow_and_are_the_target_s():
 def test_a_step_that_fails_before_new_weights_ends_the_engine():
     core, scripted = updatable(2, steps_in_flight=2)
     core.step()
-    scripted.fail_at = "settle 0"
+    scripted.fail_at = "process 0"
     with pytest.raises(EngineDeadError):
         core.use_weights(core.weights.load(None, "model"))
     assert "write" not in scripted.log

@@ -265,15 +265,15 @@ def test_nan_logits_fail_the_request_alone(run, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("stuck", "cause"),
+    ("fault", "cause"),
     [
         (MaskFault.NO_VALID_TOKEN, "no token satisfies"),
         (MaskFault.SLOW, "took longer than"),
         (MaskFault.BROKEN, "library failed"),
     ],
 )
-def test_a_stuck_request_says_why(run, stuck, cause):
-    output, _ = run().emit(failed=True, mask_fault=stuck)
+def test_a_request_without_a_valid_token_says_why(run, fault, cause):
+    output, _ = run().emit(failed=True, mask_fault=fault)
     assert isinstance(completion(output).error, StructuredOutputError)
     assert cause in completion(output).error.cause
     assert completion(output).error.remedy

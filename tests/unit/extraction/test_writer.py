@@ -92,7 +92,7 @@ def device(tmp_path):
 
 def test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not(device):
     device.step({0: range(3), 1: range(2)}, device.admit(0, 7), device.admit(1, 8))
-    # A window of three accepted drafts, of which the front keeps one.
+    # A window of three accepted drafts, of which the serving process keeps one.
     device.step({1: range(2, 6), 0: range(3, 4)})
     device.end(8, 4)
     late = device.launch({0: range(4, 5), 1: range(6, 8)})

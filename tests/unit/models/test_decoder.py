@@ -1,4 +1,4 @@
-"""The decoder body: auxiliary hidden states, chunks and company."""
+"""The decoder body: auxiliary hidden states, chunks and batches."""
 
 from __future__ import annotations
 

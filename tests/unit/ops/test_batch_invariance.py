@@ -1,4 +1,4 @@
-"""The row law: a row's bits depend on that row's inputs and on the KV it may see."""
+"""Batch invariance: a row's bits depend on that row's inputs and on the KV it may see."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def normal(*shape, dtype, seed=0):
 
 
 def assert_rows_independent(function, *columns):
-    """Each row of ``function`` alone, in every company, and in another order."""
+    """Each row of ``function`` alone, in every batch, and in another order."""
     whole = function(*columns)
     total = len(whole)
     assert not whole.isnan().any()

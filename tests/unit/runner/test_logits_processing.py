@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.judged import Row, case_of
 from helpers.logprobs import check_entry
+from helpers.one_step import Row, case_of
 from helpers.ruled import expected_row
 from helpers.static_steps import STEPS
 from sametoken.errors import RequestError
@@ -194,9 +194,9 @@ def test_rows_without_parameters_are_neither_written_nor_cut(steps, monkeypatch)
 def test_a_step_without_windows_is_processed(steps):
     params = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1)
     row = Row((1, 2, 3), num_query=2, num_computed=0, samples=False, params=params)
-    judged = case_of([row, row]).run(torch.zeros(0, 8), steps=steps)
-    assert judged.tokens == [(), ()]
-    assert judged.failed == [False, False]
+    ran = case_of([row, row]).run(torch.zeros(0, 8), steps=steps)
+    assert ran.tokens == [(), ()]
+    assert ran.failed == [False, False]
 
 
 def test_stop_ids_outside_the_vocabulary_mask_nothing_else():
@@ -211,9 +211,9 @@ def test_nan_that_a_mask_would_hide_fails_its_request(steps):
     rows = [Row((1,), drafts=(2,), params=masked), Row((1,), drafts=(2,), params=masked)]
     logits = torch.zeros(4, 6)
     logits[2, 5] = math.nan
-    judged = case_of(rows).run(logits, steps=steps)
-    assert judged.failed == [False, True]
-    assert judged.tokens[0] == (2, 2)
+    ran = case_of(rows).run(logits, steps=steps)
+    assert ran.failed == [False, True]
+    assert ran.tokens[0] == (2, 2)
 
 
 @each_kind
@@ -226,15 +226,15 @@ def test_log_probabilities_are_of_raw_logits_for_those_who_asked(steps):
         Row((1,), params=sampled),
     ]
     case, raw = case_of(rows), random_logits(6, 9)
-    judged = case.run(raw, steps=steps)
-    assert judged.buffer.logprobs.owner.tolist() == [1, 1, 2]
-    assert judged.buffer.logprobs.top_ids.shape == (3, 2)
-    first, second, third = (row.logprobs for row in judged.buffer.read(case.plan).requests)
+    ran = case.run(raw, steps=steps)
+    assert ran.buffer.logprobs.owner.tolist() == [1, 1, 2]
+    assert ran.buffer.logprobs.top_ids.shape == (3, 2)
+    first, second, third = (row.logprobs for row in ran.buffer.read(case.plan).requests)
     assert first is None
-    assert judged.tokens[1] == (3, 3)
+    assert ran.tokens[1] == (3, 3)
     check_entry(second[0], raw[3], 3, 2)
     check_entry(second[1], raw[4], 3, 2)
-    check_entry(third[0], raw[5], judged.tokens[2][0], 0)
+    check_entry(third[0], raw[5], ran.tokens[2][0], 0)
 
 
 @each_kind
@@ -254,14 +254,14 @@ def test_processed_log_probabilities_are_of_what_tokens_are_chosen_from(steps):
         Row((1, 5), output=(2,), params=sampled),
     ]
     case, raw = case_of(rows), random_logits(6, 9)
-    judged = case.run(raw, steps=steps, logprobs_mode="processed_logprobs")
-    first, second, third = (row.logprobs for row in judged.buffer.read(case.plan).requests)
+    ran = case.run(raw, steps=steps, logprobs_mode="processed_logprobs")
+    first, second, third = (row.logprobs for row in ran.buffer.read(case.plan).requests)
     assert first is None
     check_entry(second[0], oracle(raw[3], rows[1], 0), 3, 2)
     check_entry(second[1], oracle(raw[4], rows[1], 1), 3, 2)
     processed = oracle(raw[5], rows[2], 0) / 0.6
     assert processed.isfinite().sum() == 3
-    check_entry(third[0], processed, judged.tokens[2][0], 4)
+    check_entry(third[0], processed, ran.tokens[2][0], 4)
 
 
 ALLOWED = [0, 2, 3, 4, 6, 7]
@@ -270,8 +270,8 @@ ALLOWED = [0, 2, 3, 4, 6, 7]
 def test_a_request_that_has_left_widens_nothing():
     case = case_of([Row((1,), params=SamplingParams(temperature=0.0, logprobs=1))])
     case.table.admit(Admission(0, (1,), 0, SamplingParams(temperature=0.0, logprobs=7)))
-    judged = case.run(random_logits(1, 9))
-    assert judged.buffer.logprobs.top_ids.shape == (1, 1)
+    ran = case.run(random_logits(1, 9))
+    assert ran.buffer.logprobs.top_ids.shape == (1, 1)
 
 
 PROMPT = (4, 1, 7, 7, 2, 0, 5)
@@ -290,9 +290,9 @@ def prompt_entries(chunks, params, steps="compact", prompt=PROMPT):
             ),
         ]  # fmt: skip
         case = case_of(rows)
-        judged = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
+        ran = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
         done += size
-        for row, result in zip(case.rows, judged.buffer.read(case.plan).requests, strict=True):
+        for row, result in zip(case.rows, ran.buffer.read(case.plan).requests, strict=True):
             if row.prompt is prompt:
                 entries.extend(result.prompt_logprobs or ())
             else:
@@ -329,8 +329,8 @@ def test_prompt_scores_are_at_the_temperature_of_each_request(steps):
         for temperature in (0.5, 1.0, 3.0)
     ]  # fmt: skip
     case = case_of(rows)
-    judged = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
-    for row, result in zip(case.rows, judged.buffer.read(case.plan).requests, strict=True):
+    ran = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
+    for row, result in zip(case.rows, ran.buffer.read(case.plan).requests, strict=True):
         for position, entry in enumerate(result.prompt_logprobs):
             logits = BY_TOKEN[PROMPT[position]] / row.prompt_temperature
             check_entry(entry, logits, PROMPT[position + 1], 2)
@@ -339,8 +339,8 @@ def test_prompt_scores_are_at_the_temperature_of_each_request(steps):
 def test_prompt_scores_are_of_prompts_and_for_those_who_asked():
     assert prompt_entries((7,), SamplingParams(temperature=0.0, logprobs=3)) == []
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    judged = case_of([Row((1, 2), (3,), (4, 4), params)]).run(torch.zeros(3, 9))
-    assert judged.buffer.prompt_logprobs is None
+    ran = case_of([Row((1, 2), (3,), (4, 4), params)]).run(torch.zeros(3, 9))
+    assert ran.buffer.prompt_logprobs is None
 
 
 def test_other_ranks_keep_no_grammars():

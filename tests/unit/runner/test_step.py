@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.harness import Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
-from helpers.judged import Row, case_of
+from helpers.one_step import Row, case_of
 from helpers.static_steps import STEPS, DeviceChoices
 from helpers.step_scenes import DEVICE, Scene, Slot, row_of
 from helpers.thread_ranks import run_ranks
@@ -92,16 +92,16 @@ def test_verdicts_agree_with_a_plain_loop(steps, specs, seed, nan_rows):
     case = case_of([row_from(spec) for spec in specs])
     logits = random_logits(case.num_logits, seed)
     logits[[row for row in nan_rows if row < case.num_logits], 1] = math.nan
-    judged = case.run(logits, steps=steps)
+    ran = case.run(logits, steps=steps)
     start = 0
     for index, row in enumerate(case.rows):
         own = slice(start, start + row.window)
         start += row.window
-        emitted, poisoned = plainly(row, judged.processed[own], logits[own])
-        assert judged.failed[index] == poisoned
+        emitted, poisoned = plainly(row, ran.processed[own], logits[own])
+        assert ran.failed[index] == poisoned
         if not poisoned:
-            assert judged.tokens[index] == emitted
-            assert judged.verdict.num_accepted[index] == max(len(emitted) - 1, 0)
+            assert ran.tokens[index] == emitted
+            assert ran.verified.num_accepted[index] == max(len(emitted) - 1, 0)
 
 
 @each_kind
@@ -109,24 +109,24 @@ def test_a_poisoned_window_leaves_its_neighbours_alone(steps):
     rows, logits = [Row((1,), drafts=(2, 2))] * 3, random_logits(9, 4)
     clean = case_of(rows).run(logits, steps=steps)
     logits[3, 0] = math.nan
-    judged = case_of(rows).run(logits, steps=steps)
-    assert judged.failed == [False, True, False]
-    assert judged.tokens[::2] == clean.tokens[::2]
+    ran = case_of(rows).run(logits, steps=steps)
+    assert ran.failed == [False, True, False]
+    assert ran.tokens[::2] == clean.tokens[::2]
 
 
 @each_kind
 def test_an_infinite_logit_is_not_poison(steps):
     logits = torch.zeros(1, 6)
     logits[0, 0], logits[0, 3] = -math.inf, math.inf
-    judged = case_of([Row((1, 1))]).run(logits, steps=steps)
-    assert judged.failed == [False]
-    assert judged.tokens == [(3,)]
+    ran = case_of([Row((1, 1))]).run(logits, steps=steps)
+    assert ran.failed == [False]
+    assert ran.tokens == [(3,)]
 
 
 def test_a_greedy_step_makes_no_noise(monkeypatch):
     monkeypatch.setattr(reference, "gumbel_noise", None)
-    judged = case_of([Row((1, 1), drafts=(1, 2))]).run(torch.eye(6)[1:4])
-    assert judged.tokens == [(1, 2, 3)]
+    ran = case_of([Row((1, 1), drafts=(1, 2))]).run(torch.eye(6)[1:4])
+    assert ran.tokens == [(1, 2, 3)]
 
 
 def test_a_new_request_inherits_nothing_of_its_slot():
@@ -138,9 +138,9 @@ def test_a_new_request_inherits_nothing_of_its_slot():
     logits = random_logits(1, 3)
     expected = case_of([Row((1, 1))], slots=[1]).run(logits)
     write_tables(case.table.admit(Admission(1, (1, 1), 0, SamplingParams(temperature=0.0))))
-    judged = case.run(logits)
-    assert judged.tokens == expected.tokens
-    assert judged.buffer.logprobs is None
+    ran = case.run(logits)
+    assert ran.tokens == expected.tokens
+    assert ran.buffer.logprobs is None
     assert not case.table.rules.edits
     assert not case.table.rules.counters
 
@@ -157,17 +157,17 @@ def test_drafts_accepted_by_chance_are_emitted_before_the_target_s_own_token(rat
     case, logits = case_of(rows), random_logits(8, 0, vocab_size=11)
     own = logits.argmax(dim=-1).tolist()
     chances = Chances(torch.full((4,), rate), case.table.seed)
-    judged = case.run(logits, steps=steps, chances=chances)
+    ran = case.run(logits, steps=steps, chances=chances)
     accepted = [rows[0].drafts, (), rows[2].drafts] if rate else [()] * 3
     starts = (0, 4, 5)
-    assert judged.tokens == [
+    assert ran.tokens == [
         *(
             (*drafts, own[start + len(drafts)])
             for drafts, start in zip(accepted, starts, strict=True)
         ),
         (),
     ]
-    assert not any(judged.failed)
+    assert not any(ran.failed)
 
 
 class Stubborn(ModuleType):
@@ -177,9 +177,9 @@ class Stubborn(ModuleType):
         return getattr(compact, name)
 
     def verify(self, keys, x, chances=None):
-        verdict = compact.verify(keys, x, chances)
-        nothing = torch.zeros_like(verdict.num_accepted)
-        return dataclasses.replace(verdict, num_accepted=nothing, next_token=nothing + 4)
+        verified = compact.verify(keys, x, chances)
+        nothing = torch.zeros_like(verified.num_accepted)
+        return dataclasses.replace(verified, num_accepted=nothing, next_token=nothing + 4)
 
 
 def test_every_rank_commits_what_rank_0_decides():
@@ -193,8 +193,8 @@ def test_every_rank_commits_what_rank_0_decides():
     def work(parallel):
         case = case_of(rows)
         ops = Stubborn("stubborn") if parallel.rank else compact
-        judged = case.run(logits, parallel=parallel, ops=ops)
-        return case.sequences, judged.verdict.num_accepted.tolist()
+        ran = case.run(logits, parallel=parallel, ops=ops)
+        return case.sequences, ran.verified.num_accepted.tolist()
 
     for sequences, accepted in run_ranks(3, work):
         assert accepted == [2, 0, 1]
@@ -292,7 +292,7 @@ class Still:
 @pytest.mark.parametrize("synthetic", [False, True])
 @pytest.mark.parametrize("k", [0, 2])
 def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic, chunk):
-    """Each would cost a captured step the overlap of two launches."""
+    """Each would cost a captured step PDL between two launches."""
     slots = (Slot(9, 8, (1, 2)[:k]), Slot(9, 8), Slot(20, 4))
     rows = [row_of(0, slots[0], 1, k), row_of(1, slots[1], 1, k)]
     rows += [row_of(2, slots[2], chunk, 0)] if chunk else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from helpers.judged import Case, Row, case_of
+from helpers.one_step import Case, Row, case_of
 from helpers.static_steps import STEPS
 from sametoken.sampling import grammar_masks as module
 from sametoken.types.plan import Admission
@@ -68,9 +68,9 @@ def allowed_of(logits: torch.Tensor) -> list[list[int]]:
 def test_every_row_knows_its_own_drafts_and_the_matcher_stays_where_it_was(steps):
     grammar = Grammar()
     case = case_of([Row((9, 9), (3, 7), (8, 20, 38), grammar=grammar)])
-    judged = case.run(torch.zeros(4, VOCAB), steps=steps)
-    assert allowed_of(judged.processed) == [list(range(n, VOCAB)) for n in (8, 9, 21, 39)]
-    assert judged.failed == [False]
+    ran = case.run(torch.zeros(4, VOCAB), steps=steps)
+    assert allowed_of(ran.processed) == [list(range(n, VOCAB)) for n in (8, 9, 21, 39)]
+    assert ran.failed == [False]
     assert grammar.matchers[0].accepted == [-1, 3, 7]
 
 
@@ -113,27 +113,27 @@ def test_other_rows_are_neither_read_nor_written(steps):
 @pytest.mark.parametrize("drafts", [(), (30,), (2,)])
 def test_a_request_that_is_stuck_at_once_fails_and_says_so(drafts, steps):
     rows = [Row((1,), (39,), drafts, grammar=Grammar()), Row((1,))]
-    judged = case_of(rows).run(torch.zeros(len(drafts) + 2, VOCAB), steps=steps)
-    assert judged.failed == [True, False]
-    assert judged.mask_fault == [MaskFault.NO_VALID_TOKEN, MaskFault.NONE]
+    ran = case_of(rows).run(torch.zeros(len(drafts) + 2, VOCAB), steps=steps)
+    assert ran.failed == [True, False]
+    assert ran.mask_fault == [MaskFault.NO_VALID_TOKEN, MaskFault.NONE]
 
 
 def test_a_committed_token_against_the_grammar_leaves_no_token():
     """Nothing that the engine does may commit one; a matcher that lost track must not go on."""
     case = case_of([Row((1,), (9, 4), (30, 31), grammar=Grammar())])
-    judged = case.run(torch.zeros(3, VOCAB))
-    assert allowed_of(judged.processed) == [[]] * 3
-    assert judged.mask_fault == [MaskFault.BROKEN]
+    ran = case.run(torch.zeros(3, VOCAB))
+    assert allowed_of(ran.processed) == [[]] * 3
+    assert ran.mask_fault == [MaskFault.BROKEN]
 
 
 @each_kind
 def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token(steps):
     """So a request fails after the same tokens, with drafts or without."""
-    judged = case_of([Row((1,), (37,), (38, 39), grammar=Grammar())]).run(
+    ran = case_of([Row((1,), (37,), (38, 39), grammar=Grammar())]).run(
         torch.zeros(3, VOCAB), steps=steps
     )
-    assert judged.failed == [False]
-    assert judged.tokens == [(38, 39)]
+    assert ran.failed == [False]
+    assert ran.tokens == [(38, 39)]
 
 
 def test_a_matcher_that_breaks_fails_its_own_request(monkeypatch):
@@ -147,10 +147,10 @@ def test_a_matcher_that_breaks_fails_its_own_request(monkeypatch):
     monkeypatch.setattr(first.matchers[0], "copy", broken)
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
-        judged = step.run(torch.zeros(4, VOCAB))
-        assert judged.mask_fault == [MaskFault.BROKEN, MaskFault.NONE]
-        assert allowed_of(judged.processed[:2]) == [[], []]
-        assert allowed_of(judged.processed[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
+        ran = step.run(torch.zeros(4, VOCAB))
+        assert ran.mask_fault == [MaskFault.BROKEN, MaskFault.NONE]
+        assert allowed_of(ran.processed[:2]) == [[], []]
+        assert allowed_of(ran.processed[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
 
 
 def test_other_masks_and_cuts_compose():
@@ -160,17 +160,17 @@ def test_other_masks_and_cuts_compose():
     case = case_of([Row((1,), (5,), (8,), params, grammar=Grammar())])
     logits = torch.zeros(2, VOCAB)
     logits[:, 8] = 0.5
-    judged = case.run(logits)
-    assert allowed_of(judged.processed) == [[8, 30], [30, 35]]
-    assert judged.mask_fault == [MaskFault.NONE]
+    ran = case.run(logits)
+    assert allowed_of(ran.processed) == [[8, 30], [30, 35]]
+    assert ran.mask_fault == [MaskFault.NONE]
 
 
 def test_a_new_request_inherits_no_cursor():
     case = case_of([Row((1,), (39,), grammar=Grammar())])
     case.grammars.admit(Admission(case.slots[0], (1,), 0, SamplingParams()))
-    judged = case.run(torch.zeros(1, VOCAB))
-    assert allowed_of(judged.processed) == [list(range(VOCAB))]
-    assert judged.failed == [False]
+    ran = case.run(torch.zeros(1, VOCAB))
+    assert allowed_of(ran.processed) == [list(range(VOCAB))]
+    assert ran.failed == [False]
 
 
 def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
@@ -184,10 +184,10 @@ def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
     case = case_of(rows)
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
-        judged = step.run(torch.zeros(5, VOCAB))
-        assert judged.mask_fault == [MaskFault.SLOW, MaskFault.NONE]
-        assert allowed_of(judged.processed)[:4] == [[]] * 4
-        assert allowed_of(judged.processed)[4] == list(range(VOCAB))
+        ran = step.run(torch.zeros(5, VOCAB))
+        assert ran.mask_fault == [MaskFault.SLOW, MaskFault.NONE]
+        assert allowed_of(ran.processed)[:4] == [[]] * 4
+        assert allowed_of(ran.processed)[4] == list(range(VOCAB))
 
 
 def test_unused_credit_does_not_add_up():

@@ -67,7 +67,7 @@ def result_of(plan, accept=0, failed=(), proposed=64):
 
 
 def step(scheduler, accept=0, proposed=64):
-    """Plan and settle one step; the plan and its updates."""
+    """Plan one step and process its result; the plan and its updates."""
     plan = scheduler.plan()
     updates = scheduler.process_output(result_of(plan, accept, proposed=proposed))
     scheduler.check_integrity()

@@ -15,7 +15,7 @@ K = 8
 GPU = AdaptiveLimits(K, 200)
 
 
-def settled(windows, record=None):
+def record_of(windows, record=None):
     """The record after windows of (drafts, proposed, accepted)."""
     record = record or DraftRecord()
     for window in windows:
@@ -23,7 +23,7 @@ def settled(windows, record=None):
     return record
 
 
-def test_before_any_verdict_the_prior_holds():
+def test_before_any_result_the_prior_holds():
     assert DraftRecord().rate == PRIOR_RATE
     # 0.8 ** 6 is 0.26, and 64 of 264 is 0.24.
     assert GPU.limit(DraftRecord(), 64) == 6
@@ -31,7 +31,7 @@ def test_before_any_verdict_the_prior_holds():
 
 def test_the_limit_is_the_most_drafts_that_are_likely_enough():
     for rate_of in ([], [(4, 4, 4)] * 5, [(4, 4, 2)] * 5, [(4, 4, 0)] * 5):
-        record = settled(rate_of)
+        record = record_of(rate_of)
         for num_decoding in (2, 16, 64, 256, 1000):
             limit = GPU.limit(record, num_decoding)
             least = num_decoding / (num_decoding + 200)
@@ -40,20 +40,20 @@ def test_the_limit_is_the_most_drafts_that_are_likely_enough():
 
 
 def test_a_drafter_that_is_right_keeps_k_under_load():
-    record = settled([(K, K, K)] * 10)
+    record = record_of([(K, K, K)] * 10)
     assert [GPU.limit(record, n) for n in (1, 64, 256)] == [K, K, K]
-    assert AdaptiveLimits(64, 200).limit(settled([(64, 64, 64)] * 10), 64) == 64
+    assert AdaptiveLimits(64, 200).limit(record_of([(64, 64, 64)] * 10), 64) == 64
 
 
 def test_a_drafter_that_is_wrong_has_no_drafts_under_load_and_some_alone():
-    record = settled([(K, K, 0)] * 10)
+    record = record_of([(K, K, 0)] * 10)
     assert GPU.limit(record, 64) == 0
     assert GPU.limit(record, 2) == 2
     assert GPU.limit(record, 1) == K
 
 
 def test_more_load_means_fewer_drafts_and_a_device_that_computes_more_rows_has_more():
-    record = settled([(K, K, 3)] * 10)
+    record = record_of([(K, K, 3)] * 10)
     by_load = [GPU.limit(record, n) for n in (2, 8, 32, 128, 512)]
     assert by_load == sorted(by_load, reverse=True)
     assert by_load[0] == K
@@ -64,7 +64,7 @@ def test_more_load_means_fewer_drafts_and_a_device_that_computes_more_rows_has_m
 
 
 def test_without_a_match_there_are_no_drafts():
-    good = settled([(K, K, K)] * 10)
+    good = record_of([(K, K, K)] * 10)
     without = good.after(0, 0, 0)
     assert GPU.limit(good, 64) == K
     assert GPU.limit(without, 64) == 0
@@ -73,7 +73,7 @@ def test_without_a_match_there_are_no_drafts():
 
 
 def test_small_steps_are_free():
-    hopeless = settled([(K, K, 0)] * 20 + [(0, 0, 0)])
+    hopeless = record_of([(K, K, 0)] * 20 + [(0, 0, 0)])
     assert FREE_ROWS // (K + 1) == 1
     assert [GPU.limit(hopeless, n) for n in (1, 2)] == [K, 0]
     assert AdaptiveLimits(3, 200).limit(hopeless, 4) == 3
@@ -81,7 +81,7 @@ def test_small_steps_are_free():
 
 
 def test_evidence_fades_and_a_refused_request_is_tried_again():
-    record = settled([(K, K, 0)] * 20)
+    record = record_of([(K, K, 0)] * 20)
     waited = 0
     while not GPU.limit(record, 64):
         record = record.after(0, K, 0)
@@ -96,7 +96,7 @@ def test_evidence_fades_and_a_refused_request_is_tried_again():
 
 
 def test_a_request_that_turns_good_is_believed_within_a_few_windows():
-    record = settled([(K, K, 0)] * 20 + [(0, K, 0)] * 20)
+    record = record_of([(K, K, 0)] * 20 + [(0, K, 0)] * 20)
     limits = []
     for _ in range(10):
         limit = GPU.limit(record, 64)
@@ -109,7 +109,7 @@ def test_a_request_that_turns_good_is_believed_within_a_few_windows():
 def test_fixed_limits_are_k_whatever_happens(kit):
     limits = draft_limits(kit.limits(num_speculative_tokens=5, adaptive_drafts=False))
     assert limits == FixedLimits(5)
-    assert limits.limit(settled([(5, 5, 0)] * 9 + [(0, 0, 0)]), 1000) == 5
+    assert limits.limit(record_of([(5, 5, 0)] * 9 + [(0, 0, 0)]), 1000) == 5
 
 
 def test_plain_decoding_has_none(kit):

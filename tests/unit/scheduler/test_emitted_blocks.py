@@ -10,11 +10,11 @@ PROMPT = tuple(range(100, 106))  # one full block of 4, and two tokens
 
 
 def run(kit, scheduler, num_tokens, prompt=PROMPT, name="first"):
-    """A request until so many of its tokens are settled, one by one after the prompt."""
+    """A request until ``num_tokens`` of its own are processed, one by one after the prompt."""
     scheduler.add(kit.request(name, prompt, max_total=40))
-    while (settled := scheduler._waiting | scheduler._running)[name].num_processed < num_tokens:
+    while (requests := scheduler._waiting | scheduler._running)[name].num_processed < num_tokens:
         kit.step(scheduler)
-    assert settled[name].num_processed == num_tokens
+    assert requests[name].num_processed == num_tokens
 
 
 def spoken(num_tokens, prompt=PROMPT):
@@ -38,7 +38,7 @@ def test_a_follow_up_starts_from_the_prompt_and_the_answer(kit):
 
 
 @pytest.mark.parametrize(
-    ("settled", "kept", "lookahead", "cached"),
+    ("processed", "kept", "lookahead", "cached"),
     [
         (12, 12, 0, 8),  # the newest token has no KV
         (13, 13, 0, 12),
@@ -51,11 +51,11 @@ def test_a_follow_up_starts_from_the_prompt_and_the_answer(kit):
         (17, 13, 1, 12),
     ],
 )
-def test_only_settled_kept_and_computed_positions_are_entered(
-    kit, settled, kept, lookahead, cached
+def test_only_processed_kept_and_computed_positions_are_entered(
+    kit, processed, kept, lookahead, cached
 ):
     scheduler = kit.scheduler(lookahead_tokens=lookahead)
-    run(kit, scheduler, settled)
+    run(kit, scheduler, processed)
     scheduler.release("first", kept)
     # It says again what was cut.
     assert num_cached(kit, scheduler, spoken(24)) == cached
@@ -207,7 +207,7 @@ def test_nothing_of_a_poisoned_request_is_entered(kit):
     plan = scheduler.plan()
     [update] = scheduler.process_output(kit.result(plan, failed=(0,)))
     assert update.failed
-    scheduler.release("first", 14)  # the front, which hears of it afterwards
+    scheduler.release("first", 14)  # the serving process, which hears of it afterwards
     assert num_cached(kit, scheduler, spoken(17)) == 0
 
 

@@ -378,7 +378,7 @@ def test_integrity_check_sees_damage(kit, victim):
 
 
 def overdrawn(kit):
-    """``young`` holds three blocks for drafts that fill two at most once they are judged."""
+    """``young`` holds three blocks for drafts that fill two at most once they are verified."""
     scheduler = kit.scheduler(num_blocks=6, num_speculative_tokens=8)
     scheduler.add(kit.request("old", 10, max_total=24, max_drafts=0))
     scheduler.add(kit.request("young", 3, max_total=24))

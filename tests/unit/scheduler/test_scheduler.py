@@ -353,7 +353,7 @@ class Driver:
         self.results.append(self.device.run(plan, poison))
         self.check()
 
-    def settle(self):
+    def process(self):
         for update in self.scheduler.process_output(self.results.popleft()):
             name = update.request_id
             if update.failed:
@@ -430,7 +430,7 @@ class Driver:
             if len(self.results) < depth:
                 self.plan()
             if self.results and (len(self.results) == depth or self.rng.random() < 0.5):
-                self.settle()
+                self.process()
         assert not self.wanted
         assert not self.results
         assert not self.scheduler._memory.swap._owned
@@ -514,7 +514,7 @@ def test_driver_reaches_every_corner():
                     row.failed for row in driver.results[-1].requests
                 )
             elif driver.results:
-                driver.settle()
+                driver.process()
         driver.drain(depth)
         lingering = max(lingering, driver.most_lingering)
         totals.update(driver.counts())
@@ -543,8 +543,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.results)
     @rule()
-    def settle(self):
-        self.driver.settle()
+    def process(self):
+        self.driver.process()
 
     @precondition(lambda self: self.driver.wanted)
     @rule(index=st.integers(0, 20))

@@ -85,7 +85,7 @@ def expected_rows(row: ScheduledRequest, tokens, start: int, offered):
 @settings(max_examples=24)
 @given(st.data())
 def test_steps_follow_the_list_device(ops, data):
-    """Random chunks, drafts and verdicts: every staged and committed value is the list's."""
+    """Random chunks, drafts and results: every staged and committed value is the list's."""
     sequences = make_sequences()
     truth: dict[int, list[int]] = {}
     computed: dict[int, int] = {}

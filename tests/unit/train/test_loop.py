@@ -242,7 +242,7 @@ def test_gradients_are_clipped(tmp_path):
     (tmp_path / "b").mkdir()
     train(free, tmp_path / "a", one)
     train(clipped, tmp_path / "b", options(steps=1, warmup_steps=1, clip_norm=1e-12))
-    # AdamW divides the scale out but for its epsilon, which a gradient this short meets.
+    # AdamW divides the scale out except for its epsilon, which a gradient this short meets.
     assert free.network.bias.abs().max() > 10 * clipped.network.bias.abs().max()
 
 

@@ -59,12 +59,12 @@ def test_a_size_of_more_than_the_vocabulary_holds_all_of_it(target, text, tmp_pa
 
 
 def test_coverage_is_that_of_answers_which_were_not_counted(target, text, tmp_path):
-    """Two prompts: one is counted, the other judges."""
+    """Two prompts: one is counted, the other measured."""
     result, token_ids = write(target, text, tmp_path, size=4, validation=0.5)
-    counted, judged = ANSWERS if result.counted == 4 else ANSWERS[::-1]
+    counted, measured = ANSWERS if result.counted == 4 else ANSWERS[::-1]
     assert result.counted == len(counted["output_token_ids"])
     assert set(counted["output_token_ids"]) <= set(token_ids)
-    inside = [token in token_ids for token in judged["output_token_ids"]]
+    inside = [token in token_ids for token in measured["output_token_ids"]]
     assert result.coverage == sum(inside) / len(inside) < 1
 
 

@@ -14,7 +14,7 @@ def test_a_known_length_is_exact():
 
 
 def test_an_unsettled_length_cannot_be_used_as_an_index():
-    """vllm#38419: the host read a backup token at its optimistic length."""
+    """vllm#38419: the host read the token to go on from at its optimistic length."""
     bound = LenBound.known(5).after_launch(draft_limit=3)
     with pytest.raises(InFlightError, match=r"\[6, 9\]"):
         _ = bound.exact
@@ -26,7 +26,7 @@ def test_only_intervals_of_lengths_exist(lo, hi):
         LenBound(lo, hi)
 
 
-def test_launch_and_settle_move_the_ends():
+def test_launch_and_result_move_the_ends():
     bound = LenBound.known(10).after_launch(4)
     assert bound == LenBound(11, 15)
     assert bound.after_result(4, 0) == LenBound.known(11)
@@ -45,21 +45,21 @@ STEPS = st.lists(
 
 @given(STEPS, st.integers(1, 3))
 def test_the_interval_holds_the_truth_and_closes(steps, depth):
-    """Several steps in flight, settled in order: lo <= device length <= hi at all times."""
+    """Several steps in flight, processed in order: lo <= device length <= hi at all times."""
     bound, device, in_flight = LenBound.known(7), 7, deque()
 
-    def settle():
+    def process():
         return bound.after_result(*in_flight.popleft())
 
     for limit, accepted in steps:
         if len(in_flight) == depth:
-            bound = settle()
+            bound = process()
         bound = bound.after_launch(limit)
         device += accepted + 1
         in_flight.append((limit, accepted))
         assert bound.lo <= device <= bound.hi
     while in_flight:
-        bound = settle()
+        bound = process()
         assert bound.lo <= device <= bound.hi
     assert bound.exact == device
 

@@ -103,7 +103,7 @@ class ReferenceWeight(QuantizedWeight):
 
 
 class ReferenceProducts(NativeKernels):
-    """The C kernels, but for products of integers."""
+    """The C kernels, except for products of integers."""
 
     def pack_integers(self, matrix, dtype):
         own = super().pack_integers(matrix, dtype)

@@ -81,7 +81,7 @@ def test_nothing_above_the_length_is_read(rows, k, fill):
 @pytest.mark.parametrize(
     ("tokens", "bounds", "k", "drafts"),
     [
-        # The documented example of vLLM's proposer.
+        # The documented example of vLLM's drafter.
         ([1, 2, 3, 4, 2, 3], (2, 3), 4, [4, 2, 3]),
         ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], (1, 3), 2, [4, 1]),
         ([9, 2, 4, 1, 2, 5, 1, 2], (1, 3), 2, [5, 1]),

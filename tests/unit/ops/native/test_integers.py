@@ -1,4 +1,4 @@
-"""Products of integers with rounded activations in C: the bits of the reference, in any company."""
+"""Products of integers with rounded activations in C: the bits of the reference, in any batch."""
 
 from __future__ import annotations
 

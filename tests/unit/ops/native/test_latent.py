@@ -1,4 +1,4 @@
-"""Latent attention in C against the reference, and the same bits for any company."""
+"""Latent attention in C against the reference, and the same bits in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C kernels of recurrent rules against rows in PyTorch, and their bits in every company."""
+"""The C kernels of recurrent rules against rows in PyTorch, and their bits in every batch."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_bits_do_not_depend_on_chunks_batches_and_threads(spec, threads):
 @each_spec
 @pytest.mark.parametrize("accepted", [0, 1, 6])
 def test_bits_do_not_depend_on_windows_and_on_what_is_pending(spec, accepted):
-    """Drafts are judged by plain rows: those accepted are what plain rows go on from."""
+    """Drafts are verified by plain rows: those accepted are what plain rows go on from."""
     params, cache, plain = params_of(spec), empty(spec, 6), empty(spec, 0)
     first, seed = 5, 3
     run(cache, [Part(0, 0, 5)], params)

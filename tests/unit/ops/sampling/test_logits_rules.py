@@ -1,4 +1,4 @@
-"""Masks, biases and penalties by both implementations: an oracle's bits, in any company."""
+"""Masks, biases and penalties by both implementations: an oracle's bits, in any batch."""
 
 from __future__ import annotations
 

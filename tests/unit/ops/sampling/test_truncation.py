@@ -1,4 +1,4 @@
-"""Truncation by both implementations: what an oracle in plain numbers keeps, in any company."""
+"""Truncation by both implementations: what an oracle in plain numbers keeps, in any batch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ RATES = torch.tensor([0.8, 0.5, 0.9, 0.95, 0.7, 0.99, 0.6])
 SEEDS = integers([7, 2**63 - 1, 0, 123456789, 5, 11])
 
 
-def keys_of(targets: list[int], nan: set[int], stuck: set[int], tiles: int = 1) -> torch.Tensor:
+def keys_of(targets: list[int], nan: set[int], blocked: set[int], tiles: int = 1) -> torch.Tensor:
     """Keys [L, tiles] whose best are ``targets``, in a tile that follows from the row."""
     rows = len(targets)
     values = torch.full((rows, tiles), -3.0)
@@ -39,21 +39,21 @@ def keys_of(targets: list[int], nan: set[int], stuck: set[int], tiles: int = 1) 
     values[range(rows), at] = 2.0
     token_ids[range(rows), at] = torch.tensor(targets, dtype=torch.int64)
     values[sorted(nan), at[sorted(nan)]] = torch.nan
-    for row in stuck:
+    for row in blocked:
         values[row], token_ids[row] = -torch.inf, targets[row]
     return make_keys(values, token_ids).to(DEVICE)
 
 
-def judged(drafts, targets: list[int], nan: set[int], stuck: set[int]) -> tuple[int, int]:
+def by_hand(drafts, targets: list[int], nan: set[int], blocked: set[int]) -> tuple[int, int]:
     """Accepted drafts and the fault of one window, in plain Python."""
     accepted = 0
     while (
         accepted < len(drafts)
-        and not {accepted, accepted + 1} & (nan | stuck)
+        and not {accepted, accepted + 1} & (nan | blocked)
         and drafts[accepted] == targets[accepted]
     ):
         accepted += 1
-    return accepted, NO_TOKEN if 0 in stuck else HAS_NAN if 0 in nan else SOUND
+    return accepted, NO_TOKEN if 0 in blocked else HAS_NAN if 0 in nan else SOUND
 
 
 def splitmix(seed: int, position: int) -> float:
@@ -73,7 +73,7 @@ def drawn(seed: int, num_tokens: int, num_drafts: int) -> int:
     return num_drafts
 
 
-def expected_verdicts(scene: Scene, targets, nan, stuck, by_chance: bool):
+def expected_verified(scene: Scene, targets, nan, blocked, by_chance: bool):
     """By request: accepted drafts, next token, fault, and its window's tokens."""
     start = 0
     for row in scene.rows:
@@ -84,9 +84,9 @@ def expected_verdicts(scene: Scene, targets, nan, stuck, by_chance: bool):
             yield 0, 0, SOUND, []
             continue
         drafts = held.drafts[: row.draft_limit]
-        bad = ({r - own[0] for r in rows if r in own} for rows in (nan, stuck))
+        bad = ({r - own[0] for r in rows if r in own} for rows in (nan, blocked))
         said = targets[own[0] : own[-1] + 1]
-        accepted, fault = judged(drafts, said, *bad)
+        accepted, fault = by_hand(drafts, said, *bad)
         if by_chance:
             accepted = drawn(int(SEEDS[row.slot]), held.num_tokens, len(drafts))
         if fault != SOUND:
@@ -96,12 +96,12 @@ def expected_verdicts(scene: Scene, targets, nan, stuck, by_chance: bool):
             yield accepted, said[accepted], SOUND, emitted
 
 
-def check(scene: Scene, judgement, by_chance: bool = False) -> None:
+def check(scene: Scene, outcome, by_chance: bool = False) -> None:
     """One step by both implementations: what lists say, in every slot and nowhere else."""
-    targets, nan, stuck, tiles = judgement
-    keys = keys_of(targets, nan, stuck, tiles)
+    targets, nan, blocked, tiles = outcome
+    keys = keys_of(targets, nan, blocked, tiles)
     chances = Chances(RATES[: scene.k].to(DEVICE), SEEDS) if by_chance else None
-    wanted = [*expected_verdicts(scene, targets, nan, stuck, by_chance)]
+    wanted = [*expected_verified(scene, targets, nan, blocked, by_chance)]
     batch = scene.shape.num_requests
     draft_ids = torch.arange(batch * scene.k, device=DEVICE).view(batch, scene.k)
     counts = integers([b % (scene.k + 1) for b in range(batch)])
@@ -110,27 +110,27 @@ def check(scene: Scene, judgement, by_chance: bool = False) -> None:
         sequences = scene.sequences()
         with poisoned_memory():
             x = ops.prepare_inputs(sequences, scene.table(sequences))
-            verdict = ops.verify(keys, x, chances)
-            check_verdict(verdict, wanted, scene)
-            lengths = ops.commit(sequences, x, verdict.num_accepted, verdict.next_token)
+            verified = ops.verify(keys, x, chances)
+            check_verified(verified, wanted, scene)
+            lengths = ops.commit(sequences, x, verified.num_accepted, verified.next_token)
             check_committed(sequences, scene, wanted)
             ops.publish(sequences, x, draft_ids, counts)
             check_published(sequences, scene, draft_ids, counts)
         # Of rows in no window tokens are undefined.
-        tokens = verdict.tokens[: scene.layout.window_starts[-1]]
-        results.append((lengths, sequences, replace(verdict, tokens=tokens)))
+        tokens = verified.tokens[: scene.layout.window_starts[-1]]
+        results.append((lengths, sequences, replace(verified, tokens=tokens)))
     for mine, theirs in zip(*results, strict=True):
         assert_equal(mine, theirs)
 
 
-def check_verdict(verdict, wanted, scene: Scene) -> None:
+def check_verified(verified, wanted, scene: Scene) -> None:
     starts = scene.layout.window_starts
     accepted, next_tokens, faults, windows = zip(*wanted, strict=True)
-    assert verdict.num_accepted.tolist() == scene.by_request(accepted)
-    assert verdict.next_token.tolist() == scene.by_request(next_tokens)
-    assert verdict.faults.tolist() == scene.by_request(faults)
+    assert verified.num_accepted.tolist() == scene.by_request(accepted)
+    assert verified.next_token.tolist() == scene.by_request(next_tokens)
+    assert verified.faults.tolist() == scene.by_request(faults)
     for start, tokens in zip(starts, windows, strict=False):
-        assert verdict.tokens[start : start + len(tokens)].tolist() == tokens
+        assert verified.tokens[start : start + len(tokens)].tolist() == tokens
 
 
 def check_committed(sequences, scene: Scene, wanted) -> None:
@@ -166,13 +166,13 @@ def check_published(sequences, scene: Scene, draft_ids, counts) -> None:
 
 
 @st.composite
-def judgements(draw, scene: Scene):
-    """Targets, NaN rows and stuck rows of a step's sampled rows, and tiles of its keys."""
+def outcomes(draw, scene: Scene):
+    """Targets, NaN rows and blocked rows of a step's sampled rows, and tiles of its keys."""
     count = scene.shape.num_sampled
     rows = st.sets(st.integers(0, max(count - 1, 0)), max_size=2 if count else 0)
     targets = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
-    nan, stuck = draw(rows), draw(rows)
-    return targets, nan - stuck, stuck, draw(st.integers(1, 3))
+    nan, blocked = draw(rows), draw(rows)
+    return targets, nan - blocked, blocked, draw(st.integers(1, 3))
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
@@ -180,7 +180,7 @@ def judgements(draw, scene: Scene):
 @given(st.data())
 def test_ragged_steps(k, data):
     scene = data.draw(scenes(k))
-    check(scene, data.draw(judgements(scene)))
+    check(scene, data.draw(outcomes(scene)))
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -188,7 +188,7 @@ def test_ragged_steps(k, data):
 @given(st.data())
 def test_ragged_steps_judged_by_chance(k, data):
     scene = data.draw(scenes(k))
-    check(scene, data.draw(judgements(scene)), by_chance=True)
+    check(scene, data.draw(outcomes(scene)), by_chance=True)
 
 
 def window_of(k: int, drafts, slots: int = 1, room=(1, 0, 2, 2)) -> Scene:
@@ -209,7 +209,7 @@ def test_many_tiles_and_wide_windows_are_walked_whole():
 def test_nan_in_a_rejected_row_harms_nobody():
     """A wrong draft may lead the target anywhere; plain decoding would never see that row."""
     scene = window_of(3, (1, 5, 3), room=(0, 0, 0, 0))
-    assert judged((1, 5, 3), [1, 2, 0, 0], {2, 3}, set()) == (1, SOUND)
+    assert by_hand((1, 5, 3), [1, 2, 0, 0], {2, 3}, set()) == (1, SOUND)
     check(scene, ([1, 2, 0, 0], {2, 3}, set(), 1))
     check(scene, ([1, 2, 0, 0], {3}, {2}, 1))
     check(scene, ([1, 2, 0, 0], set(), {2, 3}, 1))
@@ -222,15 +222,18 @@ def test_a_draft_before_a_row_with_a_fault_is_emitted_as_the_next_token(fault):
     for rows in ({0}, {1}, {2}, {3}, {0, 1}, {1, 3}):
         bad = (rows, set()) if fault == HAS_NAN else (set(), rows)
         accepted = max(min(rows) - 1, 0)
-        assert judged((1, 2, 0), targets, *bad) == (accepted, fault if 0 in rows else SOUND)
+        assert by_hand((1, 2, 0), targets, *bad) == (
+            accepted,
+            fault if 0 in rows else SOUND,
+        )
         check(scene, (targets, *bad, 2))
 
 
 def test_rows_behind_the_last_window_judge_nobody():
     """There no padding request stands between."""
     scene = window_of(3, (1, 2, 0), room=(0, 0, 2, 2))
-    for nan, stuck in (({4}, {5}), ({5}, {4}), (set(), set())):
-        check(scene, ([1, 2, 0, 0, 2, 2], nan, stuck, 1))
+    for nan, blocked in (({4}, {5}), ({5}, {4}), (set(), set())):
+        check(scene, ([1, 2, 0, 0, 2, 2], nan, blocked, 1))
 
 
 def test_the_noise_fills_its_range_evenly():
@@ -282,8 +285,8 @@ for options, sizes in (({"PDL": False}, SIZES[:1]), ({"PDL": True, "launch_pdl":
         x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))
         keys = torch.zeros(rows, tiles, dtype=torch.int64)
         for chances in (None, Chances(torch.zeros(k), sequences.num_tokens)):
-            verdict = triton_commit.verify(keys, x, chances)
-        triton_commit.commit(sequences, x, verdict.num_accepted, verdict.next_token)
+            verified = triton_commit.verify(keys, x, chances)
+        triton_commit.commit(sequences, x, verified.num_accepted, verified.next_token)
         triton_commit.publish(sequences, x, sequences.draft_ids[:batch], x.slots)
 """
     compile_launches(code, tmp_path)

@@ -27,7 +27,7 @@ from sametoken.types.layout import StepShape
 both = pytest.mark.parametrize("with_newest", [False, True])
 
 
-def settled(scene: Scene, accepted: list[int]):
+def committed(scene: Scene, accepted: list[int]):
     """A step after its commit: sequences, inputs and where each request ends."""
     sequences = scene.sequences(max_len=max(slot.num_tokens for slot in scene.slots) + scene.k + 9)
     x = reference.prepare_inputs(sequences, scene.table(sequences))
@@ -37,7 +37,7 @@ def settled(scene: Scene, accepted: list[int]):
 
 
 def check(scene: Scene, accepted: list[int], with_newest: bool) -> None:
-    sequences, x, end = settled(scene, accepted)
+    sequences, x, end = committed(scene, accepted)
     options = {"end": end, "with_newest": with_newest}
     expected = reference.catch_up(sequences, x, **options)
     check_against_lists(expected, scene, accepted, sequences, with_newest)

@@ -31,7 +31,7 @@ def host_memory(*shape: int) -> torch.Tensor:
     return torch.full(shape, UNTOUCHED, dtype=torch.int64, pin_memory=ON_GPU)
 
 
-def verdict_of(scene: Scene) -> VerifyResult:
+def verified_of(scene: Scene) -> VerifyResult:
     """Numbers that are all different; as many drafts accepted as there are."""
     accepted = [min(len(scene.slots[row.slot].drafts), row.draft_limit) for row in scene.rows]
     tokens = torch.arange(scene.shape.num_sampled, device=DEVICE) + 100
@@ -40,27 +40,27 @@ def verdict_of(scene: Scene) -> VerifyResult:
     return VerifyResult(tokens, accepted, numbers + 50, numbers + 70)
 
 
-def expected_results(scene: Scene, verdict: VerifyResult, first_place: int):
+def expected_results(scene: Scene, verified: VerifyResult, first_place: int):
     """By place: the counts, and the tokens that mean something."""
     starts = scene.layout.window_starts
     for b, row in enumerate(scene.rows):
         drafts = len(scene.slots[row.slot].drafts) if row.samples else 0
         at = scene.order[b]
-        offered, accepted = min(drafts, row.draft_limit), int(verdict.num_accepted[at])
+        offered, accepted = min(drafts, row.draft_limit), int(verified.num_accepted[at])
         emitted = range(starts[b] + 100, starts[b] + 101 + accepted) if row.samples else ()
         yield first_place + b, [41, offered, drafts, accepted, 70 + at, *emitted]
 
 
 def check(scene: Scene, ops, first_place: int) -> None:
-    sequences, verdict = scene.sequences(), verdict_of(scene)
+    sequences, verified = scene.sequences(), verified_of(scene)
     x = ops.prepare_inputs(sequences, scene.table(sequences, first_place))
     results = host_memory(first_place + len(scene.rows) + 2, NUM_COUNTS + scene.k + 1)
     with poisoned_memory():
-        ops.deliver(x, verdict, results)
+        ops.deliver(x, verified, results)
     if ON_GPU:
         torch.cuda.synchronize()
     found = results.tolist()
-    for place, wanted in expected_results(scene, verdict, first_place):
+    for place, wanted in expected_results(scene, verified, first_place):
         assert found[place][: len(wanted)] == wanted
         found[place] = []
     # Padding is delivered nowhere.
@@ -88,7 +88,7 @@ def test_a_result_for_which_nobody_waits_is_written_nowhere(ops):
     sequences, layout = scene.sequences(), scene.table(scene.sequences())
     layout.table[PLACE, 0] = NO_PLACE
     memory = host_memory(4, NUM_COUNTS + 4)
-    ops.deliver(ops.prepare_inputs(sequences, layout), verdict_of(scene), memory[1:])
+    ops.deliver(ops.prepare_inputs(sequences, layout), verified_of(scene), memory[1:])
     if ON_GPU:
         torch.cuda.synchronize()
     written = (memory != UNTOUCHED).any(dim=1)
@@ -102,7 +102,7 @@ def test_results_of_the_wrong_size_or_strided_are_refused(results):
     sequences = scene.sequences()
     x = in_triton.prepare_inputs(sequences, scene.table(sequences))
     with pytest.raises(AssertionError):
-        in_triton.deliver(x, verdict_of(scene), results)
+        in_triton.deliver(x, verified_of(scene), results)
 
 
 @each_op
@@ -125,8 +125,8 @@ from types import SimpleNamespace
 from sametoken.ops.step import triton_inputs as triton_transfer
 from sametoken.ops.step.types import VerifyResult
 
-for overlap in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
-    triton_transfer.pdl_options = lambda tensor, options=overlap: options
+for pdl in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+    triton_transfer.pdl_options = lambda tensor, options=pdl: options
     for batch, k in ((1, 0), (64, 3), (8, 64)):
         table = torch.zeros(8, batch + 1, dtype=torch.int64)
         triton_transfer.fetch(torch.zeros(4, 800, dtype=torch.int64), table[0, :1].clone(), table)

@@ -94,9 +94,9 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
         kernels.apply_rules(logits, x.sampled, sequences, table.rules)
         kernels.truncate(logits, x.sampled.slots, table.truncation)
         keys = kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
-        verdict = compact.verify(keys, x)
-        compact.commit(sequences, x, verdict.num_accepted, verdict.next_token)
-        num_accepted += int(verdict.num_accepted.sum())
+        verified = compact.verify(keys, x)
+        compact.commit(sequences, x, verified.num_accepted, verified.next_token)
+        num_accepted += int(verified.num_accepted.sum())
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_events_errors_and_the_end():
 
 
 async def call(engine: FakeEngine, path: str, body: bytes, leave_after: int) -> list[dict]:
-    """Call the application as a client that goes after so many pieces of the answer."""
+    """Call the application as a client that goes after a number of pieces of the answer."""
     app = create_app(engine, ServerConfig())
     sent: list[dict] = []
     gone = asyncio.Event()

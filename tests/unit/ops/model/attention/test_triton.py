@@ -86,7 +86,7 @@ def window_rows(slot, last, width):
 
 
 def run(scene, where, window=1, *, runs=None, sliding_window=None, sinks=None, **options):
-    """Rows as windows of so many, or as ``runs``; and what they should give."""
+    """Rows as windows of ``window``, or as ``runs``; and what they should give."""
     q, rows = scene.rows(where)
     rows = replace(rows, runs=runs or RowRuns.even(len(where) // window, window))
     shape = replace(scene.shape, sliding_window=sliding_window)

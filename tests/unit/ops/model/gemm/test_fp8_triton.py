@@ -80,7 +80,7 @@ def by_reference(x, weight, epilogue: str, operand) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, epilogue: str) -> bool:
-    """Bits, but for the exponential of a gated product."""
+    """Bits, except of the exponential of a gated product."""
     if epilogue != "silu_mul":
         return torch.equal(got, expected)
     return torch.allclose(got.float(), expected.float(), rtol=2**-9, atol=1e-6)
@@ -163,10 +163,10 @@ def test_a_row_cannot_tell_how_many_there_are(epilogue):
 def test_a_row_beside_rows_of_nan_is_the_same():
     x, weight = activations(20, 128), weight_of(48, 128)
     alone = weight.matmul(x[:1])
-    company = torch.full_like(x, torch.nan)
-    company[:, 0] = 1
-    company[17] = x[0]
-    assert torch.equal(weight.matmul(company)[17], alone[0])
+    batch = torch.full_like(x, torch.nan)
+    batch[:, 0] = 1
+    batch[17] = x[0]
+    assert torch.equal(weight.matmul(batch)[17], alone[0])
 
 
 def test_rows_that_do_not_exist_are_not_written():

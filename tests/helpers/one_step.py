@@ -1,4 +1,4 @@
-"""One step over requests that are written down, judged as an engine judges it."""
+"""One step over requests that are written down, run as an engine runs it."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What became of a step: its verdict, and logits as tokens were chosen of them."""
+class Ran:
+    """What became of a step: what ``verify`` gave, and logits as tokens were chosen of them."""
 
     x: StepInputs
-    verdict: VerifyResult
+    verified: VerifyResult
     processed: Tensor
     buffer: HostBuffer
     tokens: list[tuple[int, ...]]
@@ -150,7 +150,7 @@ class Case:
         parallel=SINGLE_RANK,
         ops=None,
         logprobs_mode: str = "raw_logprobs",
-    ) -> Judged:
+    ) -> Ran:
         """One whole step in one of ``STEPS``; the logits of its windows are given."""
         vocab_size = logits.shape[1] if logits is not None else vocab_size
         model = Said(vocab_size, by_token)
@@ -169,7 +169,7 @@ class Case:
             chances=chances,
             parallel=parallel,
         )
-        step = noted(step, lambda x, raw, verdict: seen.append((x, verdict)))
+        step = noted(step, lambda x, raw, verified: seen.append((x, verified)))
         if logits is not None:
             model.rows.update(self._by_place(logits))
         processing = LogitsProcessing(
@@ -179,13 +179,13 @@ class Case:
         all_states = processing.scores_prompts(self.plan)
         layout, buffer = StepLayout.of(self.plan, known, all_states=all_states), ring.acquire()
         launcher_of(step, steps).run(layout, 0, processing.of_step(layout, buffer))
-        ((x, verdict),) = seen
+        ((x, verified),) = seen
         results = buffer.read(self.plan).requests
         count = self.num_logits
-        verdict = replace(verdict, tokens=verdict.tokens[:count])
-        return Judged(
+        verified = replace(verified, tokens=verified.tokens[:count])
+        return Ran(
             x=x,
-            verdict=verdict,
+            verified=verified,
             processed=kernels.kept[:count],
             buffer=buffer,
             tokens=[row.token_ids for row in results],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
-from helpers.sources import nodes_of, parsed
+from helpers.sources import ScopedVisitor, nodes_of, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = ("layers", "drafters", "models", "sampling", "runner", "state", "distributed")
@@ -31,20 +31,12 @@ ALLOWED = {
 }
 
 
-class AsksForDevice(ast.NodeVisitor):
+class AsksForDevice(ScopedVisitor):
     """Functions that ask which device a tensor, a process or a step is on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: set[str] = set()
-        self._scope: list[str] = []
-
-    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> None:
-        self._scope.append(node.name)
-        self.generic_visit(node)
-        self._scope.pop()
-
-    visit_ClassDef = _enter
-    visit_FunctionDef = _enter
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
@@ -52,7 +44,7 @@ class AsksForDevice(ast.NodeVisitor):
         if node.attr in ("is_cuda", "is_cpu", "is_available") or (
             node.attr == "type" and of_device
         ):
-            self.found.add(".".join(self._scope))
+            self.found.add(self.scope)
 
 
 def asks_in(source: str) -> set[str]:

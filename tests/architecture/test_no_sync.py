@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
-from helpers.sources import parsed
+from helpers.sources import ScopedVisitor, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = (
@@ -44,23 +44,15 @@ ALLOWED = {
 }
 
 
-class SyncCheck(ast.NodeVisitor):
+class SyncCheck(ScopedVisitor):
     """Counts calls that wait for the device, by function and by name of the call."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: Counter[tuple[str, str]] = Counter()
-        self._scope: list[str] = []
-
-    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> None:
-        self._scope.append(node.name)
-        self.generic_visit(node)
-        self._scope.pop()
-
-    visit_ClassDef = _enter
-    visit_FunctionDef = _enter
 
     def _note(self, call: str) -> None:
-        self.found[".".join(self._scope), call] += 1
+        self.found[self.scope, call] += 1
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import sametoken
-from helpers.sources import nodes_of, parsed
+from helpers.sources import ScopedVisitor, nodes_of, parsed
 
 PACKAGE = Path(sametoken.__file__).parent
 #: What ``Sequences`` holds, and how far recurrent state is folded.
@@ -57,13 +57,13 @@ def _whole(node: ast.expr) -> ast.expr:
     return node
 
 
-class WriterCheck(ast.NodeVisitor):
+class WriterCheck(ScopedVisitor):
     """Functions and field names of stores into the device's truth."""
 
     def __init__(self, kernel: bool = False) -> None:
+        super().__init__()
         self.found: list[tuple[str, str]] = []
         self._kernel = kernel
-        self._scope: list[str] = []
         self._aliases: dict[str, str] = {}
 
     def _field(self, node: ast.expr) -> str | None:
@@ -83,7 +83,7 @@ class WriterCheck(ast.NodeVisitor):
             self._note(name)
 
     def _note(self, name: str) -> None:
-        self.found.append((".".join(self._scope), name))
+        self.found.append((self.scope, name))
 
     def _store(self, target: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -94,9 +94,7 @@ class WriterCheck(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outer, self._aliases = self._aliases, dict(self._aliases)
-        self._scope.append(node.name)
-        self.generic_visit(node)
-        self._scope.pop()
+        self._enter(node)
         self._aliases = outer
 
     visit_ClassDef = visit_FunctionDef

@@ -27,6 +27,7 @@ from helpers.swap_files import wait_for_copies
 from helpers.toy import ToyModel
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
 from sametoken.io import swap_file
 from sametoken.io.swap_file import SwapFile
 
@@ -140,31 +141,36 @@ def test_idle_prefixes_go_to_host_memory_and_return():
     assert core.scheduler.swapped_prefix_hits >= 10 * 16
 
 
+def with_a_file(directory, shape: Shape) -> tuple[EngineCore, SwapFile]:
+    """An engine whose host memory has a file behind it, and the file."""
+    files = []
+
+    def make_file(swap):
+        files.append(SwapFile(str(directory), 40, swap.host.buffer))
+        return files[0]
+
+    return build(ToyModel(), shape, make_file=make_file), files[0]
+
+
 @pytest.mark.parametrize("broken", [None, "content", "length", "disk"])
 def test_blocks_move_on_to_a_file_and_a_broken_one_costs_no_token(
     broken, tmp_path, monkeypatch, caplog
 ):
-    files = []
-
-    def make_file(swap):
-        files.append(SwapFile(str(tmp_path), 40, swap.host.buffer))
-        return files[0]
-
     shape = Shape(num_blocks=10, num_host_blocks=8, num_idle_host_blocks=8, steps_in_flight=2)
-    core = build(ToyModel(), shape, make_file=make_file)
+    core, file = with_a_file(tmp_path, shape)
     if broken == "disk":
         monkeypatch.setattr(os, "pwrite", full)
 
-    copy_within_steps(core, files[0])
+    copy_within_steps(core, file)
     tokens = chats(core, range(1))
     if broken == "content":
-        size = os.fstat(files[0]._file.fileno()).st_size
-        os.pwrite(files[0]._file.fileno(), b"\1" * size, 0)
+        size = os.fstat(file._file.fileno()).st_size
+        os.pwrite(file._file.fileno(), b"\1" * size, 0)
     elif broken == "length":
-        os.ftruncate(files[0]._file.fileno(), 3)
+        os.ftruncate(file._file.fileno(), 3)
     assert tokens | chats(core, range(1, 3)) == without_cache()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (broken is not None)
-    assert bool(files[0].num_blocks) == (broken is None)
+    assert bool(file.num_blocks) == (broken is None)
     if broken is None:
         # Host memory alone gives none.
         assert core.scheduler.swapped_prefix_hits > 4 * 8
@@ -174,12 +180,7 @@ def test_blocks_move_on_to_a_file_and_a_broken_one_costs_no_token(
 def test_a_disk_that_hangs_costs_no_token_and_holds_nobody_up_for_ever(
     tmp_path, monkeypatch, caplog
 ):
-    files, pread = [], os.pread
-    hangs, answers = threading.Event(), threading.Event()
-
-    def make_file(swap):
-        files.append(SwapFile(str(tmp_path), 40, swap.host.buffer))
-        return files[0]
+    pread, hangs, answers = os.pread, threading.Event(), threading.Event()
 
     def hanging(*arguments):
         hangs.set()
@@ -187,14 +188,14 @@ def test_a_disk_that_hangs_costs_no_token_and_holds_nobody_up_for_ever(
         return pread(*arguments)
 
     shape = Shape(num_blocks=10, num_host_blocks=8, num_idle_host_blocks=8, steps_in_flight=2)
-    core = build(ToyModel(), shape, make_file=make_file)
-    copy_within_steps(core, files[0], hangs.is_set)
+    core, file = with_a_file(tmp_path, shape)
+    copy_within_steps(core, file, hangs.is_set)
     tokens = chats(core, range(1))
     monkeypatch.setattr(os, "pread", hanging)
     monkeypatch.setattr(swap_file, "MOST_SECONDS", 0.2)
     tokens |= chats(core, range(1, 2))
     answers.set()
-    wait_for_copies(files[0])
+    wait_for_copies(file)
     assert tokens | chats(core, range(2, 3)) == without_cache()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -205,15 +206,9 @@ def full(*arguments):
 
 def test_preempted_requests_move_on_to_a_file(tmp_path):
     shape = Shape(max_num_seqs=5, num_blocks=14, num_host_blocks=12, prefix_caching=False)
-    files = []
-
-    def make_file(swap):
-        files.append(SwapFile(str(tmp_path), 40, swap.host.buffer))
-        return files[0]
-
-    core = build(ToyModel(), shape, make_file=make_file)
+    core, file = with_a_file(tmp_path, shape)
     assert run(core, requests()).tokens == truth(ToyModel, requests())
-    assert files[0]._digests, "nothing was written"
+    assert file._digests, "nothing was written"
 
 
 @pytest.mark.parametrize("swap_space", [0, 1])

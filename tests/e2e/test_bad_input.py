@@ -196,8 +196,6 @@ def test_a_drafter_without_weights_costs_no_reading_of_the_target_s(
 @pytest.mark.parametrize(
     ("options", "cause", "remedy"),
     [
-        (speculative(k=65), "num_speculative_tokens=65 is not possible", "1 to 64"),
-        ({"speculative_config": "[]"}, "is not a JSON object", "braces"),
         ({"max_model_len": 65}, "max_model_len=65 is above the model's 64", "lower max_model_len"),
         (
             speculative(k=8) | {"max_num_batched_tokens": 8},
@@ -209,10 +207,6 @@ def test_a_drafter_without_weights_costs_no_reading_of_the_target_s(
             "the KV memory holds 24 tokens",
             "max_model_len=24 or less, or num_kv_blocks=6 or more",
         ),
-        ({"dtype": "float8"}, "dtype='float8' is not possible", "bfloat16"),
-        ({"device": "tpu"}, "device='tpu' is not possible", "cpu"),
-        ({"load_format": "bin"}, "load_format='bin' is not possible", "safetensors"),
-        ({"max_num_seqs": -1}, "max_num_seqs=-1 is not possible", "from 0 to"),
         ({"max_model_length": 5}, "unknown option 'max_model_length'", "max_model_len"),
     ],
 )
@@ -249,18 +243,6 @@ def test_a_prompt_that_cannot_be(llm, monkeypatch, prompt, cause, remedy):
 def test_a_text_without_a_tokenizer(llm):
     cause = "needs a tokenizer but skip_tokenizer_init is set"
     refused(RequestError, cause, "prompt_token_ids", llm.generate, "a text", GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("params", "cause", "remedy"),
-    [
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4", "lower min"),
-        ({"temperature": -1}, "temperature=-1 is not possible", "0.0 to 100.0"),
-        ({"stop": "a", "detokenize": False}, "stop strings need text", "drop one"),
-    ],
-)
-def test_parameters_that_contradict_each_other(params, cause, remedy):
-    refused(RequestError, cause, remedy, SamplingParams, **params)
 
 
 @pytest.mark.parametrize(

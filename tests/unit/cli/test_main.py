@@ -330,12 +330,6 @@ def test_impossible_sampling_is_refused_before_a_model_is_loaded(llm):
     assert llm.all == []
 
 
-def test_a_typed_error_is_one_line(llm):
-    result = run("generate", "--prompt", "a", "--max-num-seqs", "-1")
-    lines = result.stderr.strip().splitlines()
-    assert lines == ["error: max_num_seqs=-1 is not possible. use an integer from 0 to 4096"]
-
-
 def test_what_is_not_supported_exits_with_3(llm, monkeypatch):
     def refuse(unloaded):
         raise UnsupportedError("no such device", "use cpu")

@@ -25,7 +25,12 @@ from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError, in_words
 from sametoken.io.files import is_there
-from sametoken.models.load.files import INDEX, read_json_object, weight_files
+from sametoken.models.load.files import (
+    INDEX,
+    files_for_a_copy,
+    read_json_object,
+    weight_files,
+)
 from sametoken.models.load.huggingface import SafetensorsSource, open_weights
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import FLOATING, require_finite
@@ -38,8 +43,6 @@ SCHEMES = (FP8_DYNAMIC, W4A16)
 #: Projections; embeddings, heads, routers and gates stay as they are.
 _PROJECTION = re.compile(r"(?P<module>.*(?:_proj(?:_with_mqa)?|\.in_proj_(?:qkv|z|qkvz)))\.weight")
 _GROUPS = (128, 64, 32)
-_COPIED = (".json", ".jinja", ".model", ".txt")
-_LEFT_OUT = (INDEX, "config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Quantized:
 
 
 def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
-    """Write ``output``, a directory with all files of ``source`` and quantized linears.
+    """Write ``output``, a directory with quantized linears.
+
+    Tokenizer, template and licence are those of ``source``; its card and figures stay behind.
 
     Memory holds one file of the checkpoint, as it is and quantized.
 
@@ -100,7 +105,8 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
             sizes.append(sum(tensor.nbytes for tensor in stored.values()))
             write_safetensors(output / file.name, stored)
             weight_map |= dict.fromkeys(stored, file.name)
-        _write_rest(source, output, {file.name for file in files})
+        for file in files_for_a_copy(source):
+            shutil.copyfile(file, output / file.name)
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             (output / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -198,14 +204,6 @@ def _whole(tensors: SafetensorsSource, name: str) -> Tensor:
     if whole.dtype in FLOATING:
         require_finite(whole, name, tensors)
     return whole
-
-
-def _write_rest(source: Path, output: Path, weights: set[str]) -> None:
-    """Copy what is beside the weights: tokenizer, template, settings of generation."""
-    for file in source.iterdir():
-        beside = file.name not in weights and file.name not in _LEFT_OUT
-        if beside and file.is_file() and file.suffix in _COPIED:
-            shutil.copyfile(file, output / file.name)
 
 
 def _config(group_size: int | None, ignored: list[str]) -> dict[str, Any]:

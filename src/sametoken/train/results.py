@@ -21,19 +21,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, in_words
-from sametoken.io.files import LOCK, DirectoryLock, is_there, replacing, write_text
+from sametoken.io.files import DirectoryLock, is_there, replacing, write_text
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
-from sametoken.models.load.files import INDEX, SINGLE
+from sametoken.models.load.files import INDEX, SINGLE, TRAINING, files_for_a_copy, weight_files
 from sametoken.models.safetensors_file import write_safetensors
 from sametoken.train.loop import CHECKPOINT
 from sametoken.train.networks import DecoderNetwork
 
-RESULT, _CONFIG = "training.json", "config.json"
+_CONFIG = "config.json"
 #: Answers to train on, beside the drafter that is trained on them.
 TEXT = "text.jsonl"
-#: Files of an output that are not those of a target which was such an output itself.
-_OWN = (INDEX, LOCK, RESULT, CHECKPOINT, TEXT, _CONFIG)
 #: Names that no checkpoint's own shards have.
 _TARGET_FILE, _MODULE_FILE = "model-target.safetensors", "model-mtp.safetensors"
 
@@ -90,7 +88,7 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
         ConfigError: the directory cannot be written.
     """
     text = json.dumps({"settings": settings, "result": result}, indent=2) + "\n"
-    write_text(directory / RESULT, text)
+    write_text(directory / TRAINING, text)
 
 
 def write_decoder(
@@ -110,7 +108,8 @@ def write_decoder(
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
     """Copy a checkpoint and write the network's MTP module, in bf16, beside its weights.
 
-    Files of weights are copied, without an older MTP module. The network takes the rounded weights.
+    Weights are copied without an older MTP module, and of the other files those of
+    ``files_for_a_copy``. The network takes the rounded weights.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -120,14 +119,11 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     tensors = {f"{PREFIX}.{name}": tensor for name, tensor in module.items()}
     _save(tensors, directory / _MODULE_FILE)
     files: dict[str, str] = {}
-    for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name in _OWN:
-            continue
+    for path in files_for_a_copy(source):
+        copy_file(path, directory / path.name)
+    for path in weight_files(source):
         # A file of the usual name would be read without the index.
         name = _TARGET_FILE if path.name == SINGLE else path.name
-        if path.suffix != ".safetensors":
-            copy_file(path, directory / name)
-            continue
         names = _names_in(path)
         kept = [key for key in names if not key.startswith(f"{PREFIX}.")]
         if kept == names:

@@ -18,6 +18,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.quantize import SCHEMES, module_of, quantize_checkpoint
 
 DOWN = "model.layers.1.mlp.down_proj"
+FIGURES = ("README.md", "acceptance.json", "training.json")
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
@@ -25,7 +26,8 @@ TOKENS = [3, 40, 17, 5, 5, 21, 0]
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     tiny_llama().save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text("{}")
+    for name in ("tokenizer_config.json", "LICENSE", *FIGURES):
+        (folder / name).write_text("{}")
     return folder
 
 
@@ -38,7 +40,9 @@ def test_a_copy_is_near_its_source_and_smaller(source, tmp_path, scheme):
     done = quantize_checkpoint(source, tmp_path / "out", scheme)
     assert done.num_linears == 14
     assert done.bytes_after < done.bytes_before / 2
-    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written >= {"tokenizer_config.json", "LICENSE"}
+    assert not written & {*FIGURES}
     exact = load_file(source / "model.safetensors")[f"{DOWN}.weight"]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     if scheme == "fp8-dynamic":

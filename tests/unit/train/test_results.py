@@ -79,7 +79,10 @@ def two_shards(tmp_path):
         directory.mkdir()
         for name in OWN:
             (directory / name).write_text(directory.name)
-    (source / "config.json").write_text("{}")
+    for name in ("config.json", "README.md", "acceptance.json", "LICENSE"):
+        (source / name).write_text("{}")
+    # The index does not name it, and it has other weights of the same name.
+    save_file({"model.a": torch.zeros(2)}, source / "left-over.safetensors")
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name, shard in zip("ab", shards, strict=True):
         save_file({f"model.{name}": torch.ones(2)}, source / shard)
@@ -94,7 +97,12 @@ def test_a_target_of_two_shards_and_another_training_is_whole(two_shards):
     files = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert files.keys() == {"model.a", "model.b", "mtp.weight", "mtp.bias"}
     assert all(name in load_file(out / file) for name, file in files.items())
+    assert files["model.a"] == "model-00001-of-00002.safetensors"
     assert {(out / name).read_text() for name in OWN} == {"out"}
+    assert (out / "LICENSE").exists()
+    assert not (out / "README.md").exists()
+    assert not (out / "acceptance.json").exists()
+    assert not (out / "left-over.safetensors").exists()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in out.glob("*.safetensors")}
     assert modes == {0o644}
 
@@ -113,4 +121,5 @@ def test_a_target_that_cannot_be_copied_whole_is_no_model(two_shards, monkeypatc
     with pytest.raises(ConfigError, match="no space left"):
         write_with_module(source, out, MODULE)
     written = {path.name for path in out.iterdir()}
-    assert written == {*OWN, "model-mtp.safetensors", "model-00001-of-00002.safetensors"}
+    weights = {"model-mtp.safetensors", "model-00001-of-00002.safetensors"}
+    assert written == {*OWN, "LICENSE", *weights}

@@ -22,6 +22,12 @@ INDEX_PICKLED = "pytorch_model.bin.index.json"
 #: AutoGPTQ and AutoAWQ until 2023.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 PICKLED = (".bin", ".pt", ".pth")
+#: The figures of a training, which ``sametoken train`` writes.
+TRAINING = "training.json"
+#: A model's card and figures: a copy with other weights has others.
+_OF_ITS_OWN = ("README.md", "acceptance.json", TRAINING)
+#: Endings of tokenizers, templates and code; licences have none.
+_COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py", "")
 #: Longest file name on any system.
 MAX_NAME_BYTES = 255
 AGAIN = "download the checkpoint again"
@@ -73,6 +79,22 @@ def weight_files(directory: Path) -> list[Path]:
             f"the index of {directory} lists {missing[0]}, which is not there", AGAIN
         )
     return [directory / name for name in chosen]
+
+
+def files_for_a_copy(directory: Path) -> list[Path]:
+    """What a copy with changed weights takes over as it is: tokenizer, template, licence, code.
+
+    Left out are weights, config.json, and the card and figures of the model.
+    """
+    left_out = ("config.json", INDEX, INDEX_PICKLED, *_OF_ITS_OWN)
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.name not in left_out
+        and path.suffix in _COPIED
+    ]
 
 
 def choose_weights(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sametoken.bench.datasets import DatasetItem
 from sametoken.bench.measure import Window
+from sametoken.errors import ConfigError
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.sampling_params import derive_seed
 
@@ -29,6 +31,7 @@ def make_requests(
         templated: apply the chat template; needs a tokenizer.
 
     Raises:
+        ConfigError: two requests have one name.
         RequestError: the chat template is missing or fails on an item.
     """
     requests = []
@@ -38,6 +41,13 @@ def make_requests(
             name = f"{item.item_id}@{temperature:g}"
             seed = derive_seed(0, index)
             requests.append(AuditRequest(name, ids, text, temperature, seed, max_tokens))
+    names = Counter(request.name for request in requests)
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(
+                f"{count} requests of the audit are named {name!r}, by prompt and temperature",
+                "give each prompt an id of its own, and each temperature once",
+            )
     return requests
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from sametoken.errors import ConfigError, in_words, shown
 from sametoken.io.files import read_json
 from sametoken.io.json_text import json_lines
+from sametoken.types.option_values import listed
 from sametoken.types.outputs import RequestOutput
 
 #: Tokens of all rollouts of an audit: they stay in memory.
@@ -131,7 +132,7 @@ def rollout_of(value: Any, place: str, *, name: str) -> ScoredRollout:
         raise ConfigError(f"{place} is no object", _FORMAT)
     unknown = next((key for key in value if key not in _KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"{place} has the unknown key {shown(unknown)}", f"use {_KEYS}")
+        raise ConfigError(f"{place} has the unknown key {shown(unknown)}", f"use {listed(_KEYS)}")
 
     def require(key: str, fits: bool, wanted: str) -> None:
         if not fits:
@@ -204,4 +205,4 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    return _is_number(value, -math.inf, _MAX_LOGPROB) and math.isfinite(value)
+    return _is_number(value, -sys.float_info.max, _MAX_LOGPROB)

@@ -24,7 +24,7 @@ class DatasetItem:
     """One conversation of a dataset.
 
     Attributes:
-        item_id: unique within the dataset.
+        item_id: a name for reports, of the file or its place there.
         turns: the user's messages in order; at least one.
         answer: the reference answer, if there is one.
     """

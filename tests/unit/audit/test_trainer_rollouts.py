@@ -66,6 +66,7 @@ def test_tokens_in_memory_are_bounded(tmp_path, monkeypatch):
         ({"prompt_length": 10**4000}, "prompt_length=an integer of"),
         ({"logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
         ({"logprobs": [-0.5, 0.4]}, "logprobs="),
+        ({"logprobs": [-0.5, -(10**400)]}, "logprobs="),
         ({"logprobs": [-0.5, None]}, "logprobs="),
         ({"logprobs": [-0.5, "0"]}, "logprobs="),
         ({"temperature": 0}, "temperature=0"),

@@ -28,6 +28,7 @@ _FORMAT = "sametoken-training-3"
 _REPORT_EVERY = 10
 # Share of ``max_seconds`` that the steps are planned to take.
 _PLANNED = 0.94
+_CALMER = "use a lower learning rate or float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def run_loop(
     Raises:
         ConfigError: the checkpoint is of another training, or has no room, or cannot be written.
         CheckpointError: the checkpoint cannot be read.
-        NumericalError: the loss is not finite.
+        NumericalError: the loss or a weight is not finite.
         KeyboardInterrupt: Ctrl-C.
     """
     return _Loop(objective, options, output, identity).run(report, began)
@@ -201,6 +202,9 @@ class _Loop:
             ) from error
 
     def _save(self) -> None:
+        # The checkpoint before is one to go on from.
+        if not all(bool(one.isfinite().all()) for one in self._parameters):
+            raise NumericalError(f"weights are not finite by step {self._step}", _CALMER)
         state = {
             "format": _FORMAT,
             "identity": self._identity,
@@ -364,9 +368,7 @@ class _Meter:
         assert self._acceptance is not None
         loss, acceptance = float(self._loss) / self._count, self._acceptance
         if not math.isfinite(loss):
-            raise NumericalError(
-                f"the loss is {loss} by step {step}", "use a lower learning rate or float32"
-            )
+            raise NumericalError(f"the loss is {loss} by step {step}", _CALMER)
         seconds = time.monotonic() - began
         self._loss, self._acceptance, self._count = None, None, 0
         return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length, seconds)

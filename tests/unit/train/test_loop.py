@@ -49,6 +49,12 @@ class Broken(Fit):
         return StepLoss(found.loss * float("nan"), found.acceptance)
 
 
+class BreaksLater(Fit):
+    def loss(self, step: int) -> StepLoss:
+        found = super().loss(step)
+        return StepLoss(found.loss * (float("nan") if step == 12 else 1), found.acceptance)
+
+
 def options(**changes) -> LoopOptions:
     return LoopOptions(**{"steps": 40, "warmup_steps": 5, "learning_rate": 0.1} | changes)
 
@@ -198,6 +204,12 @@ def test_no_step_is_begun_after_the_time(tmp_path, clock):
     last = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=4.5))
     assert last.step == len(slow.seen) == 5
     assert (tmp_path / CHECKPOINT).is_file()
+
+
+def test_weights_that_are_no_numbers_replace_no_checkpoint(tmp_path):
+    with pytest.raises(NumericalError, match="weights are not finite by step 15"):
+        train(BreaksLater(), tmp_path, options(checkpoint_every=5))
+    assert torch.load(tmp_path / CHECKPOINT)["step"] == 10
 
 
 def test_a_loss_that_is_no_number_ends_training(tmp_path):

@@ -88,10 +88,12 @@ class Corpus:
     Attributes:
         streams: [N_i] int32 each, documents with an end-of-text token after each.
         shares: [S] float64, adding up to 1.
+        num_tokens: of the documents, of which a short stream has repetitions.
     """
 
     streams: tuple[Tensor, ...]
     shares: Tensor
+    num_tokens: int
 
     def windows(self, seed: int, step: int, count: int, length: int) -> Tensor:
         """[count, length] int64: a step's windows, which follow from seed and step alone."""
@@ -104,11 +106,6 @@ class Corpus:
             first = int(place * (stream.shape[0] - length + 1))
             rows.append(stream[first : first + length])
         return torch.stack(rows).to(torch.int64)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all streams."""
-        return sum(stream.shape[0] for stream in self.streams)
 
     @property
     def digest(self) -> str:
@@ -136,7 +133,7 @@ def encode_corpus(
     Raises:
         ConfigError: a source is missing, malformed or empty.
     """
-    streams = []
+    streams, num_tokens = [], 0
     for source in sources:
         parts = []
         for texts in _grouped(source.documents()):
@@ -144,10 +141,11 @@ def encode_corpus(
                 parts.append(np.asarray([*ids, end], dtype=np.int32))
         stream = torch.from_numpy(np.concatenate(parts))
         announce(f"{source.path}: {stream.shape[0]} tokens, share {source.share:g}")
+        num_tokens += stream.shape[0]
         repeats = -(-length // stream.shape[0])
         streams.append(stream.repeat(repeats) if repeats > 1 else stream)
     shares = torch.tensor([source.share for source in sources], dtype=torch.float64)
-    return Corpus(tuple(streams), shares / shares.sum())
+    return Corpus(tuple(streams), shares / shares.sum(), num_tokens)
 
 
 def _grouped(texts: list[str]) -> Iterator[list[str]]:

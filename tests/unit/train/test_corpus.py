@@ -59,12 +59,14 @@ def test_streams_end_every_document_and_are_long_enough(tmp_path):
     corpus = encode_corpus([Source(path, 2.0)], letters, end=0, length=7, announce=said.append)
     assert corpus.streams[0].tolist() == [97, 98, 0, 99, 0] * 2
     assert "5 tokens" in said[0]
+    assert corpus.num_tokens == 5
 
 
 def test_windows_follow_from_seed_and_step_and_keep_the_shares():
     corpus = Corpus(
         (torch.arange(100, dtype=torch.int32), 1000 + torch.arange(50, dtype=torch.int32)),
         torch.tensor([0.25, 0.75], dtype=torch.float64),
+        150,
     )
     one = corpus.windows(seed=1, step=3, count=400, length=8)
     assert torch.equal(one, corpus.windows(seed=1, step=3, count=400, length=8))

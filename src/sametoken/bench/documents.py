@@ -8,6 +8,7 @@ rate. A result has the numbers of ``Summary``, and ``runs``, ``timeline`` and ``
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -120,7 +121,7 @@ def render_page(
         library: a script that runs first.
     """
     parts = {
-        "title": _escaped(title),
+        "title": html.escape(title, quote=False),
         "style": _text(_PAGE, "style.css"),
         "body": _text(folder, f"{name}.html"),
         "data": embedded_json(data),
@@ -135,12 +136,6 @@ def embedded_json(data: dict[str, Any]) -> str:
     """Serialize to JSON that cannot close the script element around it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _escaped(text: str) -> str:
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-        text = text.replace(character, entity)
-    return text
 
 
 def _text(folder: Traversable, name: str) -> str:

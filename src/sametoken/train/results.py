@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sametoken.errors import CheckpointError, ConfigError, in_words
-from sametoken.io.files import DirectoryLock, is_there, replacing, write_text
+from sametoken.io.files import DirectoryLock, is_there, make_directory, replacing, write_text
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE, TRAINING, files_for_a_copy, weight_files
@@ -48,12 +48,7 @@ def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
         ConfigError: as ``require_output``; or it cannot be created, or another training writes
             to it.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be made ({in_words(error)})", "choose another output"
-        ) from error
+    make_directory(directory)
     with DirectoryLock(directory, "wait for that training's end, or choose another output"):
         require_output(directory, resume=resume)
         yield
@@ -175,10 +170,7 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
         ConfigError: the directory cannot be written.
     """
     config = json.dumps(_config(layout), indent=2, sort_keys=True) + "\n"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_written(directory, error) from error
+    make_directory(directory)
     _save(tensors, directory / SINGLE)
     write_text(directory / _CONFIG, config)
 

@@ -67,7 +67,7 @@ def test_a_head_that_cannot_be_written_whole_is_no_model(tmp_path, layout):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, layout):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be made"):
         write_head(tmp_path / "file" / "head", layout, {"norm.weight": torch.ones(2)})
 
 

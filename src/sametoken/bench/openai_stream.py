@@ -19,7 +19,7 @@ from sametoken.bench.scrape import Counters
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.json_text import parse_json
 
-_DONE = "[DONE]"
+_DONE = b"[DONE]"
 _SHOWN_ERROR = 200
 Clock = Callable[[], float]
 
@@ -141,10 +141,20 @@ async def send(
         record.error = f"an event is not as OpenAI has it ({type(error).__name__}: {error})"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line.removeprefix("data:").strip()
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    async for line in _lines(response):
+        if line.startswith(b"data:"):
+            yield line.removeprefix(b"data:").strip()
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines end at a line feed alone: httpx's also do inside a text with U+2028."""
+    begun = b""
+    async for part in response.aiter_bytes():
+        *lines, begun = (begun + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield begun
 
 
 def _read_event(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ def parse_counters(text: str) -> Counters:
     """Parse counters with our prefix or vLLM's from Prometheus' text format.
 
     Raises:
-        ValueError: the text is malformed.
+        ValueError: the text is malformed, or one of the counters is not finite.
     """
     totals: dict[str, float] = defaultdict(float)
     positions: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -112,6 +113,8 @@ def parse_counters(text: str) -> Counters:
         for sample in family.samples:
             if not sample.name.endswith("_total"):
                 continue
+            if not math.isfinite(sample.value):
+                raise ValueError(f"{sample.name} is {sample.value}")
             name = sample.name.removeprefix(prefix)
             if "position" in sample.labels:
                 positions[name][int(sample.labels["position"])] += sample.value

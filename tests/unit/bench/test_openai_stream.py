@@ -73,6 +73,13 @@ def test_times_and_counts_of_a_stream():
     assert record.tpot == pytest.approx(1 / 4)
 
 
+def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line():
+    piece = "a\u2028b\x85c"
+    raw = json.dumps({"choices": [{"index": 0, "text": piece}]}, ensure_ascii=False)
+    record = ask(f"data: {raw}\r\n\r\n" + text("d", "stop") + "data: [DONE]")
+    assert (record.error, record.texts) == (None, [piece, "d"])
+
+
 def test_without_usage_events_are_counted_and_it_is_said():
     record = ask(text("a") + text("b", "stop") + DONE)
     assert (record.num_tokens, record.counted, record.error) == (2, False, None)

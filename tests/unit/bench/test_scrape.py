@@ -81,7 +81,15 @@ def test_runs_add_up():
     assert both.positions["spec_decode_num_accepted_tokens_per_pos_total"] == {0: 12.0, 1: 4.0}
 
 
-@pytest.mark.parametrize(("status", "body"), [(404, ""), (200, "no metric { at all")])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, ""),
+        (200, "no metric { at all"),
+        (200, "# TYPE vllm:steps counter\nvllm:steps_total NaN\n"),
+        (200, "# TYPE vllm:steps counter\nvllm:steps_total +Inf\n"),
+    ],
+)
 async def test_no_counters_where_there_are_none(status, body):
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:

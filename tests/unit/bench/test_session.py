@@ -104,6 +104,9 @@ def test_another_workload_keeps_engine_and_prompts(target, tmp_path):
     assert other.run(1, [1]).num_tokens == 9
     with pytest.raises(ConfigError, match="longer than max_model_len=64"):
         session.with_workload(Workload(output_len=90))
+    slots = session.resolved.config.max_num_seqs
+    with pytest.raises(ConfigError, match=f"above max_num_seqs={slots}"):
+        session.with_workload(Workload(output_len=4, concurrency=(slots + 1,)))
 
 
 def test_traces_are_of_the_last_run(target):

@@ -14,9 +14,10 @@ from sametoken.ops.hopper_layouts import products
 
 #: Queries of a warp group.
 QUERIES = gl.constexpr(64)
-#: Largest heads whose sums over splits shared memory has room for. Those of larger ones are kept in
-#: parts of 64 columns.
+#: Largest heads whose sums over splits shared memory has room for, and the columns of a part in
+#: which those of larger ones are kept.
 SHARED_DIM = gl.constexpr(128)
+PART = gl.constexpr(64)
 #: The maximum score before any; finite, so that differences of two are numbers.
 LOWEST = gl.constexpr(-1.0e30)
 
@@ -24,9 +25,9 @@ LOWEST = gl.constexpr(-1.0e30)
 @gluon.constexpr_function
 def kept_shape(block_dim, warp_groups):
     """Of a warp group of ``rows_kernel``, the sums in shared memory: [parts, QUERIES, columns]."""
-    if block_dim <= 128:
-        return [1, 64, block_dim]
-    return [4 if warp_groups == 1 else 1, 64, 64]
+    if block_dim <= SHARED_DIM.value:
+        return [1, QUERIES.value, block_dim]
+    return [block_dim // PART.value if warp_groups == 1 else 1, QUERIES.value, PART.value]
 
 
 @gluon.jit

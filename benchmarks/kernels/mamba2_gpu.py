@@ -3,9 +3,9 @@
     python benchmarks/kernels/mamba2_gpu.py [--shape nano|super]
 
 Nano's shape (64 heads of 64 in 8 groups over a state of 128) or Super's (128 heads). A graph runs
-the operation over the states of enough layers to leave L2. Windows (w) fold all drafts of the
-previous window, as if all were accepted. % is one read and one write of the states against a copy
-of them, which each tile is timed beside.
+the operation over the states of enough layers to leave L2. A pass of w rows runs as many pending
+rows before them as the last number says; without drafts (w=1) it stores a state after the fourth.
+% is one read and one write of the states against a copy of them, which each tile is timed beside.
 """
 
 from __future__ import annotations
@@ -41,21 +41,30 @@ BEFORE = 512
 
 @dataclass(frozen=True)
 class Case:
-    """Requests, the rows of each, and whether these are a prompt's."""
+    """Requests, the rows of each, their pending rows, and whether the rows are a prompt's."""
 
     batch: int
     rows: int
+    folded: int = 0
     prefill: bool = False
 
     @property
     def name(self) -> str:
         """As in the table's head."""
-        return f"{self.batch} x {self.rows}" if self.prefill else f"c={self.batch} w={self.rows}"
+        return (
+            f"{self.batch} x {self.rows}"
+            if self.prefill
+            else f"c={self.batch} w={self.rows} {self.folded}"
+        )
 
 
 CASES = (
-    *(Case(batch, rows) for batch in (1, 8, 64) for rows in (1, 6)),
-    Case(1, 65),
+    *(
+        Case(batch, rows, folded)
+        for batch in (1, 8, 64)
+        for rows, folded in ((1, 0), (1, 1), (1, 2), (1, 3), (6, 5))
+    ),
+    Case(1, 65, 64),
     Case(1, 2048, prefill=True),
     Case(4, 512, prefill=True),
 )
@@ -76,15 +85,15 @@ def layers_of(rule: Mamba2, case: Case) -> ModelCache:
 
 
 def planned(cache: ModelCache, case: Case):
-    """The plan of a pass in which every slot folds all its drafts."""
+    """The plan of a pass in which every slot folds its pending rows."""
     assert cache.folded is not None
-    drafts = cache.folded.max_pending
+    assert case.folded <= cache.folded.max_pending
     cache.folded.position.fill_(BEFORE)
-    cache.folded.num_pending.fill_(drafts)
+    cache.folded.num_pending.fill_(case.folded)
     slots = torch.arange(case.batch, device="cuda").repeat_interleave(case.rows)
     place = torch.arange(case.rows, device="cuda").repeat(case.batch)
     committed = place < (case.rows if case.prefill else 1)
-    positions, runs = BEFORE + drafts + place, RowRuns.even(case.batch, case.rows)
+    positions, runs = BEFORE + case.folded + place, RowRuns.even(case.batch, case.rows)
     rows = AttentionRows(positions, slots, slots, slots[None], runs, committed)
     return plan_runs(rows, cache.folded)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.recurrent.layout import slot_rows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.state.caches import ModelCache
@@ -13,6 +16,8 @@ from sametoken.state.caches import ModelCache
 
 class Slots:
     """Memory of ``num_layers`` layers; what nobody has written is NaN, since it must not matter.
+
+    ``state_stride``: by default the engine's, which has another without drafts.
 
     Attributes:
         states, history, pending_mixed, pending_gates: as in ``LayerMemory``, over all layers.
@@ -27,18 +32,22 @@ class Slots:
         num_layers: int = 1,
         begin_pass=RowByRowPass.begin,
         device: torch.device | str = "cpu",
+        state_stride: int | None = None,
     ) -> None:
+        room = num_drafts + (state_stride or 1) - 1
         self.cache = ModelCache.allocate(
             (declared,) * num_layers,
             num_blocks=0,
             block_size=1,
             max_num_seqs=num_slots,
-            num_drafts=num_drafts,
+            num_drafts=room,
             device=torch.device(device),
         )
         self.declared, self.rule, self.begin_pass = declared, declared.rule, begin_pass
         self.states, self.history, self.pending_mixed, self.pending_gates = self.cache.slots
         self.folded = self.cache.folded
+        if state_stride is not None:
+            self.folded = replace(self.folded, state_stride=state_stride)
         self.position, self.num_pending = self.folded.position, self.folded.num_pending
         for held in self.cache.slots:
             held.fill_(float("nan"))
@@ -51,6 +60,11 @@ class Slots:
 
     def run(self, running, layer: int, weights, mixed, *gates) -> torch.Tensor:
         return running.run(weights, RawRows(mixed, gates), self.layer(layer))
+
+
+def begin_as_on_a_gpu(rows: AttentionRows, folded) -> RowByRowPass:
+    """The reference of kernels that store states at multiples of a stride."""
+    return RowByRowPass(folded, slot_rows(rows, folded, folded.state_stride))
 
 
 def poison(cache: ModelCache) -> ModelCache:

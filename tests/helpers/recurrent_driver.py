@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helpers.recurrent import Slots
+from helpers.recurrent import Slots, begin_as_on_a_gpu
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.triton import TritonPass
 
 KEPT = ("states", "history")
@@ -73,7 +73,9 @@ class RecurrentDriver:
         """One pass of rows; by default all are one run."""
         return self.passed(cache, self.facts(rows, cache), runs or RowRuns.even(1, len(rows)))
 
-    def sequence(self, length: int = 150) -> Sequence:
+    def sequence(self, length: int = 152) -> Sequence:
+        """Rows run one by one; the last position is one where states are stored."""
+        assert length % STATE_STRIDE == 0
         generator = torch.Generator().manual_seed(2)
         tokens = torch.randint(0, NUM_TOKENS, (length,), generator=generator).tolist()
         cache = self.poisoned(1, 0)
@@ -83,7 +85,7 @@ class RecurrentDriver:
     def require_near_the_reference(
         self, sequence: Sequence, *, atol: float, states_atol: float
     ) -> None:
-        oracle = self.poisoned(1, 0, RowByRowPass.begin)
+        oracle = self.poisoned(1, 0, begin_as_on_a_gpu)
         rows = [(0, p, token, True) for p, token in enumerate(sequence.tokens)]
         torch.testing.assert_close(sequence.out, self.run(oracle, rows), rtol=2e-2, atol=atol)
         found, wanted = sequence.cache.states[:, 0], oracle.states[:, 0]
@@ -93,7 +95,7 @@ class RecurrentDriver:
     def require_chunks(self, sequence: Sequence, chunk: int, *, padded: bool) -> None:
         """Chunks have the bits of single rows."""
         tokens, expected = sequence.tokens, sequence.out
-        cache = self.poisoned(3, 4)
+        cache = self.poisoned(3, 0)
         for first in range(0, len(tokens), chunk):
             part = [(2, first + i, token, True) for i, token in enumerate(tokens[first:][:chunk])]
             dead = [None] * (chunk - len(part) if padded else 0)
@@ -138,7 +140,7 @@ class RecurrentDriver:
     def require_ragged_runs(self, sequence: Sequence) -> None:
         """Windows and a prompt's chunk in one pass, dead rows behind some, none of others."""
         tokens, expected, whole = sequence.tokens, sequence.out, len(sequence.tokens)
-        cache, done = self.poisoned(3, 4), [0, 0, 0]
+        cache, done = self.poisoned(3, 0), [0, 0, 0]
         last = (whole - 6, whole - 3, whole - whole // 2 - 7)
         for counts in ((1, 3, whole // 2), (5, 0, 7), last):
             rows, places = [], []

@@ -28,8 +28,9 @@ class RequestMemory:
     Attributes:
         num_drafts: k.
         kv_per_token: the target's KV of one position.
-        recurrent_state: the target's recurrent state, one per slot for any k.
-        pending: raw inputs of k drafts in the target's recurrent layers.
+        recurrent_state: the target's recurrent state, one per slot for any k, and the raw inputs
+            of rows that it may lag behind.
+        pending: raw inputs of further rows, with k drafts, in the target's recurrent layers.
         draft_kv_per_token: the drafter's KV of one position.
         draft_recurrent: state and pending inputs of the drafter's recurrent layers.
     """

@@ -61,7 +61,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     own = "of the model and its drafter"
     states = f"of {config.max_num_seqs} slots and a reserved one"
     pending = (
-        f"raw inputs of {memory.num_drafts} drafts; a recurrent state for each would take "
+        f"for raw inputs of {memory.num_drafts} drafts; a recurrent state for each would take "
         f"{in_units(memory.state_per_draft)}"
     )
     sizes = {

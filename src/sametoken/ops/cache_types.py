@@ -16,7 +16,7 @@ from torch import Tensor
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales, LayerKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.model.recurrent.rule import LayerMemory, RecurrentRule
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE, LayerMemory, RecurrentRule
 
 
 class MemoryShape(NamedTuple):
@@ -117,13 +117,13 @@ class Recurrent:
         return ()
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one slot, with room for ``num_drafts`` pending rows: ``LayerMemory``."""
-        rule, dtype = self.rule, self.dtype
+        """The tensors of one slot, with room for ``num_drafts`` drafts: ``LayerMemory``."""
+        rule, dtype, num_pending = self.rule, self.dtype, max(num_drafts, STATE_STRIDE - 1)
         return (
             MemoryShape(rule.state_shape, torch.float32),
             MemoryShape((rule.conv_kernel - 1, rule.conv_channels), dtype),
-            MemoryShape((num_drafts, rule.conv_channels), dtype),
-            MemoryShape((num_drafts, sum(rule.gate_sizes)), dtype),
+            MemoryShape((num_pending, rule.conv_channels), dtype),
+            MemoryShape((num_pending, sum(rule.gate_sizes)), dtype),
         )
 
     def divided(self, size: int) -> Recurrent:
@@ -195,5 +195,5 @@ def common_window(caches: Iterable[LayerCache]) -> int | None:
 
 
 def bytes_per_slot(caches: Iterable[LayerCache], num_drafts: int) -> int:
-    """Bytes of one slot beside its blocks, with room for ``num_drafts`` pending rows."""
+    """Bytes of one slot beside its blocks, with room for ``num_drafts`` drafts."""
     return sum(one.nbytes for cache in caches for one in cache.slot_shapes(num_drafts))

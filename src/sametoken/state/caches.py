@@ -13,7 +13,7 @@ from torch import Tensor
 from sametoken.ops.backend import LayerKV
 from sametoken.ops.cache_types import LayerCache, PagedKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.model.recurrent.rule import Folded, LayerMemory
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE, Folded, LayerMemory
 from sametoken.types.units import in_units
 
 
@@ -57,7 +57,7 @@ class ModelCache:
             num_blocks: without the reserved one.
             block_size: tokens per block.
             max_num_seqs: slots, without the reserved one.
-            num_drafts: k, pending rows per slot.
+            num_drafts: k, for which slots have room.
             device: where the memory is.
         """
         alike: dict[LayerCache, list[int]] = {}
@@ -85,7 +85,9 @@ class ModelCache:
         folded = None
         if slots:
             counts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-            folded = Folded(counts, counts.clone(), num_drafts)
+            (max_pending,) = {m.max_pending for m in layers.values() if isinstance(m, LayerMemory)}
+            state_stride = 1 if num_drafts else STATE_STRIDE
+            folded = Folded(counts, counts.clone(), max_pending, state_stride)
         parts = tuple(layers[index] for index in range(len(caches)))
         return cls(parts, tuple(blocks), tuple(slots), num_blocks, folded)
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sametoken.ops.hopper import MULTIPROCESSORS
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
     FIRST_ROW,
@@ -20,8 +21,8 @@ from sametoken.ops.pdl import gdc_wait
 
 #: Channels of raw rows that a warp copies at once.
 KEPT_CHANNELS = 512
-# New rows that it copies at once.
-_KEPT_ROWS = tl.constexpr(4)
+# Rows that it copies at once; of those that pend already, fewer are left behind a stored state.
+_KEPT_ROWS = tl.constexpr(STATE_STRIDE)
 # Warps that fit on a multiprocessor, with 32 columns of a state in each.
 _WARPS = 8
 
@@ -64,30 +65,32 @@ def keep_raw(
             index, mixed, history, pending_mixed, first_row, num_folded, mixed_stride, C, TAPS
         )
         exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
-        # New rows from ``first_new`` on become pending, after those that stay pending.
-        has_lasting = num_lasting > 0
-        first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
-        stays = tl.where(has_lasting, 0, num_folded)
+        # New rows from ``first_new`` on become pending, after the ``stays`` rows that stay pending.
+        first_stay = tl.minimum(num_lasting, num_folded)
+        stays, first_new = num_folded - first_stay, num_lasting - first_stay
+        num_moved = tl.where(first_stay > 0, stays, 0)
         num_new = (num_rows - first_new).to(tl.int32)
         mixed += (first_row + first_new) * mixed_stride
-        pending_mixed += stays * C
         for block in range(keeper, (C + BLOCK - 1) // BLOCK, num_keepers):
             column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             inside = column < C
             kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
-            # All threads must have read before any overwrites.
-            tl.debug_barrier()
-            _copy_rows(mixed + column, mixed_stride, pending_mixed + column, C, num_new, inside)
+            # All threads read, then they meet, then they write.
+            pending = pending_mixed + column
+            _move_rows(pending, C, first_stay, num_moved, inside)
+            _copy_rows(mixed + column, mixed_stride, pending + stays * C, C, num_new, inside)
             tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
         if keeper == 0:
             GATES: tl.constexpr = HV if b is None else 2 * HV
             head = tl.arange(0, HEADS)[None, :]
-            gates = pending_gates + (slot * max_pending + stays) * GATES + head
-            new = first_row + first_new
-            _copy_rows(a + new * a_stride + head, a_stride, gates, GATES, num_new, head < HV)
+            gates = pending_gates + slot * max_pending * GATES + head
+            new, inside, at = first_row + first_new, head < HV, stays * GATES
+            _move_rows(gates, GATES, first_stay, num_moved, inside)
+            _copy_rows(a + new * a_stride + head, a_stride, gates + at, GATES, num_new, inside)
             if b is not None:
                 gates += HV
-                _copy_rows(b + new * b_stride + head, b_stride, gates, GATES, num_new, head < HV)
+                _move_rows(gates, GATES, first_stay, num_moved, inside)
+                _copy_rows(b + new * b_stride + head, b_stride, gates + at, GATES, num_new, inside)
 
 
 @triton.jit
@@ -107,6 +110,16 @@ def _raw_row(
     new = first_row + row - num_folded
     held = tl.where(row < 0, history + index * C, pending + row * C)
     return tl.where(row < num_folded, held, mixed + new * mixed_stride)
+
+
+@triton.jit
+def _move_rows(at, stride, first, num_rows, inside):
+    """Move rows from ``first`` on, fewer than _KEPT_ROWS, to the beginning, at [1, n] addresses."""
+    place = tl.arange(0, _KEPT_ROWS)[:, None]
+    moves = (place < num_rows) & inside
+    values = tl.load(at + (first + place) * stride, moves, other=0.0)
+    tl.debug_barrier()
+    tl.store(at + place * stride, values, moves)
 
 
 @triton.jit

@@ -38,12 +38,13 @@ class SlotRows:
         return self.num_folded + self.num_rows - self.num_lasting
 
 
-def slot_rows(rows: AttentionRows, folded: Folded) -> tuple[SlotRows, ...]:
+def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tuple[SlotRows, ...]:
     """The parts of a pass, derived from positions only.
 
     Args:
         rows: the pass's rows; rows on the reserved slot are dead and have no part.
         folded: folded and pending rows of each slot.
+        state_stride: positions of stored states are multiples of it.
 
     Raises:
         InvariantError: a slot's rows do not follow its folded and pending rows.
@@ -56,18 +57,19 @@ def slot_rows(rows: AttentionRows, folded: Folded) -> tuple[SlotRows, ...]:
     for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
         of_slot = list(group)
         if slot != reserved_slot:
-            parts.append(_part(of_slot, first_row, folded.max_pending))
+            parts.append(_part(of_slot, first_row, folded.max_pending, state_stride))
         first_row += len(of_slot)
     return tuple(parts)
 
 
-def _part(facts: list[list[int]], first_row: int, max_pending: int) -> SlotRows:
+def _part(facts: list[list[int]], first_row: int, max_pending: int, state_stride: int) -> SlotRows:
     slot, first, _, folded, pending = facts[0]
     flags = [fact[2] for fact in facts]
     num_committed, starts = sum(flags), first == 0
     num_folded = 0 if starts else first - folded
     # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = num_folded + num_committed if num_committed else 0
+    num_lasting -= num_lasting % state_stride
     part = SlotRows(slot, starts, first_row, len(facts), num_folded, num_lasting)
     follows = starts or 0 <= num_folded <= pending
     in_order = all(flags[:num_committed])

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 
+#: Without drafts, a GPU stores states at positions that are multiples of it: a pass runs up to
+#: three pending rows again, and one in four writes a state, which takes longer than these rows.
+STATE_STRIDE = 4
+
 
 class RecurrentRule(Protocol):
     """The sizes of one kind of recurrent layer; layers of equal rules share memory.
@@ -96,13 +100,13 @@ class RawRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """The memory of S slots in one recurrent layer, with room for k pending rows each.
+    """The memory of S slots in one recurrent layer, with room for P pending rows each.
 
     Attributes:
         states: [S, *state_shape] fp32, with all positions below ``Folded.position`` folded in.
         history: [S, K - 1, C], raw inputs of the convolution at the last of these positions.
-        pending_mixed: [S, k, C], raw rows at ``Folded.position`` and above.
-        pending_gates: [S, k, G], their gates concatenated.
+        pending_mixed: [S, P, C], raw rows at ``Folded.position`` and above.
+        pending_gates: [S, P, G], their gates concatenated.
     """
 
     states: Tensor
@@ -117,7 +121,7 @@ class LayerMemory:
 
     @property
     def max_pending(self) -> int:
-        """k, the most pending rows of a slot."""
+        """P, the most pending rows of a slot."""
         return self.pending_mixed.shape[1]
 
     @property
@@ -140,12 +144,14 @@ class Folded:
     Attributes:
         position: [S] int64, number of folded positions.
         num_pending: [S] int64, number of pending rows after them.
-        max_pending: k, the most pending rows of a slot.
+        max_pending: P, the most pending rows of a slot.
+        state_stride: positions that a GPU folds up to are multiples of it.
     """
 
     position: Tensor
     num_pending: Tensor
     max_pending: int
+    state_stride: int
 
 
 class RecurrentPass(Protocol):

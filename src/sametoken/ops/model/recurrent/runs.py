@@ -51,7 +51,7 @@ class Runs:
 
 
 @triton.jit(
-    do_not_specialize=["rows_per_run", "reserved_slot", "max_pending"],
+    do_not_specialize=["rows_per_run", "reserved_slot", "max_pending", "state_stride"],
     do_not_specialize_on_alignment=["starts"],
 )
 def _plan_runs_kernel(
@@ -65,6 +65,7 @@ def _plan_runs_kernel(
     rows_per_run,
     reserved_slot,
     max_pending,
+    state_stride,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -99,6 +100,7 @@ def _plan_runs_kernel(
     num_folded = tl.where(begins, 0, here - before)
     # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
+    num_lasting = num_lasting // state_stride * state_stride
     left = num_folded + num_rows - num_lasting
     follows = begins | ((num_folded >= 0) & (num_folded <= pending))
     sound = follows & (end_committed == num_committed) & (left <= max_pending)
@@ -122,7 +124,7 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
     """Derive the rows that a pass folds, commits and leaves pending; updates ``folded``.
 
     Rows that do not follow the slot's folded and pending rows change nothing, and ``advance``
-    gives NaN for them. The reference is ``layout.slot_rows``.
+    gives NaN for them. The reference is ``layout.slot_rows`` with the stride of ``folded``.
 
     Args:
         rows: the pass's T rows. A run is one slot's live rows, then dead ones on the reserved
@@ -151,6 +153,7 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
             runs.max_rows,
             position.shape[0] - 1,
             folded.max_pending,
+            folded.state_stride,
             BLOCK=_ROW_BLOCK,
             num_warps=1,
             **pdl_options(position),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from sametoken.bench.documents import read_json, write_json
 from sametoken.bench.names import EngineNames
 from sametoken.bench.sweep_spec import Cell, Sweep
 from sametoken.errors import ConfigError
+from sametoken.io.child_process import status_text
 from sametoken.io.files import DirectoryLock, make_directory
 
 DONE, FAILED = "done", "failed"
@@ -161,19 +161,16 @@ def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, s
             raise
         errors.seek(0)
         stderr = errors.read().strip()
-    return begun, "" if code == 0 else f"{_ended(code)}: {stderr[-_SHOWN_ERROR:]}"
+    if not code:
+        return begun, ""
+    how = status_text(code)
+    return begun, f"the engine's process ended with {how}: {stderr[-_SHOWN_ERROR:]}"
 
 
 def _write(child: subprocess.Popen[str], text: str) -> None:
     if child.stdin is not None:
         with child.stdin:
             child.stdin.write(text)
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"the engine's process was ended by {signal.Signals(-code).name}"
-    return f"the engine's process exited with {code}"
 
 
 def _with_status(store: CellStore, cells: Iterable[Cell], status: str | None) -> list[Cell]:

@@ -92,11 +92,13 @@ def ignore_signals() -> None:
 
 
 def status_text(status: int) -> str:
-    """A ``Popen`` return code in words: the signal's name, or the exit status."""
+    """A ``Popen`` return code in words: the signal's name or number, or the exit status."""
     if status == -signal.SIGKILL:
         # The process itself cannot log why.
         return "SIGKILL, as Linux ends a process when memory runs out"
-    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    # Real-time signals have no names.
+    names = {number.value: number.name for number in signal.Signals}
+    return names.get(-status, f"signal {-status}") if status < 0 else f"exit status {status}"
 
 
 def temporary_directory(parent: Path, prefix: str) -> TemporaryDirectory[str]:

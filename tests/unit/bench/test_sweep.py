@@ -130,5 +130,5 @@ def test_a_process_that_cannot_begin_says_why(tmp_path):
     cells = [replace(one, engine={**one.engine, "dtype": "int3"}) for one in cells]
     begun, error = launch_engine(tmp_path, cells)
     assert begun is None
-    assert "exited with 2" in error
+    assert "the engine's process ended with exit status 2: " in error
     assert "dtype='int3' is not possible" in error

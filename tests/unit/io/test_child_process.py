@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from sametoken.io.child_process import spawn
+import pytest
+
+from sametoken.io.child_process import spawn, status_text
 
 PATIENCE_S = 60.0
 CHILD = """
@@ -73,3 +75,11 @@ def test_signals_of_the_group_end_no_child_that_is_starting(tmp_path, monkeypatc
         (tmp_path / "go_on").touch()
         ours.close()
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(3, "exit status 3"), (-15, "SIGTERM"), (-40, "signal 40"), (-9, "SIGKILL, as Linux")],
+)
+def test_every_way_to_end_has_words(status, words):
+    assert status_text(status).startswith(words)

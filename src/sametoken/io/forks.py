@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 
 _INDEX_BYTES = 4
 
@@ -39,7 +39,8 @@ def call_in_forks(
             with suppress(OSError):
                 forks.append(_fork(partial(_call_each, calls, indices, os.getpid())))
         os.close(held_by_forks)
-        select.select([ended], [], [], most_seconds)
+        # Unlike select it takes any descriptor, also beyond 1023.
+        wait([ended], most_seconds)
     finally:
         for fork in forks:
             os.kill(fork, signal.SIGKILL)

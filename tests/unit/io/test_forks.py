@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from functools import partial
@@ -102,3 +103,16 @@ def test_no_descriptor_is_left_open():
     call_in_forks([], most_forks=2, most_seconds=60)
     call_in_forks([lambda: None], most_forks=2, most_seconds=60)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_descriptors_may_have_high_numbers(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        call_in_forks([(tmp_path / "note").touch], most_forks=1, most_seconds=60)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (tmp_path / "note").exists()

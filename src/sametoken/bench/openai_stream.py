@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 
 from sametoken.bench.measure import Window
+from sametoken.bench.request_stats import speculation_in
 from sametoken.bench.scrape import Counters
 from sametoken.errors import ConfigError, RequestError
-from sametoken.io.json_text import parse_json
+from sametoken.io.json_text import MAX_LINE_BYTES, parse_json
 
 _DONE = b"[DONE]"
 _SHOWN_ERROR = 200
@@ -148,13 +149,21 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines end at a line feed alone: httpx's also do inside a text with U+2028."""
-    begun = b""
+    """Lines end at a line feed alone: httpx's also do inside a text with U+2028.
+
+    Raises:
+        RequestError: a line is too long.
+    """
+    begun = bytearray()
     async for part in response.aiter_bytes():
-        *lines, begun = (begun + part).split(b"\n")
-        for line in lines:
-            yield line
-    yield begun
+        *ends, rest = part.split(b"\n")
+        for end in ends:
+            yield bytes(begun) + end
+            begun.clear()
+        begun += rest
+        if len(begun) > MAX_LINE_BYTES:
+            raise RequestError(f"a line of the stream has more than {MAX_LINE_BYTES} bytes")
+    yield bytes(begun)
 
 
 def _read_event(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
@@ -173,7 +182,8 @@ def _read_event(record: ServedRequest, event: Mapping[str, Any], now: float) -> 
         record.num_prompt_tokens = int(usage["prompt_tokens"])
         record.num_tokens = int(usage["completion_tokens"])
         record.counted = True
-    _read_speculation(record, event)
+    if (stats := speculation_in(event)) is not None:
+        record.speculation, record.windows = stats
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -193,52 +203,6 @@ def _token_texts(logprobs: Mapping[str, Any]) -> list[str]:
     if "content" in logprobs:
         return [entry["token"] for entry in logprobs["content"] or ()]
     return list(logprobs.get("tokens") or ())
-
-
-def _read_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
-    ours = event.get("speculation")
-    if ours:
-        record.speculation = {key: ours[key] for key in ours if not key.startswith("per_step_")}
-        # Our first entry is the last prefill step.
-        record.windows = _windows(_steps(ours)[1:])
-    theirs = (event.get("metrics") or {}).get("speculative_decoding")
-    if not theirs:
-        return
-    rates = _per_position(theirs["acceptance_histogram"])
-    record.speculation = {
-        "num_steps": theirs["num_spec_steps"],
-        "num_draft_tokens": theirs["num_draft_tokens"],
-        "num_accepted_tokens": theirs["num_accepted_draft_tokens"],
-        "acceptance_length": theirs["mean_acceptance_length"],
-        "acceptance_rate": theirs["draft_acceptance_rate"],
-        "acceptance_per_position": rates,
-        # They are shares of all steps.
-        "offered_per_position": [theirs["num_spec_steps"]] * len(rates),
-    }
-    record.windows = _windows(_steps(theirs))
-
-
-def _per_position(histogram: list[int]) -> list[float]:
-    """Convert a histogram of accepted drafts to the share of steps that accepted draft i >= 1."""
-    steps = sum(histogram)
-    return [sum(histogram[i:]) / steps if steps else 0.0 for i in range(1, len(histogram))]
-
-
-def _steps(stats: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (drafted, accepted) of every step, if the server reports them."""
-    columns = (stats.get(name) or () for name in ("per_step_drafted", "per_step_accepted"))
-    return list(zip(*columns, strict=True))
-
-
-def _windows(steps: list[tuple[int, int]]) -> tuple[Window, ...]:
-    """Build windows from (drafted, accepted), after the prefill's token; none without steps."""
-    if not steps:
-        return ()
-    windows, first = [Window(0, 0, 0)], 1
-    for drafted, accepted in steps:
-        windows.append(Window(first, drafted, accepted))
-        first += accepted + 1
-    return tuple(windows)
 
 
 def _check(record: ServedRequest, ended: bool) -> None:

@@ -6,21 +6,26 @@ import asyncio
 import itertools
 import json
 import statistics
+import time
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import httpx
 import pytest
 
+from sametoken.bench import openai_stream
 from sametoken.bench.measure import Window
 from sametoken.bench.openai_stream import (
     Endpoint,
     Load,
+    LoadRun,
     ServedRequest,
     run_load,
     send,
     served_trace,
     traced_body,
 )
+from sametoken.bench.serving_numbers import serving_numbers
 from sametoken.errors import ConfigError
 
 ENDPOINT = Endpoint("/v1/completions", "m", is_chat=False)
@@ -42,13 +47,16 @@ def said(piece: str | None, **more) -> str:
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
 
 
-def ask(answer: str | Exception, status: int = 200, endpoint: Endpoint = ENDPOINT):
+def ask(
+    answer: str | AsyncIterator[bytes] | Exception, status: int = 200, endpoint: Endpoint = ENDPOINT
+):
     """The record of one request to a server that answers so; each look at the clock is 1 s."""
 
     def handle(request: httpx.Request) -> httpx.Response:
         if isinstance(answer, Exception):
             raise answer
-        return httpx.Response(status, text=answer)
+        body = answer.encode() if isinstance(answer, str) else answer
+        return httpx.Response(status, content=body)
 
     async def run():
         transport = httpx.MockTransport(handle)
@@ -135,8 +143,19 @@ def test_every_failure_is_noted(answer, status, cause):
     assert cause in record.error
 
 
+OURS = {
+    "num_steps": 3,
+    "num_draft_tokens": 9,
+    "num_accepted_tokens": 2,
+    "acceptance_length": 5 / 3,
+    "acceptance_rate": 2 / 9,
+    "acceptance_per_position": [1 / 3, 1 / 3, 0],
+    "offered_per_position": [3, 3, 3],
+}
+
+
 def test_our_stats_and_vllms_have_the_same_names():
-    ours = {"num_steps": 3, "num_draft_tokens": 9, "num_accepted_tokens": 2}
+    ours = OURS
     record = ask(text("a", "stop") + event(choices=[], speculation=ours) + DONE)
     assert (record.speculation, record.windows) == (ours, ())
     steps = {"per_step_drafted": [0, 3, 3], "per_step_accepted": [0, 2, 0]}
@@ -166,6 +185,45 @@ def test_our_stats_and_vllms_have_the_same_names():
         Window(5, 3, 1),
         Window(7, 3, 0),
     )
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"speculation": {"accepted": 3}},
+        {"speculation": [3]},
+        {"speculation": OURS | {"num_steps": "3"}},
+        {"speculation": OURS | {"offered_per_position": [3]}},
+        {"speculation": OURS | {"per_step_drafted": [3], "per_step_accepted": [0, 1]}},
+        {"metrics": [3]},
+        {"metrics": {"speculative_decoding": {"acceptance_histogram": "none"}}},
+    ],
+)
+def test_stats_of_another_form_lose_no_answer(stats):
+    record = ask(text("a", "stop") + event(choices=[], **stats) + DONE)
+    assert (record.error, record.texts) == (None, ["a"])
+    run = LoadRun(0.0, [record])
+    numbers = serving_numbers([run], ())
+    assert (numbers["num_requests"], numbers["speculation"]["requests"]) == (1, None)
+
+
+def test_a_line_without_end_is_one_failure(monkeypatch):
+    monkeypatch.setattr(openai_stream, "MAX_LINE_BYTES", 100)
+    assert "a line of the stream has more than 100 bytes" in ask("data: " + 100 * "a").error
+    assert ask(text("a" * 30, "stop") + DONE).error is None
+
+
+def test_a_long_line_is_not_copied_for_each_of_its_pieces():
+    raw = (text("a" * 2**22, "stop") + DONE).encode()
+
+    async def pieces():
+        for i in range(0, len(raw), 1024):
+            yield raw[i : i + 1024]
+
+    begun = time.process_time()
+    assert list(map(len, ask(pieces()).texts)) == [2**22]
+    # It takes a quarter of a second, and with the copies 10 s.
+    assert time.process_time() - begun < 3
 
 
 def traced_stream(*pieces: list[tuple[int, str]]) -> str:

@@ -26,9 +26,12 @@ from sametoken.bench.scrape import scrape
 from sametoken.bench.serving_numbers import Goal, serving_numbers
 from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import parse_json
+from sametoken.types.option_values import listed
 from sametoken.types.sampling_params import derive_seed
 
 _OURS = "sametoken"
+_K = "num_speculative_tokens"
 _JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -158,9 +161,10 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
     try:
         response = await client.get("/v1/models")
         response.raise_for_status()
-        cards = response.json()["data"]
+        # The standard parser overflows the stack where values are nested deeply.
+        cards = parse_json(response.content)["data"]
         names = [card["id"] for card in cards]
-        model = server.model or names[0]
+        first = names[0]
     except httpx.HTTPStatusError as error:
         remedy = "give the address of an OpenAI-compatible server"
         if error.response.status_code in (401, 403):
@@ -172,13 +176,13 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
             f"{server.url} lists no models ({type(error).__name__}: {error})",
             "give the address of an OpenAI-compatible server that is up",
         ) from error
+    model = server.model or first
     if model not in names:
-        raise ConfigError(f"{server.url} does not serve {model!r}", f"use one of {names}")
+        raise ConfigError(f"{server.url} does not serve {model!r}", f"use {listed(names)}")
     info = await _engine_info(client)
     synthetic = info.get("synthetic", "nothing")
     method = info.get("method", "none")
-    k = int(info.get("num_speculative_tokens", 0))
-    config = None if method == "none" else {"method": method, "num_speculative_tokens": k}
+    config = None if method == "none" else {"method": method, _K: info[_K]}
     return {
         "model": model,
         "is_ours": any(card.get("owned_by") == _OURS for card in cards),
@@ -191,14 +195,15 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
     }
 
 
-async def _engine_info(client: httpx.AsyncClient) -> dict[str, str]:
-    """Read the ``engine_info`` labels of our ``/metrics``; empty for any other server."""
+async def _engine_info(client: httpx.AsyncClient) -> dict[str, Any]:
+    """Read the ``engine_info`` labels of our ``/metrics``; empty if there are none like ours."""
     try:
         response = await client.get("/metrics")
         response.raise_for_status()
         for family in text_string_to_metric_families(response.text):
             if family.name == f"{_OURS}:engine_info":
-                return dict(family.samples[0].labels)
+                labels = family.samples[0].labels
+                return {**labels, _K: int(labels.get(_K, 0))}
     except (httpx.HTTPError, *_JSON_ERRORS):
         return {}
     return {}

@@ -22,6 +22,12 @@ from sametoken.types.speculative_config import cascade_label
 
 NO_DRAFTER = "none"
 _K = "num_speculative_tokens"
+#: Options of the engine that are axes, with their names there.
+_AXIS_OF = {
+    "model": "model",
+    "speculative_config": "drafter",
+    "tensor_parallel_size": "tensor_parallel_size",
+}
 
 
 def drafter_name(spec: Mapping[str, Any]) -> str:
@@ -110,7 +116,7 @@ class Sweep:
         engine: other options of all engines.
 
     Raises:
-        ConfigError: an axis is empty, or an option or a drafter is invalid.
+        ConfigError: an axis is empty, an option or a drafter is invalid, or two cells are equal.
     """
 
     model: tuple[str, ...] = ()
@@ -138,11 +144,25 @@ class Sweep:
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
         require_dataset(self.dataset, Path(self.path) if self.path else None)
-        # What options alone show to be impossible is no failed cell.
+        for name, axis in _AXIS_OF.items():
+            if name in self.engine:
+                raise ConfigError(
+                    f"the sweep's engine has the option {name}", f"give it as the axis {axis}"
+                )
+        self._require_cells()
+
+    def _require_cells(self) -> None:
+        """What options alone show to be impossible is no failed cell."""
+        names: set[str] = set()
         for cells in self.engines():
             EngineConfig.from_options(**cells[0].engine_options())
             for cell in cells:
                 assert cell.workload
+                if cell.name in names:
+                    raise ConfigError(
+                        f"the sweep has {cell.name} twice", "give each value of an axis once"
+                    )
+                names.add(cell.name)
 
     def engines(self) -> Iterator[list[Cell]]:
         """Yield the cells of each engine."""

@@ -87,11 +87,14 @@ def test_flags_override_a_file_and_a_file_a_preset():
 
 
 def test_a_file_takes_drafters_and_names_as_the_command_line_does():
-    asked = {"model": "m", "drafter": ["ngram", "none", '{"method": "ngram"}', None]}
-    sweep = make_sweep(None, asked | {"tensor-parallel-size": 2, "output-len": [7]}, {})
-    assert sweep.drafter == (NGRAM, None, NGRAM, None)
+    asked = {"model": "m", "tensor-parallel-size": 2, "output-len": [7]}
+    sweep = make_sweep(None, asked, {})
     assert (sweep.tensor_parallel_size, sweep.output_len) == ((2,), (7,))
+    for drafter in ("ngram", '{"method": "ngram"}', NGRAM):
+        sweep = make_sweep(None, asked | {"drafter": [drafter, "none"]}, {})
+        assert sweep.drafter == (NGRAM, None)
     assert make_sweep(None, asked | {"drafter": "ngram"}, {}).drafter == (NGRAM,)
+    assert make_sweep(None, asked | {"drafter": None}, {}).drafter == (None,)
 
 
 def test_options_of_all_engines_override_one_by_one():
@@ -119,6 +122,11 @@ def test_options_of_all_engines_override_one_by_one():
         ({"model": ["m"], "engine": 3}, "engine=3 is not possible in a sweep. give a JSON object"),
         ({"model": ["m"], "drafter": [3]}, "give one, a method's name, or none"),
         ({"model": ["m"], "drafter": ["{"]}, "give one, a method's name, or none"),
+        ({"model": ["m"], "concurrency": [1, 1]}, "in512-out128-c1-t0-.* twice"),
+        ({"model": ["m"], "drafter": ["ngram", {**NGRAM, "num_speculative_tokens": 3}]}, "twice"),
+        ({"model": ["m"], "engine": {"model": "n"}}, "give it as the axis model"),
+        ({"model": ["m"], "engine": {"speculative-config": NGRAM}}, "give it as the axis drafter"),
+        ({"model": ["m"], "engine": {"tensor_parallel_size": 2}}, "axis tensor_parallel_size"),
         ({"model": ["m"], "num_iters": 0}, "num_iters=0 is not possible. use at least 1"),
         ({"model": ["m"], "warmup": -1}, "warmup=-1 is not possible. use at least 0"),
         ({"model": ["m"], "input_len": [8, 0]}, "input_len"),

@@ -16,6 +16,7 @@ from sametoken.bench.memory import SHAPES_ONLY, load_shapes
 from sametoken.config import DUMMY, SpeculativeConfig
 from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.errors import ConfigError
 from sametoken.layers.feed_forward import SparseMoE
 from sametoken.layers.squared_relu import SquaredReluMoE
 from sametoken.models.base import ModelConfig
@@ -25,6 +26,7 @@ from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.types.speculative_methods import HEADS
+from sametoken.types.units import in_units
 
 # Many times the caches' size; at 5 TB/s long enough to make the kernel launch negligible.
 CUDA_BYTES = 4 << 30
@@ -214,10 +216,19 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwi
     Args:
         device: the device.
         num_bytes: bytes to read; default ``CUDA_BYTES`` or ``CPU_BYTES``.
+
+    Raises:
+        ConfigError: the device has no room for them.
     """
     on_cpu = device.type == "cpu"
     num_bytes = num_bytes or (CPU_BYTES if on_cpu else CUDA_BYTES)
-    best = _scan_seconds(device, num_bytes)
+    try:
+        best = _scan_seconds(device, num_bytes)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{device} has no {in_units(num_bytes)} free to measure its bandwidth",
+            "end what else uses its memory, or use a device with more",
+        ) from error
     if on_cpu:
         best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
     else:

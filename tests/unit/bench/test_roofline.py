@@ -14,6 +14,7 @@ from helpers.nemotron import nemotron_config
 from sametoken.bench.roofline import draft_elements, read_bandwidth, step_traffic
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
+from sametoken.errors import ConfigError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
@@ -193,3 +194,12 @@ def test_bandwidth_is_that_of_the_fastest_way_to_read():
     bandwidth = read_bandwidth(CPU, 1 << 22)
     assert bandwidth.bytes_per_second > 1e7
     assert bandwidth.method
+
+
+def test_a_device_without_room_to_measure_is_one_error(monkeypatch):
+    def refuse(*shape, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    with pytest.raises(ConfigError, match=r"cuda:0 has no 4\.0 GiB free"):
+        read_bandwidth(torch.device("cuda:0"))

@@ -36,6 +36,7 @@ from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import FLOATING, require_finite
 from sametoken.models.rounding import float8, int4
 from sametoken.models.safetensors_file import write_safetensors
+from sametoken.types.option_values import listed
 from sametoken.types.units import in_units
 
 FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
@@ -192,7 +193,7 @@ def _group_size(tensors: SafetensorsSource, linears: Mapping[str, str], source: 
     size = next((one for one in _GROUPS if all(count % one == 0 for count in features)), None)
     if size is None:
         raise UnsupportedError(
-            f"{source} has linears whose features no group of {_GROUPS} divides",
+            f"{source} has linears whose features no group of {listed(_GROUPS)} divides",
             f"use {FP8_DYNAMIC}",
         )
     return size

@@ -314,7 +314,7 @@ def choice(given: object, allowed: Iterable[str]) -> str:
     return (f"did you mean {close!r}? " if close is not None else "") + f"use {listed(names)}"
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str | int]) -> str:
     """Names as in a sentence: ``'a', 'b' or 'c'``."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}" if others else last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -168,8 +169,9 @@ def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, s
 
 
 def _write(child: subprocess.Popen[str], text: str) -> None:
+    """Write its whole input; one that ends before it has read that says why by its status."""
     if child.stdin is not None:
-        with child.stdin:
+        with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(text)
 
 

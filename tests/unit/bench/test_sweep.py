@@ -132,3 +132,13 @@ def test_a_process_that_cannot_begin_says_why(tmp_path):
     assert begun is None
     assert "the engine's process ended with exit status 2: " in error
     assert "dtype='int3' is not possible" in error
+
+
+def test_a_process_that_ends_before_it_reads_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr("sametoken.bench.sweep._CHILD", "sametoken.no_such_module")
+    # More than a pipe holds.
+    cells = next(Sweep(model=("m",)).engines()) * 1000
+    begun, error = launch_engine(tmp_path, cells)
+    assert begun is None
+    assert "ended with exit status 1: " in error
+    assert "No module named" in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,12 +82,11 @@ class Sequences:
         sequence if ``share`` is above 0 and there are two different prompts.
         """
         places = [self._prompt_place(i) for i in range(len(self))]
-        held = [i for i, place in enumerate(places) if place < share]
-        if share > 0 and not held:
-            lowest = min(places)
-            held = [i for i, place in enumerate(places) if place == lowest]
-        kept = sorted(set(range(len(self))) - set(held))
-        return (kept, held) if kept else (held, [])
+        lowest, highest = min(places), max(places)
+        # At least the prompt of the lowest place, and never that of the highest.
+        bound = min(max(share, math.nextafter(lowest, 1)), highest) if share > 0 else 0
+        kept = [i for i, place in enumerate(places) if place >= bound]
+        return kept, [i for i, place in enumerate(places) if place < bound]
 
     def _prompt_place(self, index: int) -> float:
         """A number in [0, 1) from the hash of a prompt."""

@@ -112,6 +112,7 @@ def test_something_is_held_back_of_little_text_and_nothing_if_unwanted():
     sequences = Sequences.of([([1, 2, 3], 1), ([2, 2, 3], 1)])
     kept, held = sequences.split(0.01)
     assert len(kept) == len(held) == 1
+    assert list(map(len, sequences.split(0.999))) == [1, 1]
     assert sequences.split(0.0) == ([0, 1], [])
     assert Sequences.of([([1, 2, 3], 1)]).split(0.5) == ([0], [])
 

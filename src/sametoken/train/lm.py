@@ -112,7 +112,7 @@ class LMObjective:
             logits = functional.linear(states, self.network.head)
             main = _next_token_loss(logits, token_ids, 1)
             if self.options.module_steps == 0:
-                none = Acceptance.none(1, token_ids.device)
+                none = Acceptance.none(0, token_ids.device)
                 return main, torch.zeros_like(main), none
             drafts, acceptance = self._module(token_ids, states, logits.detach().argmax(-1))
         return main, drafts, acceptance
@@ -241,7 +241,7 @@ def _result(objective: LMObjective, last: Report, corpus: Corpus, began: float) 
         tokens=corpus.num_tokens,
         trained_tokens=last.step * objective.tokens_per_step,
         perplexity=perplexity,
-        acceptance=acceptance.conditional if objective.options.module_steps else (),
+        acceptance=acceptance.conditional,
         average_length=acceptance.length,
     )
 

@@ -78,6 +78,13 @@ def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_p
     assert llm.speculation_metrics.num_draft_tokens > 0
 
 
+def test_without_a_module_no_acceptance_is_reported(sources, tmp_path):
+    reports = []
+    result = train(tmp_path, sources, LLAMA, replace(LOOP, steps=1), reports.append)
+    assert [now.acceptance for now in reports] == [()]
+    assert (result.acceptance, result.average_length) == ((), 1.0)
+
+
 @pytest.mark.parametrize("options", [SMALL, LLAMA, NEMOTRON], ids=["hybrid", "llama", "nemotron_h"])
 def test_transformers_computes_the_same_logits(sources, tmp_path, options):
     train(tmp_path, sources, options)

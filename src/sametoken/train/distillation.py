@@ -34,6 +34,7 @@ from sametoken.train.states import (
 from sametoken.train.target import FrozenTarget
 from sametoken.train.text import Encode, Sequences, read_sequences
 from sametoken.types.outputs import SpeculationMetrics
+from sametoken.types.units import in_units
 
 # At most this many batches are measured.
 _MEASURED_BATCHES = 64
@@ -252,7 +253,7 @@ def _states(
 ) -> StateSource:
     needed = kept_bytes(sequences, target, num_aux)
     if not cache or needed > compute.data_bytes:
-        announce(f"the target runs anew in every step; kept states would take {needed} bytes")
+        announce(f"the target runs anew in every step; kept states would take {in_units(needed)}")
         return RunAnew(target)
     announce(f"keeping the target's states of {sequences.token_ids.shape[0]} tokens")
     return keep(target, sequences, num_aux)

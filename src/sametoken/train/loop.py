@@ -103,7 +103,8 @@ def run_loop(
         The last report.
 
     Raises:
-        ConfigError: the checkpoint is of another training, or has no room, or cannot be written.
+        ConfigError: the checkpoint is of another training, or has no room, or cannot be written;
+            or a step does not fit the device.
         CheckpointError: the checkpoint cannot be read.
         NumericalError: the loss or a weight is not finite.
         KeyboardInterrupt: Ctrl-C.
@@ -170,10 +171,17 @@ class _Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._step, self._steps, self._options)
         self._optimizer.zero_grad(set_to_none=True)
-        found = self._objective.loss(self._step)
-        found.loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
-        self._optimizer.step()
+        try:
+            found = self._objective.loss(self._step)
+            found.loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
+            self._optimizer.step()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of batch_tokens={self._options.batch_tokens} does not fit the device "
+                f"({str(error).partition('.')[0]})",
+                "lower batch_tokens, or max_length where one sequence is longer",
+            ) from error
         return found
 
     def _require_room(self) -> None:
@@ -320,7 +328,8 @@ class _Pace:
 
     def __init__(self, options: LoopOptions) -> None:
         self._seconds = options.max_seconds
-        self._warmup = options.warmup_steps
+        # Of one step there is no second half.
+        self._warmup = max(options.warmup_steps, 2)
         self._half_time: float | None = None
 
     def wants(self, step: int) -> bool:

@@ -55,6 +55,11 @@ class BreaksLater(Fit):
         return StepLoss(found.loss * (float("nan") if step == 12 else 1), found.acceptance)
 
 
+class TooLarge(Fit):
+    def loss(self, step: int) -> StepLoss:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
 def options(**changes) -> LoopOptions:
     return LoopOptions(**{"steps": 40, "warmup_steps": 5, "learning_rate": 0.1} | changes)
 
@@ -199,6 +204,11 @@ def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path,
     assert torch.equal(again.network.weight, timed.network.weight)
 
 
+def test_steps_are_planned_after_the_shortest_warm_up_too(tmp_path, clock):
+    last = train(Fit(clock), tmp_path, options(steps=1000, warmup_steps=1, max_seconds=100.0))
+    assert last.steps == last.step == 94
+
+
 def test_no_step_is_begun_after_the_time(tmp_path, clock):
     slow = Fit(clock)
     last = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=4.5))
@@ -215,6 +225,11 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(tmp_path):
 def test_a_loss_that_is_no_number_ends_training(tmp_path):
     with pytest.raises(NumericalError, match="the loss is nan"):
         train(Broken(), tmp_path, options())
+
+
+def test_a_step_that_does_not_fit_the_device_is_one_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"batch_tokens=7 .* \(CUDA out of memory\). lower"):
+        train(TooLarge(), tmp_path, options(batch_tokens=7))
 
 
 @pytest.mark.parametrize(("every", "copies"), [(0, 1), (41, 1), (40, 2)])

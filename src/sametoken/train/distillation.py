@@ -192,16 +192,14 @@ def read_text(
     """
     if (text.file is None) == (not text.states):
         raise ConfigError("training needs either text or states", "give one of the two")
+    longest = loop.longest(config.max_position_embeddings)
     if text.file is not None:
         return read_sequences(
-            text.file,
-            vocab_size=config.vocab_size,
-            max_length=loop.max_length,
-            encode=text.encode,
+            text.file, vocab_size=config.vocab_size, max_length=longest, encode=text.encode
         )
     if aux_layers is None:
         raise ConfigError("this training takes no extracted states", "give text")
-    return open_states(text.states, config, aux_layers, loop.max_length)
+    return open_states(text.states, config, aux_layers, longest)
 
 
 def prepare_material(
@@ -233,7 +231,8 @@ def prepare_material(
         sequences, states = given, _states(target, given, num_aux, compute, cache, announce)
     else:
         assert isinstance(target, FrozenTarget)
-        sequences, states = read_states(given, target, loop.max_length)
+        longest = loop.longest(target.config.max_position_embeddings)
+        sequences, states = read_states(given, target, longest)
     trained, held = sequences.split(loop.validation)
     counts = sequences.answer_counts(target.config.vocab_size, trained)
     announce(

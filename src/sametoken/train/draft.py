@@ -121,17 +121,17 @@ def train_draft(
         compute = choose_compute(loop)
         files = open_target(model)
         given = read_text(text, files.config, loop, ())
-        longest = padded_length(loop.max_length)
+        config = draft_config(files.config, draft)
+        network = DecoderNetwork(model_config(Settings(config, "the drafter")))
+        network.initialise(loop.seed)
+        network = network.to(compute.device)
+        longest = padded_length(loop.longest(files.config.max_position_embeddings))
         target = FrozenTarget(
             files, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
         )
         material = prepare_material(
             target, given, 0, loop, compute, cache=draft.cache_states, announce=announce
         )
-        config = draft_config(target.config, draft)
-        network = DecoderNetwork(model_config(Settings(config, "the drafter")))
-        network.initialise(loop.seed)
-        network = network.to(compute.device)
 
         def write() -> None:
             for name in _TOKENIZER_FILES if model.is_dir() else ():

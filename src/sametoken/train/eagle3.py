@@ -183,7 +183,7 @@ def train_eagle3(
         target = FrozenTarget(
             files,
             aux_layers=layers,
-            max_positions=padded_length(loop.max_length),
+            max_positions=padded_length(loop.longest(files.config.max_position_embeddings)),
             dtype=compute.dtype,
             device=compute.device,
         )
@@ -297,7 +297,8 @@ def _network(
         rotary=rotary_table(
             config.rope,
             head_dim=config.head_dim,
-            max_positions=padded_length(loop.max_length) + head.ttt_steps,
+            max_positions=padded_length(loop.longest(config.max_position_embeddings))
+            + head.ttt_steps,
             device=device,
         ),
     )

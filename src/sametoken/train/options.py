@@ -43,7 +43,9 @@ class LoopOptions:
         None, "fewer steps if they would not fit this time in all; decided after warm-up"
     )
     batch_tokens: int = option(16384, "tokens of a batch, padding counted")
-    max_length: int = option(1024, "cut sequences to this number of tokens")
+    max_length: int = option(
+        1024, "cut sequences to this number of tokens, and to the target's context"
+    )
     learning_rate: float = option(1e-3, "highest learning rate; it falls to 0 as a cosine does")
     warmup_steps: int = option(100, "steps over which the learning rate rises from 0")
     weight_decay: float = option(0.0, "AdamW's, of matrices alone")
@@ -88,6 +90,10 @@ class LoopOptions:
                 "use a weight decay of 0 or more, and a share from 0 to below 1",
             )
         require_seconds(self.max_seconds)
+
+    def longest(self, context: int) -> int:
+        """Tokens of the longest sequence, for a target with a context of ``context`` tokens."""
+        return min(self.max_length, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,7 @@ class Eagle3Options:
         if self.aux_layers is None:
             return (2, num_layers // 2, num_layers - 3)
         parts = self.aux_layers.split(",")
-        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
             raise ConfigError(
                 f"aux_layers={self.aux_layers!r} does not name three layers", "give 2,15,27"
             )
@@ -252,9 +258,10 @@ class LMOptions:
             )
         if self.architecture == "llama" and self.mtp_steps:
             raise ConfigError("a llama has no multi-token-prediction module", "leave mtp_steps out")
-        sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_kv_heads)
+        sizes = (self.vocab_size, self.hidden_size, self.intermediate_size, self.num_layers)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         linear = (self.linear_key_heads, self.linear_value_heads, self.linear_head_dim)
-        if min(*sizes, *linear) < 1:
+        if min(*sizes, *heads, *linear) < 1:
             raise ConfigError("a size of the model is below 1", "use sizes of at least 1")
         if self.module_steps < 0 or not 0 <= self.mtp_weight < math.inf:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from helpers import training
 from helpers.training import SIZES
-from sametoken.errors import ConfigError
+from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.loader import read_config
 from sametoken.train.distillation import TrainingText
 from sametoken.train.draft import train_draft
@@ -23,8 +24,8 @@ DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, verified_drafts=
 LOOP = replace(training.LOOP, learning_rate=5e-3)
 
 
-def train(target, output, text, *, loop=LOOP, report=lambda now: None):
-    return train_draft(target, output, text, DRAFT, loop, report=report, announce=lambda line: None)
+def train(target, output, text, *, draft=DRAFT, loop=LOOP, report=lambda now: None):
+    return train_draft(target, output, text, draft, loop, report=report, announce=lambda line: None)
 
 
 def test_a_trained_drafter_is_accepted_as_training_said(target, text, tmp_path):
@@ -82,6 +83,20 @@ def test_a_drafter_whose_tokenizer_cannot_be_copied_is_no_model(
 def test_impossible_sizes_are_refused(changes):
     with pytest.raises(ConfigError, match="possible"):
         DraftOptions(**changes)
+
+
+def test_sizes_beyond_all_models_are_refused_before_the_weights_are_read(target, text, tmp_path):
+    unreadable = training.with_bad_weights(target, tmp_path / "target")
+    with pytest.raises(CheckpointError, match="hidden_size=8388608 is not at most"):
+        train(unreadable, tmp_path / "out", text, draft=replace(DRAFT, hidden_size=2**23))
+
+
+def test_sequences_end_with_the_target_s_context(target, tmp_path):
+    row = {"prompt_token_ids": [1] * 8, "output_token_ids": [2] * 300}
+    (tmp_path / "text.jsonl").write_text(json.dumps(row))
+    text, loop = TrainingText(file=tmp_path / "text.jsonl"), replace(LOOP, steps=1)
+    result = train(target, tmp_path / "out", text, loop=replace(loop, max_length=10**12))
+    assert result.tokens == SIZES["max_position_embeddings"] - 8
 
 
 @pytest.mark.parametrize(("row", "says"), training.MISFITS)

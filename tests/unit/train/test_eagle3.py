@@ -286,6 +286,11 @@ def test_what_is_held_back_is_measured(target, text, tmp_path):
     assert result.measured == result.held_back
 
 
+def test_positions_end_with_the_target_s_context(target, text, tmp_path):
+    loop = replace(LOOP, steps=1, max_length=10**12)
+    assert train(target, tmp_path, text, loop=loop).steps == 1
+
+
 def test_the_answers_that_were_measured_are_counted(target, text, tmp_path, monkeypatch):
     """Of many held-back answers only some are measured."""
     monkeypatch.setattr(distillation, "_MEASURED_BATCHES", 2)
@@ -333,6 +338,7 @@ def test_a_gpu_that_is_not_there(target, text, tmp_path):
         {"num_kv_heads": 0},
         {"aux_layers": "1,2"},
         {"aux_layers": "1,2,x"},
+        {"aux_layers": "1,2,²"},
     ],
 )
 def test_impossible_options_are_refused(changes):

@@ -175,12 +175,15 @@ def test_there_is_something_to_resume(sources, tmp_path):
         {"linear_value_heads": 3, "linear_key_heads": 2},
         {"head_dim": 6},
         {"hidden_size": 0},
+        {"vocab_size": 0},
+        {"num_heads": 0},
+        {"head_dim": 0},
         {"mtp_weight": -1.0},
         {"mtp_weight": float("nan")},
     ],
 )
 def test_impossible_models_are_refused(changes):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"possible|not known|has no|below 1|cannot share"):
         LMOptions(**changes)
 
 

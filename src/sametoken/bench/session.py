@@ -70,7 +70,7 @@ class Session:
         # What is used is announced once, though ``build_engine`` looks it up again.
         announce = functools.cache(announce)
         requested = validate(config, announce)
-        _require_slots(workload, requested.config.max_num_seqs)
+        workload.require_slots(requested.config.max_num_seqs)
         if prompts is not None:
             workload = replace(workload, prompts=_read(prompts, requested))
         if dataset is not None:
@@ -97,7 +97,7 @@ class Session:
             ConfigError: the workload does not fit the engine.
         """
         workload = replace(workload, prompts=self.workload.prompts)
-        _require_slots(workload, self.resolved.config.max_num_seqs)
+        workload.require_slots(self.resolved.config.max_num_seqs)
         _require_fit(workload, self.resolved, lambda text: None)
         source = RequestSource(workload, self.resolved.model.vocab_size)
         return replace(self, workload=workload, _source=source)
@@ -166,14 +166,6 @@ def _read(path: Path, requested: Requested) -> tuple[tuple[int, ...], ...]:
         return loaded.encode(text)
 
     return read_prompts(path, encode, requested.architecture.vocab_size)
-
-
-def _require_slots(workload: Workload, max_num_seqs: int) -> None:
-    most = max(workload.concurrency)
-    if most > max_num_seqs:
-        raise ConfigError(
-            f"concurrency {most} is above max_num_seqs={max_num_seqs}", "raise max_num_seqs"
-        )
 
 
 def _require_length(workload: Workload, max_model_len: int) -> None:

@@ -155,9 +155,10 @@ class Sweep:
         """What options alone show to be impossible is no failed cell."""
         names: set[str] = set()
         for cells in self.engines():
-            EngineConfig.from_options(**cells[0].engine_options())
+            config = EngineConfig.from_options(**cells[0].engine_options())
             for cell in cells:
-                assert cell.workload
+                # 0 is chosen for the device.
+                cell.workload.require_slots(config.max_num_seqs or cell.concurrency)
                 if cell.name in names:
                     raise ConfigError(
                         f"the sweep has {cell.name} twice", "give each value of an axis once"

@@ -67,6 +67,18 @@ class Workload:
             detokenize=False,
         )
 
+    def require_slots(self, max_num_seqs: int) -> None:
+        """Refuse more requests at once than an engine runs.
+
+        Raises:
+            ConfigError: the concurrency is higher.
+        """
+        most = max(self.concurrency)
+        if most > max_num_seqs:
+            raise ConfigError(
+                f"concurrency {most} is above max_num_seqs={max_num_seqs}", "raise max_num_seqs"
+            )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""

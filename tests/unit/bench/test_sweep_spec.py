@@ -97,6 +97,11 @@ def test_a_file_takes_drafters_and_names_as_the_command_line_does():
     assert make_sweep(None, asked | {"drafter": None}, {}).drafter == (None,)
 
 
+def test_an_engine_may_choose_its_own_slots():
+    sweep = make_sweep(None, {"model": "m", "concurrency": 8, "engine": {"max_num_seqs": 0}}, {})
+    assert cells(sweep)[0].engine_options()["max_num_seqs"] == 0
+
+
 def test_options_of_all_engines_override_one_by_one():
     file = {"model": "m", "engine": {"dtype": "float32", "max-model-len": 64}}
     sweep = make_sweep(None, file, {"engine": {"dtype": "bfloat16"}})
@@ -127,6 +132,7 @@ def test_options_of_all_engines_override_one_by_one():
         ({"model": ["m"], "engine": {"model": "n"}}, "give it as the axis model"),
         ({"model": ["m"], "engine": {"speculative-config": NGRAM}}, "give it as the axis drafter"),
         ({"model": ["m"], "engine": {"tensor_parallel_size": 2}}, "axis tensor_parallel_size"),
+        ({"model": ["m"], "concurrency": 8, "engine": {"max_num_seqs": 4}}, "above max_num_seqs=4"),
         ({"model": ["m"], "num_iters": 0}, "num_iters=0 is not possible. use at least 1"),
         ({"model": ["m"], "warmup": -1}, "warmup=-1 is not possible. use at least 0"),
         ({"model": ["m"], "input_len": [8, 0]}, "input_len"),

@@ -25,6 +25,7 @@ from sametoken.train.options import (
     TokenMapOptions,
     require_seconds,
 )
+from sametoken.types.units import counted
 
 if TYPE_CHECKING:
     from sametoken.io.journal import Journal
@@ -78,7 +79,8 @@ def text(
     written = _write_text(model, prompts, output, params, max_seconds, options)
     before = f"; {written.kept} kept from an earlier run" if written.kept else ""
     announce(
-        f"{written.answers} answers of {written.tokens} tokens in {written.seconds:.1f} s, "
+        f"{counted(written.answers, 'answer')} of {counted(written.tokens, 'token')} in "
+        f"{written.seconds:.1f} s, "
         f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s{before}"
     )
 
@@ -197,9 +199,9 @@ def lm(
     _show(
         result,
         json_output,
-        f"{output}: {result.parameters} parameters, loss {result.loss:.3f} after {result.steps} "
-        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}, on new windows "
-        "of the training text",
+        f"{output}: {result.parameters} parameters, loss {result.loss:.3f} after "
+        f"{counted(result.steps, 'step')}, perplexity {result.perplexity:.2f}; "
+        f"{_rates(result.acceptance)}, on new windows of the training text",
     )
 
 
@@ -251,7 +253,7 @@ def _train_drafter(
     _show(
         result,
         given["json_output"],
-        f"{output}: loss {result.loss:.3f} after {result.steps} steps; "
+        f"{output}: loss {result.loss:.3f} after {counted(result.steps, 'step')}; "
         f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}, "
         f"{_measured_on(result.held_back, result.measured)}",
     )

@@ -213,7 +213,7 @@ def test_answers_go_on_after_an_interrupt(target, prompts, tmp_path):
     interrupted(*command, "--max-num-seqs", 1)
     written = run(*command, "--max-num-seqs", 1)
     assert written.exit_code == 0, written.output
-    assert "1 answers of" in written.output
+    assert "1 answer of" in written.output
     assert "1 kept from an earlier run" in written.output
     assert len(text.read_text().splitlines()) == 2
 

@@ -110,6 +110,19 @@ def require_dataset(name: str, path: Path | None) -> None:
         raise ConfigError("spec-bench does not ship with the package", f"give its file {by_option}")
 
 
+def require_named(name: str, path: Path | None) -> None:
+    """Refuse a file under the name of prompts that it does not hold.
+
+    Raises:
+        ConfigError: the name is that of a dataset of this package.
+    """
+    if path is not None and name in (*_SHIPPED, RANDOM):
+        raise ConfigError(
+            f"dataset {name!r} takes no file, and path is {path}",
+            f"give --dataset custom or {SPEC_BENCH}, or leave path out",
+        )
+
+
 def _of_package(name: str) -> list[DatasetItem]:
     data = resources.files("sametoken.bench").joinpath(f"data/{name}.jsonl.gz").read_bytes()
     rows = map(json.loads, gzip.decompress(data).decode().splitlines())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sametoken.bench.datasets import require_dataset
+from sametoken.bench.datasets import require_dataset, require_named
 from sametoken.bench.measure import measure
 from sametoken.bench.prompts import dataset_prompts
 from sametoken.bench.report import Summary, summarise
@@ -66,6 +66,7 @@ class Session:
             CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
         """
         if dataset is not None:
+            require_named(*dataset)
             require_dataset(*dataset)
         # What is used is announced once, though ``build_engine`` looks it up again.
         announce = functools.cache(announce)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sametoken.bench.datasets import RANDOM, require_dataset
+from sametoken.bench.datasets import RANDOM, require_dataset, require_named
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, shown
@@ -143,7 +143,9 @@ class Sweep:
         for name, least in (("num_iters", 1), ("warmup", 0)):
             if (given := getattr(self, name)) < least:
                 raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
-        require_dataset(self.dataset, Path(self.path) if self.path else None)
+        path = Path(self.path) if self.path else None
+        require_named(self.dataset, path)
+        require_dataset(self.dataset, path)
         for name, axis in _AXIS_OF.items():
             if name in self.engine:
                 raise ConfigError(

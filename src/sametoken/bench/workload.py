@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sametoken.bench.datasets import SPEC_BENCH, load_dataset
+from sametoken.bench.datasets import SPEC_BENCH, load_dataset, require_named
 from sametoken.config import option
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.json_text import json_lines, parse_json
@@ -195,6 +195,7 @@ class ServingWorkload:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is not possible", f"use at least {minimum}"
                 )
+        require_named(self.dataset, self.path)
         if self.api not in APIS:
             raise ConfigError(f"api {self.api!r} is not known", f"use {listed(APIS)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,8 @@ def test_a_servers_address():
     for wrong in (*addresses, {"timeout": -1.0}, {"timeout": float("nan")}):
         with pytest.raises(ConfigError):
             Server(**wrong)
+
+
+def test_a_file_is_not_served_under_the_name_of_a_shipped_dataset():
+    with pytest.raises(ConfigError, match=r"'mt-bench' takes no file, .* give --dataset custom"):
+        ServingWorkload(path=Path("prompts.jsonl"))

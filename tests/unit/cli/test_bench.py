@@ -111,6 +111,7 @@ def test_what_makes_no_workload_is_refused(given, caching, cause):
     [
         (("--dataset", "nothing"), "'nothing' is not known. use gsm8k, "),
         (("--dataset", "spec-bench"), "spec-bench does not ship"),
+        (("--dataset", "gsm8k", "--path", "/no/file"), "'gsm8k' takes no file"),
         (("--dataset", "custom", "--path", "/no/file"), "/no/file cannot be read"),
         (("--output", "/dev/null/file.json"), "/dev/null cannot be made"),
         (("--output", "/"), "/ cannot be written (it is a directory)"),

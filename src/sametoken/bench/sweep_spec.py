@@ -146,6 +146,10 @@ class Sweep:
         path = Path(self.path) if self.path else None
         require_named(self.dataset, path)
         require_dataset(self.dataset, path)
+        if self.dataset != RANDOM and len(self.input_len) > 1:
+            raise ConfigError(
+                f"prompts of {self.dataset} have lengths of their own", "leave input_len out"
+            )
         for name, axis in _AXIS_OF.items():
             if name in self.engine:
                 raise ConfigError(

@@ -140,6 +140,7 @@ def test_options_of_all_engines_override_one_by_one():
         ({"model": ["m"], "dataset": "foo"}, "'foo' is not known"),
         ({"model": ["m"], "dataset": "custom", "path": "/nope"}, "/nope cannot be read"),
         ({"model": ["m"], "path": "/nope"}, "'random' takes no file"),
+        ({"model": ["m"], "dataset": "gsm8k", "input_len": [8, 9]}, "gsm8k have lengths of their"),
         ({"model": ["m"], "tensor_parallel_size": [0]}, "tensor_parallel_size=0"),
         ({"model": ["m"], "drafter": [{"method": "oracle"}]}, "'oracle' is not known"),
     ],

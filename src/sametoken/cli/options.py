@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import parse_integer
 from sametoken.types.sampling_params import RECOMMENDED, SamplingParams
 
@@ -79,8 +79,8 @@ def numbers(name: str, text: str, kind: type[Any] = int, remedy: str = "give 1,8
         found = [kind(part) for part in text.split(",")]
         if not all(map(math.isfinite, found)):
             raise ValueError("a number is not finite")
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} is not a list of numbers", remedy) from error
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{name}={shown(text)} is not a list of numbers", remedy) from error
     return found
 
 

@@ -98,6 +98,7 @@ def test_a_preset_gives_defaults_that_options_override():
         ({"preset": "pier"}, False, "'pier' is not known. use 'peer'"),
         ({"preset": "peer"}, True, "no prefix cache"),
         ({"concurrency": "1;2"}, False, "not a list of numbers"),
+        ({"concurrency": "9" * 400}, False, "not a list of numbers"),
         ({"concurrency": "0"}, False, "concurrency=0"),
     ],
 )

@@ -23,12 +23,14 @@ def speculation_in(event: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Wind
     still one.
     """
     with contextlib.suppress(ValueError):
-        ours = _Ours.model_validate(event.get("speculation"))
-        # The first entry is the last prefill step.
-        return ours.model_dump(exclude=_PER_STEP), ours.windows(skipped=1)
+        if "speculation" in event:
+            ours = _Ours.model_validate(event["speculation"])
+            # The first entry is the last prefill step.
+            return ours.model_dump(exclude=_PER_STEP), ours.windows(skipped=1)
     with contextlib.suppress(ValueError):
-        theirs = _Metrics.model_validate(event.get("metrics")).speculative_decoding
-        return theirs.under_our_names(), theirs.windows()
+        if "metrics" in event:
+            theirs = _Metrics.model_validate(event["metrics"]).speculative_decoding
+            return theirs.under_our_names(), theirs.windows()
     return None
 
 

@@ -90,14 +90,16 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        tokens: token ids, or a server's token texts.
+        tokens: token ids, or the token texts of a server that returns no ids.
         windows: the verify steps in order; empty if unknown.
         top: the two best candidates of every position; empty if not requested.
+        texts: a server's token texts; empty for an engine.
     """
 
     tokens: tuple[int | str, ...]
     windows: tuple[Window, ...] = ()
     top: tuple[TopTwo, ...] = ()
+    texts: tuple[str, ...] = ()
 
     def window_at(self, position: int) -> Window | None:
         """Return the verify step that emitted the token at ``position``, if known."""

@@ -92,9 +92,10 @@ def audit_sides(
     before = subject.counters()
     found, found_again = subject.answer(requests), subject.answer(requests)
     after = subject.counters()
-    has_ids = _has_ids(found)
-    expected, again = (
-        _as_texts(answers, baseline.text_of, tokens=not has_ids) for answers in (expected, again)
+    runs = ((baseline, expected), (baseline, again), (subject, found), (subject, found_again))
+    by_id = all(_has_ids(answers) for _, answers in runs)
+    expected, again, found, found_again = (
+        _as_texts(answers, side.text_of, tokens=not by_id) for side, answers in runs
     )
     noise = kernel_noise((expected, again), ((found, found_again), (expected, found)))
     if noise is not None:
@@ -218,7 +219,7 @@ def _as_texts(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) 
     return {
         name: replace(
             answer,
-            tokens=tuple(map(word, answer.tokens)) if tokens else answer.tokens,
+            tokens=answer.texts or tuple(map(word, answer.tokens)) if tokens else answer.tokens,
             top=tuple(tuple((word(t), p) for t, p in top) for top in answer.top),
         )
         for name, answer in answers.items()

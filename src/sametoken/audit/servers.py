@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server: ``/v1/completions`` with log-probabilities.
 
-vLLM, SGLang and llama.cpp's server support them. Answers have token ids if the server returns
-them (``return_token_ids``), else token texts.
+vLLM and SGLang have them. Answers have token ids if the server returns them
+(``return_token_ids``), and always token texts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import httpx
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.scrape import Counters, scrape
-from sametoken.bench.workload import server_root
-from sametoken.errors import RequestError
+from sametoken.bench.workload import bearer, server_root
+from sametoken.errors import RequestError, require_unicode, shown
 from sametoken.io.json_text import parse_json
 
 NUM_CANDIDATES = 2
@@ -33,12 +33,21 @@ class Server:
         model: served model name; None takes the first of ``/v1/models``.
         api_key: sent as a bearer token if given.
         timeout_s: timeout of one request.
+
+    Raises:
+        ConfigError: no header can hold the key.
+        RequestError: the URL or the name holds a lone surrogate.
     """
 
     url: str
     model: str | None = None
     api_key: str | None = None
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        bearer(self.api_key)
+        require_unicode("url", self.url)
+        require_unicode("served_model", self.model or "")
 
     @property
     def root(self) -> str:
@@ -55,10 +64,12 @@ class Server:
         Raises:
             ConfigError, RequestError: the URL is malformed.
         """
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
             return httpx.AsyncClient(
-                base_url=self.root, headers=headers, timeout=self.timeout_s, verify=_authorities()
+                base_url=self.root,
+                headers=bearer(self.api_key),
+                timeout=self.timeout_s,
+                verify=_authorities(),
             )
         except httpx.InvalidURL as error:
             raise RequestError(
@@ -164,17 +175,30 @@ def parse_completion(body: Any) -> Answer:
     """
     try:
         choice = body["choices"][0]
-        logprobs = choice["logprobs"]
-        texts = tuple(logprobs["tokens"])
-        top = tuple(map(_two_best, logprobs["top_logprobs"] or ()))
-        ids = choice.get("token_ids")
-        tokens = tuple(ids) if ids is not None else texts
-        return Answer(tokens, top=top)
+        texts, ids = choice["logprobs"]["tokens"], choice.get("token_ids")
+        top = tuple(map(_two_best, choice["logprobs"]["top_logprobs"] or ()))
     except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
         raise RequestError(
             f"the server's completion has no log-probabilities ({error!r})",
             "the audit needs /v1/completions with logprobs",
         ) from error
+    tokens = texts if ids is None else ids
+    if not (_all_of(str, texts) and (ids is None or _all_of(int, ids))):
+        raise RequestError(
+            f"the server's completion has tokens={shown(texts)}, token_ids={shown(ids)}",
+            "a server must send a list of texts, and if it sends token ids a list of integers",
+        )
+    if len(tokens) != len(texts) or len(top) not in (0, len(texts)):
+        raise RequestError(
+            f"the server's completion has {len(texts)} texts of tokens, {len(tokens)} token ids "
+            f"and {len(top)} positions with log-probabilities",
+            "a server must send one of each for every token",
+        )
+    return Answer(tuple(tokens), top=top, texts=tuple(texts))
+
+
+def _all_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 def _two_best(candidates: Mapping[str, float]) -> TopTwo:

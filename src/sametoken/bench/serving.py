@@ -24,7 +24,7 @@ from sametoken.bench.openai_stream import (
 )
 from sametoken.bench.scrape import scrape
 from sametoken.bench.serving_numbers import Goal, serving_numbers
-from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload
+from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload, bearer
 from sametoken.errors import ConfigError
 from sametoken.io.json_text import parse_json
 from sametoken.types.option_values import listed
@@ -37,10 +37,9 @@ _JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 def open_client(server: Server) -> httpx.AsyncClient:
     """Open a client without a connection limit and without proxies, which would add latency."""
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     return httpx.AsyncClient(
         base_url=server.url,
-        headers=headers,
+        headers=bearer(server.api_key),
         timeout=server.timeout,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,

@@ -227,7 +227,8 @@ class Server:
     """The address and request options of a server.
 
     Raises:
-        ConfigError: the address or the timeout is invalid, or the extra fields are no JSON object.
+        ConfigError: the address, the key or the timeout is invalid, or the extra fields are no JSON
+            object.
     """
 
     url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
@@ -241,6 +242,7 @@ class Server:
     def __post_init__(self) -> None:
         require_limits(self)
         object.__setattr__(self, "url", server_root(self.url))
+        bearer(self.api_key)
         try:
             is_object = isinstance(parse_json(self.extra_body), dict)
         except ValueError:
@@ -263,3 +265,19 @@ def server_root(url: str) -> str:
     if not re.match(r"https?://[^/]", url):
         raise ConfigError(f"{url!r} is no address", "give http://host:port")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The headers that show a server the key, if there is one.
+
+    Raises:
+        ConfigError: no header can hold it.
+    """
+    if not api_key:
+        return {}
+    if not re.fullmatch("[!-~]+", api_key):
+        raise ConfigError(
+            "the API key has a space or a character beyond ASCII, which no server accepts",
+            "give the key that the server was started with",
+        )
+    return {"Authorization": f"Bearer {api_key}"}

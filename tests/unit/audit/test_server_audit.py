@@ -72,6 +72,15 @@ def test_noise_against_an_engine_is_measured(tokens, margin, kind):
     assert (divergence.position, divergence.found, divergence.kind) == (1, tokens[1], kind)
 
 
+@pytest.mark.parametrize("subject_has_ids", [False, True])
+def test_servers_of_which_one_returns_ids_are_compared_by_texts(subject_has_ids):
+    texts = (" a", " b")
+    with_ids = Side("new", lambda asks: {"one": Answer((1, 2), texts=texts)})
+    without = Side("old", lambda asks: {"one": Answer(texts, texts=texts)})
+    sides = (with_ids, without) if subject_has_ids else (without, with_ids)
+    assert audit_sides(*sides, [ASK]).identical
+
+
 def test_a_text_of_two_candidates_is_no_noise():
     """Parts of a character are one text; as noise their gap made a tie of any small margin."""
     part = "\ufffd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.audit.servers import Server, parse_completion
-from sametoken.errors import RequestError
+from sametoken.errors import ConfigError, RequestError
 
 # The form of vLLM's /v1/completions.
 COMPLETION = {
@@ -37,7 +37,27 @@ def test_a_completion_without_token_ids():
 
 def test_token_ids_are_taken_where_they_are():
     choice = COMPLETION["choices"][0] | {"token_ids": [5, 6]}
-    assert parse_completion(COMPLETION | {"choices": [choice]}).tokens == (5, 6)
+    answer = parse_completion(COMPLETION | {"choices": [choice]})
+    assert (answer.tokens, answer.texts) == ((5, 6), (" a", " b"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "why"),
+    [
+        ("56", {}, "token_ids='56'"),
+        ([5, None], {}, r"token_ids=\[5, None\]"),
+        ([5, True], {}, r"token_ids=\[5, True\]"),
+        ([5], {}, "has 2 texts of tokens, 1 token ids and 2 positions"),
+        (None, {"tokens": " a"}, "tokens=' a'"),
+        (None, {"tokens": [" a", 3]}, r"tokens=\[' a', 3\]"),
+        (None, {"top_logprobs": [{" a": -0.5}]}, "2 texts of tokens, 2 token ids and 1 positions"),
+    ],
+)
+def test_malformed_tokens_are_refused(ids, logprobs, why):
+    choice = COMPLETION["choices"][0]
+    choice = choice | {"token_ids": ids, "logprobs": choice["logprobs"] | logprobs}
+    with pytest.raises(RequestError, match=why):
+        parse_completion({"choices": [choice]})
 
 
 @pytest.mark.parametrize(
@@ -51,3 +71,15 @@ def test_other_forms_are_refused(body):
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_the_root_of_a_url(url):
     assert Server(url).root == "http://h:1"
+
+
+@pytest.mark.parametrize("key", ["clé", "a b", "key\n", "\udcff"])
+def test_a_key_that_no_header_holds_is_refused(key):
+    with pytest.raises(ConfigError, match="the API key has"):
+        Server("http://h:1", api_key=key)
+
+
+@pytest.mark.parametrize("wrong", [{"model": "m\udcff"}, {"url": "http://h/\udcff"}])
+def test_a_lone_surrogate_is_refused(wrong):
+    with pytest.raises(RequestError, match="holds a lone surrogate"):
+        Server(**{"url": "http://h:1"} | wrong)

@@ -122,7 +122,7 @@ def test_a_servers_address():
     assert Server("http://host:1/v1/").url == "http://host:1"
     assert Server(extra_body='{"top_k": 3}').extra == {"top_k": 3}
     addresses = ({"url": "host:1"}, {"url": "http://"}, {"extra_body": "[1]"})
-    for wrong in (*addresses, {"timeout": -1.0}, {"timeout": float("nan")}):
+    for wrong in (*addresses, {"api_key": "clé"}, {"timeout": -1.0}, {"timeout": float("nan")}):
         with pytest.raises(ConfigError):
             Server(**wrong)
 

@@ -29,6 +29,8 @@ def no_model(monkeypatch):
         (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
         (("model", "--url", "127.0.0.1:9"), "'127.0.0.1:9' is no address. give http://host:port"),
         (("--url", NOBODY), "there is no baseline"),
+        (("m", "--url", NOBODY, "--api-key", "clé"), "the API key has a space or a character bey"),
+        (("m", "--url", NOBODY, "--served-model", "\udcff"), "holds a lone surrogate"),
         (("model", "--url", NOBODY, "--dtype", "float8"), "dtype='float8'"),
         (("model", "--html", "/no/dir/audit.html"), "/no/dir/audit.html cannot be written"),
         (("model", "--prompts", "/no/file"), "/no/file cannot be read"),

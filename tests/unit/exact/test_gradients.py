@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, as_stored, write_exact
+from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, all_equal, as_stored, write_exact
 from helpers.families import VOCAB
 from sametoken.exact import ExactModel, functions
 from sametoken.layers import slices
@@ -67,6 +67,18 @@ def test_fp32_gradients_are_those_of_plain_autograd(name, tmp_path):
         assert error(gradient, wanted.pop(parameter)) < bound, parameter
     # An expert that no row chose.
     assert not any(gradient.any() for gradient in wanted.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_autocast_changes_no_bit(name, dtype, tmp_path):
+    model = ExactModel(str(write_exact(tmp_path, name)), dtype=dtype, device="cpu")
+    logprobs, wanted = model(scene()[0]), exact_gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all_equal(model(scene()[0]), logprobs)
+        found = exact_gradients(model)
+    assert found.keys() == wanted.keys()
+    assert all_equal(found.values(), wanted.values())
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITH_EXPERTS][::2])

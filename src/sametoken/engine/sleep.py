@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sametoken.engine.user_inputs import require_level
 from sametoken.errors import (
     InvariantError,
     RequestError,
@@ -30,8 +31,8 @@ from sametoken.runner.runner import StepRunner
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
-#: Levels of sleep: what is given back at each.
-KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+#: The level of sleep at which weights go too.
+DROP_WEIGHTS = 2
 
 
 class Memory(Protocol):
@@ -216,8 +217,7 @@ class Sleep:
             RequestError: there is no such level.
             UnsupportedError: this engine's memory cannot be given back.
         """
-        if level not in (KEEP_WEIGHTS, DROP_WEIGHTS):
-            raise RequestError(f"there is no sleep of level {shown(level)}", "use 1 or 2")
+        require_level(level)
         self.memory.require_droppable()
 
     def begin(self, level: int) -> None:

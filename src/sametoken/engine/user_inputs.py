@@ -254,6 +254,16 @@ def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
     return several
 
 
+def require_level(level: object) -> None:
+    """Refuse a level of sleep that there is not.
+
+    Raises:
+        RequestError: it is neither 1 nor 2.
+    """
+    if level not in (1, 2):
+        raise RequestError(f"there is no sleep of level {shown(level)}", "use 1 or 2")
+
+
 def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Names of parts that wake up; one name becomes a tuple of one.
 

@@ -14,7 +14,13 @@ from sametoken.config import EngineConfig
 from sametoken.engine.caller import NotCopied
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
-from sametoken.engine.user_inputs import Prompt, PromptTokens, parts_of, require_request_id
+from sametoken.engine.user_inputs import (
+    Prompt,
+    PromptTokens,
+    parts_of,
+    require_level,
+    require_request_id,
+)
 from sametoken.errors import ConfigError, RequestError, SametokenError, shown
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess, build_engine
@@ -382,6 +388,7 @@ class AsyncLLM(NotCopied):
             UnsupportedError: with several ranks memory cannot be given back.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
+        require_level(level)
         if mode == "keep":
             raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
         await self._client.command(FallAsleep(level, self._waits(mode)))

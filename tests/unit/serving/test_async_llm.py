@@ -601,6 +601,18 @@ def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline,
     served.run(scenario())
 
 
+def test_a_sleep_of_no_level_ends_no_request(served):
+    async def scenario():
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        running = served.llm.generate(WORDS[0], params, "running")
+        await anext(running)
+        with pytest.raises(RequestError, match="no sleep of level 9"):
+            await served.llm.sleep(level=9)
+        assert (await last_of(running)).outputs[0].finish_reason == "length"
+
+    served.run(scenario())
+
+
 def test_an_update_that_is_cancelled_has_not_been(served, model):
     async def scenario():
         llm, version = served.llm, served.llm.weight_version + 1

@@ -94,12 +94,14 @@ class Answer:
         windows: the verify steps in order; empty if unknown.
         top: the two best candidates of every position; empty if not requested.
         texts: a server's token texts; empty for an engine.
+        failed: logits were NaN after ``tokens``.
     """
 
     tokens: tuple[int | str, ...]
     windows: tuple[Window, ...] = ()
     top: tuple[TopTwo, ...] = ()
     texts: tuple[str, ...] = ()
+    failed: bool = False
 
     def window_at(self, position: int) -> Window | None:
         """Return the verify step that emitted the token at ``position``, if known."""

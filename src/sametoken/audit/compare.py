@@ -30,9 +30,9 @@ class Divergence:
         window: the verify step that emitted the found token, if known.
         draft: position of that token among the step's drafts, from 1; None if it was the
             target's own token or the step is unknown.
-        kind: ``TIE`` if the margin is within the measured noise, ``CORRUPTION`` if above,
-            ``UNEXPLAINED`` without a margin, ``SAMPLED`` if the request is sampled and the
-            server does not guarantee reproducible noise.
+        kind: ``TIE`` if the margin is within the measured noise, ``CORRUPTION`` if above or if
+            the found answer ends in NaN there, ``UNEXPLAINED`` without a margin, ``SAMPLED`` if
+            the request is sampled and the server does not guarantee reproducible noise.
     """
 
     request: str
@@ -182,7 +182,7 @@ def _divergence(
         margin,
         window,
         draft,
-        _kind(margin, noise),
+        CORRUPTION if found.failed and position == len(found.tokens) else _kind(margin, noise),
     )
 
 

@@ -17,7 +17,7 @@ from sametoken.audit.compare import (
     text_defects,
 )
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
-from sametoken.audit.engine_runs import RunSettings, run_requests
+from sametoken.audit.engine_runs import RunSettings, run_plain, run_requests
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -85,6 +85,7 @@ def audit_engine(
     Raises:
         ConfigError: there is no speculation to audit, or it is synthetic.
         RequestError: a request is longer than the engine allows.
+        NumericalError: plain decoding gives NaN.
         CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
     speculative = require_speculation(config)
@@ -187,9 +188,9 @@ def _baseline(
     core: EngineCore, requests: Sequence[AuditRequest], settings: AuditSettings
 ) -> Baseline:
     eos = _eos(core, settings)
-    answers = run_requests(core, requests, RunSettings(settings.concurrency), eos)
-    top = run_requests(core, requests, RunSettings(settings.concurrency, top=True), eos)
-    alone = run_requests(core, requests[: settings.num_alone], RunSettings(1, top=True), eos)
+    answers = run_plain(core, requests, RunSettings(settings.concurrency), eos)
+    top = run_plain(core, requests, RunSettings(settings.concurrency, top=True), eos)
+    alone = run_plain(core, requests[: settings.num_alone], RunSettings(1, top=True), eos)
     noise = max(differences(top, alone), default=0.0)
     repeats = (
         compare("plain, again", answers, top, noise=noise, margins=top),

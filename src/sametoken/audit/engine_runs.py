@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.measure import Window
+from sametoken.errors import NumericalError
 from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
@@ -60,7 +61,12 @@ class _Running:
         end = min(next((i + 1 for i, t in enumerate(self.tokens) if t in eos), most), most)
         if len(self.tokens) < end and not self.failed:
             return None
-        return Answer(tuple(self.tokens[:end]), tuple(self.windows), tuple(self.top[:end]))
+        return Answer(
+            tuple(self.tokens[:end]),
+            tuple(self.windows),
+            tuple(self.top[:end]),
+            failed=self.failed,
+        )
 
 
 def _two_best(position: PositionLogprobs) -> TopTwo:
@@ -105,6 +111,24 @@ def run_requests(
     while core.has_unfinished:
         core.step()
     return {request.name: answers[request.name] for request in requests}
+
+
+def run_plain(
+    core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings, eos: frozenset[int]
+) -> Answers:
+    """As ``run_requests``, for a baseline: where it has no logits, equality proves nothing.
+
+    Raises:
+        NumericalError: the logits of a request were NaN; and as ``run_requests``.
+    """
+    answers = run_requests(core, requests, settings, eos)
+    for name, answer in answers.items():
+        if answer.failed:
+            raise NumericalError(
+                f"without speculation the model gives NaN for prompt {name!r}",
+                "check the weights and the dtype",
+            )
+    return answers
 
 
 def engine_request(request: AuditRequest, settings: RunSettings) -> EngineRequest:

@@ -187,7 +187,7 @@ _TRAINER = options_in(_trainer_options)
 _PROMPTS = options_in(_prompt_options)
 _SERVERS = options_in(_server_options)
 #: What only audits of this engine read, and what a trainer's does not.
-_ENGINE_ONLY = ("alone", "diagnose")
+_ENGINE_ONLY = ("alone", "diagnose", "speculative_config")
 _NOT_OF_TRAINERS = (
     *_ENGINE_ONLY,
     *(one.name for one in (*_SERVERS, *_PROMPTS) if one.name != "limit"),
@@ -396,7 +396,7 @@ def _engine_side(
 ) -> Side:
     """Make a side of this engine without speculation, as the baseline of a server."""
     from sametoken.audit.engine_audit import require_fitting
-    from sametoken.audit.engine_runs import RunSettings, run_requests
+    from sametoken.audit.engine_runs import RunSettings, run_plain
     from sametoken.audit.server_audit import Side
     from sametoken.engine.build import build_requested
     from sametoken.text.tokenizer import all_eos_ids
@@ -407,6 +407,6 @@ def _engine_side(
     settings = RunSettings(concurrency, top=True)
     return Side(
         f"{requested.path}, plain, in this engine",
-        lambda requests: run_requests(core, requests, settings, eos),
+        lambda requests: run_plain(core, requests, settings, eos),
         text_of=tokenizer.decode_token,
     )

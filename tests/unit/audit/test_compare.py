@@ -57,6 +57,12 @@ def test_a_margin_within_the_noise_is_a_tie(tokens, noise, kind):
     assert comparison.count(kind) == 1
 
 
+def test_an_answer_that_ends_in_nan_is_no_tie():
+    failed = Answer((4, 5), failed=True)
+    (divergence,) = compare("run", {"a": BASELINE}, {"a": failed}, noise=0.02).divergences
+    assert (divergence.position, divergence.kind) == (2, CORRUPTION)
+
+
 def test_the_window_and_the_draft_of_a_difference():
     windows = (Window(0, 2, 0), Window(1, 3, 2), Window(4, 3, 0))
     for position, draft in ((1, 1), (2, 2), (3, None), (4, None)):

@@ -40,6 +40,14 @@ def no_model(monkeypatch):
         (("m", "--trainer", "x", "--temperature", "1"), "--temperature is of no use with --tr"),
         (("m", "--trainer", "x", "--no-diagnose"), "--diagnose is of no use with --trainer"),
         (("m", "--url", NOBODY, "--alone", "8"), "--alone is of no use with --url"),
+        (
+            ("m", "--url", NOBODY, "--speculative-config", "ngram"),
+            "--speculative-config is of no use with --url",
+        ),
+        (
+            ("m", "--trainer", "x", "--speculative-config", "ngram"),
+            "--speculative-config is of no use with --trainer",
+        ),
         (("m", "--served-model", "x"), "--served-model is of use with --url alone"),
         (("model", "--checkpoint", "x"), "--checkpoint is of use with --trainer alone"),
         (("--limit", "1"), "there is nothing to audit. give MODEL"),

@@ -21,7 +21,7 @@ from sametoken.engine.resolve import (
 from sametoken.errors import CheckpointError, NumericalError
 from sametoken.exact.functions import token_logprobs
 from sametoken.exact.kernels import DifferentiableWeight, differentiable
-from sametoken.exact.packed import PackedSequences, require_sequences
+from sametoken.exact.packed import PackedSequences, checked_sequences
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.decoder import HEAD, Decoder
 from sametoken.models.load.quantization import require_unquantized
@@ -99,12 +99,11 @@ class ExactModel(nn.Module):
             of ``SamplingParams`` are.
 
         Raises:
-            RequestError: a sequence is too long, has no token to score, or a token that the model
-                lacks.
+            RequestError: a sequence is too long, has no token to score, a token that the model
+                lacks, or one that is no integer.
             NumericalError: a parameter is NaN, infinite, or of another shape.
         """
-        starts = [1] * len(sequences) if starts is None else starts
-        require_sequences(
+        lists, firsts = checked_sequences(
             sequences, starts, longest=self._max_model_len, vocab_size=self.config.vocab_size
         )
         device = next(self.parameters()).device
@@ -115,7 +114,7 @@ class ExactModel(nn.Module):
             reader.require_all_finite()
         except CheckpointError as error:
             raise NumericalError(error.cause, "look at the optimizer's last step") from error
-        packed = PackedSequences.of(sequences, starts, self._block_size, device)
+        packed = PackedSequences.of(lists, firsts, self._block_size, device)
         hidden = decoder.forward(packed.token_ids, packed.rows, packed.cache(decoder.caches)).last
         head = decoder.head
         assert isinstance(head, DifferentiableWeight)

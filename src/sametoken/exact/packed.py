@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
+from operator import index
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class PackedSequences:
         block_size: int,
         device: torch.device,
     ) -> PackedSequences:
-        """Lay out sequences that ``require_sequences`` accepts."""
+        """Lay out sequences that ``checked_sequences`` gives."""
         lengths = tuple(map(len, sequences))
         firsts = (0, *accumulate(lengths))
         counts = [-(-length // block_size) for length in lengths]
@@ -75,14 +76,14 @@ class PackedSequences:
             for at in range(start - 1, length - 1)
         ]
         token_ids = upload([*chain(*sequences)], device)
-        index = upload(scored, device)
+        predicting = upload(scored, device)
         return cls(
             lengths=lengths,
             token_ids=token_ids,
             rows=AttentionRows(positions, slots, kv_slots, block_table, runs),
             places=(blocks, offsets),
-            scored=index,
-            chosen=token_ids[index + 1],
+            scored=predicting,
+            chosen=token_ids[predicting + 1],
             num_scored=tuple(n - start for n, start in zip(lengths, starts, strict=True)),
             num_blocks=num_blocks,
             block_size=block_size,
@@ -116,35 +117,47 @@ class PackedSequences:
         return None
 
 
-def require_sequences(
-    sequences: Sequence[Sequence[int]], starts: Sequence[int], *, longest: int, vocab_size: int
-) -> None:
-    """Refuse sequences that cannot be scored.
+def checked_sequences(
+    sequences: Iterable[Iterable[int]],
+    starts: Iterable[int] | None,
+    *,
+    longest: int,
+    vocab_size: int,
+) -> tuple[list[list[int]], list[int]]:
+    """Sequences and starts as lists, of which every one can be scored.
 
     Args:
         sequences: token ids.
-        starts: by sequence, index of the first scored token.
+        starts: by sequence, index of the first scored token; None: 1.
         longest: the most tokens of a sequence.
         vocab_size: token ids are below it.
 
     Raises:
         RequestError: names the sequence.
     """
-    # A tensor of sequences, as trainers have them, has no truth of its own.
-    if len(sequences) == 0 or len(starts) != len(sequences):
+    try:
+        lists = [[*map(index, ids)] for ids in sequences]
+        firsts = [1] * len(lists) if starts is None else [*map(index, starts)]
+    except TypeError as error:
         raise RequestError(
-            f"{counted(len(starts), 'start')} for {counted(len(sequences), 'sequence')}",
+            f"sequences or starts are no integers ({error})",
+            "give a list of token ids for each sequence, and one start",
+        ) from error
+    if not lists or len(firsts) != len(lists):
+        raise RequestError(
+            f"{counted(len(firsts), 'start')} for {counted(len(lists), 'sequence')}",
             "give at least one sequence, and one start for each",
         )
-    for index, (ids, start) in enumerate(zip(sequences, starts, strict=True)):
+    for place, (ids, start) in enumerate(zip(lists, firsts, strict=True)):
         if not 1 <= start < len(ids) <= longest:
             raise RequestError(
-                f"sequence {index} has {len(ids)} tokens, to be scored from {start} on",
+                f"sequence {place} has {len(ids)} tokens, to be scored from {start} on",
                 f"give at most {longest} tokens (max_model_len), at least one of them scored, and "
                 "none of them the first",
             )
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise RequestError(
-                f"sequence {index} has a token outside the vocabulary 0..{vocab_size - 1}",
+                f"sequence {place} has a token outside the vocabulary 0..{vocab_size - 1}",
                 "give token ids of this model",
             )
+    return lists, firsts

@@ -95,6 +95,11 @@ def test_fsdp2_wraps_the_whole_module(llama, one_rank):
         ([[1] * 21], None),
         ([[1, 2], [1, 23]], None),
         ([[1, -1]], None),
+        ([[1.5, 2.0]], None),
+        (torch.ones(1, 2), None),
+        (["ab"], None),
+        ([1, 2], None),
+        ([[1, 2, 3]], [1.5]),
     ],
 )
 def test_bad_sequences_are_refused(sequences, starts, model):

@@ -25,7 +25,7 @@ def make_requests(
 
     Args:
         items: their first turns are the prompts.
-        tokenizer: the model's; None leaves prompts as texts for a server.
+        tokenizer: the model's; None leaves prompts as texts for servers.
         temperatures: 0 is greedy.
         max_tokens: maximum answer length.
         templated: apply the chat template; needs a tokenizer.
@@ -72,8 +72,8 @@ class AuditRequest:
 
     Attributes:
         name: unique in the audit.
-        prompt_token_ids: the prompt, for this engine.
-        text: the prompt, for servers and reports.
+        prompt_token_ids: the prompt; empty if no tokenizer is known.
+        text: the prompt, for servers without ids.
         temperature, seed, max_tokens: sampling parameters.
     """
 

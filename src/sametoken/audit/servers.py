@@ -120,7 +120,7 @@ async def _complete_all(
 
         async def one(request: AuditRequest) -> Answer:
             async with gate:
-                return parse_completion(await _post(client, _body(request, model)))
+                return parse_completion(await _post(client, completion_body(request, model)))
 
         answers = await asyncio.gather(*(one(request) for request in requests))
     return {request.name: answer for request, answer in zip(requests, answers, strict=True)}
@@ -137,10 +137,12 @@ async def _served_model(client: httpx.AsyncClient) -> str:
         ) from error
 
 
-def _body(request: AuditRequest, model: str) -> dict[str, Any]:
+def completion_body(request: AuditRequest, model: str) -> dict[str, Any]:
+    """The body of a completion's request."""
     return {
         "model": model,
-        "prompt": request.text or list(request.prompt_token_ids),
+        # As the text of a chat template begins with BOS, a server would add another one to it.
+        "prompt": list(request.prompt_token_ids) or request.text,
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "seed": request.seed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.audit.servers import Server, parse_completion
+from sametoken.audit.asks import AuditRequest
+from sametoken.audit.servers import Server, completion_body, parse_completion
 from sametoken.errors import ConfigError, RequestError
 
 # The form of vLLM's /v1/completions.
@@ -66,6 +67,12 @@ def test_malformed_tokens_are_refused(ids, logprobs, why):
 def test_other_forms_are_refused(body):
     with pytest.raises(RequestError, match="logprobs"):
         parse_completion(body)
+
+
+@pytest.mark.parametrize(("ids", "prompt"), [((1, 5), [1, 5]), ((), "<s>hi")])
+def test_a_prompt_is_sent_as_the_ids_that_it_has(ids, prompt):
+    """A server adds BOS to a text, also to one whose chat template has written it."""
+    assert completion_body(AuditRequest("a", ids, "<s>hi", 0.0, 0, 1), "m")["prompt"] == prompt
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])

@@ -21,7 +21,8 @@ SMALL += ("--limit", "3", "--max-tokens", "12", "--concurrency", "3", "--alone",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return str(write_chat_model(tmp_path_factory.mktemp("chat")))
+    cached = tmp_path_factory.mktemp("hub") / "models--tiny--chat" / "snapshots" / "0123"
+    return str(write_chat_model(cached))
 
 
 def audit(*arguments: str):
@@ -34,6 +35,7 @@ def test_a_clean_engine_exits_with_0(model, tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["summary"] == "identical"
+    assert found["subject"] == "chat with ngram, k=3"
     assert {run["num_requests"] for run in found["comparisons"]} == {2, 6}
     assert found["diagnosis"]["profiles"]["running"]["judged"]
     assert json.loads(embedded(page)) == found

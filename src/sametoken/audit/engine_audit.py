@@ -24,6 +24,7 @@ from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.errors import ConfigError, RequestError
+from sametoken.models.hub import model_name
 from sametoken.types.speculative_methods import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
@@ -103,7 +104,7 @@ def audit_engine(
     if settings.diagnose:
         announce("drafting some windows again after a fresh prefill")
         diagnosis = _diagnosis(core, requests, runs, templated, settings)
-    model = Path(config.model).name
+    model = model_name(Path(config.model))
     drafting = (resolved.speculative_config or speculative).label
     return Verdict(
         subject=f"{model} with {drafting}, k={resolved.num_speculative_tokens}",

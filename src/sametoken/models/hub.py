@@ -130,6 +130,13 @@ def cached_repositories() -> list[str]:
     return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
 
 
+def model_name(path: Path) -> str:
+    """The name of a model's directory or file, in the cache that of its repository."""
+    repository = path.parent.parent.name
+    is_cached = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.rpartition("--")[2] if is_cached else path.name
+
+
 def cached_on_hub(hub_id: HubId, needed: Needed = Needed.MODEL) -> Path | None:
     """What is needed of the cached snapshot, if all of it is there."""
     from huggingface_hub import snapshot_download

@@ -16,7 +16,7 @@ from helpers.hub import COMMIT, cache_snapshot, serving_hub
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.load import validate
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
-from sametoken.models.hub import HubId, Needed
+from sametoken.models.hub import HubId, Needed, model_name
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 
@@ -371,3 +371,15 @@ def test_variables_name_cache_and_hub_and_a_pipe_gets_no_bar(tmp_path, files):
     assert done.stdout.splitlines()[-1] == str(folder)
     assert "\r" not in done.stderr
     assert "%" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (f"hub/models--org--Llama-3/snapshots/{COMMIT}", "Llama-3"),
+        ("training/snapshots/step-7", "step-7"),
+        ("Llama-3", "Llama-3"),
+    ],
+)
+def test_a_cached_model_has_the_name_of_its_repository(path, name):
+    assert model_name(Path(path)) == name

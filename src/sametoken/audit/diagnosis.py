@@ -104,10 +104,8 @@ def _fresh_window(
     core: EngineCore, request: AuditRequest, answers: Answers, window: Window
 ) -> Window | None:
     # The prefill step emits the token before the window; the next step verifies the window.
-    before = [
-        token for token in answers[request.name].tokens[: window.first - 1] if token is not None
-    ]
-    prompt = (*request.prompt_token_ids, *map(int, before))
+    before = map(int, answers[request.name].tokens[: window.first - 1])
+    prompt = (*request.prompt_token_ids, *before)
     room = window.num_drafts + 2
     again = replace(request, prompt_token_ids=prompt, max_tokens=room)
     answer = run_requests(core, [again], RunSettings(concurrency=1), frozenset())[request.name]

@@ -34,7 +34,8 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
-from sametoken.errors import CheckpointError, RequestError
+from sametoken.errors import CheckpointError, ConfigError, RequestError
+from sametoken.models.hub import model_name
 from sametoken.models.load.sent import source_of
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import open_checkpoint
@@ -69,6 +70,7 @@ def audit_trainer(
         announce: called with one line per phase.
 
     Raises:
+        ConfigError: there is no rollout, or the concurrency is below 1; and as ``build_engine``.
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
             chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
             KV memory.
@@ -76,6 +78,11 @@ def audit_trainer(
         WeightUpdateError, UnsupportedError: the weights of a checkpoint cannot replace the model's.
         NumericalError: the model gives NaN.
     """
+    if not rollouts or concurrency < 1:
+        raise ConfigError(
+            f"{len(rollouts)} rollouts cannot be scored, {concurrency} at once",
+            "give at least one, and a concurrency of at least 1",
+        )
     wrong = tuple(_wrong_tokens(rollouts, tokenizer))
     # Opened before the model is: a wrong path costs no loading.
     sources = [(checkpoint, source_of(checkpoint)) for checkpoint in checkpoints]
@@ -91,7 +98,7 @@ def audit_trainer(
     scorer = Scorer(core, concurrency)
     # Memory may have lowered it.
     _require_possible(rollouts, core.resolved.model.vocab_size, scorer.most_tokens)
-    name = Path(config.model).name
+    name = model_name(Path(config.model))
     announce(f"log-probabilities of {name}")
     open_groups = [_Open.of(f"as given, with {name}", part, scorer) for part in _grouped(rollouts)]
     differing = [one for one in open_groups if not one.given.is_exact]

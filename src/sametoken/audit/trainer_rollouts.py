@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ _MAX_ID = 2**31 - 1
 _MAX_VERSION = 2**63 - 1
 #: A logarithm's rounding may lift a probability of 1 above 0.
 _MAX_LOGPROB = 1e-3
+#: Below what masks of fp32 give; the sum of all tokens' stays finite.
+_MIN_LOGPROB = -1e39
 _TEMPERATURES = (1e-2, 1e2)
 _KEYS = (
     "id",
@@ -145,7 +146,7 @@ def rollout_of(value: Any, place: str, *, name: str) -> ScoredRollout:
     require("token_ids", _all_of(ids, lambda one: _is_integer(one, 0, _MAX_ID)), "token ids")
     most = len(ids) - 1
     require("prompt_length", _is_integer(length, 1, most), f"an integer from 1 to {most}")
-    require("logprobs", _all_of(logprobs, _is_logprob), "numbers, none above 0")
+    require("logprobs", _all_of(logprobs, _is_logprob), "finite numbers of fp32, none above 0")
     if len(logprobs) != len(ids) - length:
         raise ConfigError(
             f"{place} has {len(logprobs)} logprobs for {len(ids) - length} tokens of an answer",
@@ -205,4 +206,4 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    return _is_number(value, -sys.float_info.max, _MAX_LOGPROB)
+    return _is_number(value, _MIN_LOGPROB, _MAX_LOGPROB)

@@ -18,6 +18,7 @@ from sametoken.cli.report import announce
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable, write_text
+from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sametoken.audit.asks import AuditRequest
@@ -57,7 +58,8 @@ class _Prompts:
         """Load the prompts from the command's options.
 
         Raises:
-            ConfigError: the dataset, its file or the temperatures are invalid.
+            ConfigError: the dataset, its file or the list of temperatures is invalid.
+            RequestError: no request may have one of the temperatures.
         """
         from sametoken.bench.datasets import load_dataset
 
@@ -186,15 +188,17 @@ def _trainer_options(
 _TRAINER = options_in(_trainer_options)
 _PROMPTS = options_in(_prompt_options)
 _SERVERS = options_in(_server_options)
-#: What only audits of this engine read, and what a trainer's does not.
+_ENGINE = engine_options()
+#: What only audits of this engine read, what a trainer's does not, and what needs MODEL.
 _ENGINE_ONLY = ("alone", "diagnose", "speculative_config")
 _NOT_OF_TRAINERS = (
     *_ENGINE_ONLY,
     *(one.name for one in (*_SERVERS, *_PROMPTS) if one.name != "limit"),
 )
+_OF_MODELS = ("raw", *(one.name for one in _ENGINE))
 
 
-@with_options(_PROMPTS, _SERVERS, _TRAINER, engine_options())
+@with_options(_PROMPTS, _SERVERS, _TRAINER, _ENGINE)
 def audit(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
@@ -231,6 +235,8 @@ def audit(
         _refuse_unread(context, of_servers, "is of use with --url alone", "give --url")
     else:
         _refuse_unread(context, _ENGINE_ONLY, "is of no use with --url", "leave it out")
+        if model is None:
+            _refuse_unread(context, _OF_MODELS, "is of no use without MODEL", "give MODEL")
     prompts = _Prompts.of(**of_prompts)
     if servers.url is None:
         settings = {"concurrency": concurrency, "num_alone": alone, "diagnose": diagnose}
@@ -304,8 +310,8 @@ def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
 
 def _temperatures(text: str) -> tuple[float, ...]:
     values = numbers("temperature", text, float, "give 0 or 0,0.8")
-    if min(values) < 0:
-        raise ConfigError(f"temperature={text!r} is below 0", "give 0 or 0,0.8")
+    for value in values:
+        SamplingParams(temperature=value)
     return tuple(dict.fromkeys(values))
 
 

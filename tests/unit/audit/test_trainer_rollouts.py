@@ -67,6 +67,7 @@ def test_tokens_in_memory_are_bounded(tmp_path, monkeypatch):
         ({"logprobs": [-0.5]}, "1 logprobs for 2 tokens"),
         ({"logprobs": [-0.5, 0.4]}, "logprobs="),
         ({"logprobs": [-0.5, -(10**400)]}, "logprobs="),
+        ({"logprobs": [-1.7e308, -1.7e308]}, "logprobs="),
         ({"logprobs": [-0.5, None]}, "logprobs="),
         ({"logprobs": [-0.5, "0"]}, "logprobs="),
         ({"temperature": 0}, "temperature=0"),

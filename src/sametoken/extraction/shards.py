@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -260,6 +260,10 @@ def read_manifest(directory: Path) -> Manifest:
         rest = _CONTENTS.validate_json(text, strict=True)
         manifest = Manifest(source, rest.complete, rest.sequences, rest.shards)
         _require_sound(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
+        raise CheckpointError(f"{path} is malformed ({why})", _AGAIN) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is malformed ({error})", _AGAIN) from error
     return manifest

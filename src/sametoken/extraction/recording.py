@@ -19,6 +19,7 @@ from sametoken.extraction.shards import (
     write_manifest,
 )
 from sametoken.extraction.writer import StateWriter
+from sametoken.io.cache_directory import expanded
 from sametoken.io.files import DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.types.outputs import StepResult
@@ -114,7 +115,7 @@ def open_extraction(
         eagle_aux_hidden_state_layer_ids=layers,
         dtype=str(dtype).removeprefix("torch."),
     )
-    directory = Path(spec.shared_storage_path or "")
+    directory = expanded(spec.shared_storage_path or "")
     lock = _held(directory)
     try:
         manifest = _found_or_new(directory, source)

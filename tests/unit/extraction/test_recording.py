@@ -39,6 +39,12 @@ def test_a_directory_is_made_and_taken_up_again(tmp_path):
     assert isinstance(opened(path), StateWriter)
 
 
+def test_a_home_directory_is_meant_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    opened("~/states")
+    assert read_manifest(tmp_path / "states").sequences == ()
+
+
 def test_states_of_another_kind_are_not_mixed_in(tmp_path):
     opened(tmp_path)
     sequences = (SequenceEntry("one", "", 2, 1, True),)

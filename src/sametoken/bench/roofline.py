@@ -24,6 +24,7 @@ from sametoken.models.heads.eagle3 import Eagle3Head
 from sametoken.models.heads.mtp_form import ModuleHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.types.speculative_methods import HEADS
 from sametoken.types.units import in_units
@@ -58,8 +59,9 @@ class Traffic:
         weights: matrices of the target.
         draft_weights: matrices of the drafter, summed over draft passes.
         kv_per_token: KV of one committed token; the drafter's counts once per pass.
-        recurrent_per_request: recurrent state of one request, read and written once; each
-            further draft pass reads the drafter's again.
+        recurrent_per_request: recurrent state of one request, read once, and written or, on a GPU
+            without drafts, written in one step of ``STATE_STRIDE``; each further draft pass reads
+            the drafter's again.
     """
 
     weights: int
@@ -141,12 +143,15 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     is_read = model.tie_word_embeddings and config.tensor_parallel_size == 1
     gathered = 0 if is_read else model.vocab_size * model.hidden_size
     memory, k = resolved.request_memory, config.num_speculative_tokens
+    steps_per_write = STATE_STRIDE if resolved.device.type == "cuda" and not k else 1
     speculative = config.speculative_config
     return Traffic(
         weights=resolved.weights_bytes - gathered * itemsize,
         draft_weights=_draft_bytes(resolved, speculative) if speculative else 0,
         kv_per_token=memory.kv_per_token + k * memory.draft_kv_per_token,
-        recurrent_per_request=2 * memory.recurrent_state + (k + 1) * memory.draft_recurrent,
+        recurrent_per_request=memory.recurrent_state
+        + memory.recurrent_state // steps_per_write
+        + (k + 1) * memory.draft_recurrent,
     )
 
 

@@ -125,8 +125,8 @@ def memory_report(memory: Memory) -> str:
     }
     if request.recurrent_state:
         lines["recurrent state per request"] = request.recurrent_state
-    if request.pending:
-        lines[f"pending inputs of {k} drafts, per request"] = request.pending
+    if request.recurrent_state and k:
+        lines[f"pending inputs of {k} drafts, per request"] = request.all_pending
         lines["  (one recurrent state per draft would take)"] = request.state_per_draft
     if memory.num_kept_states:
         lines["a kept state, for prefix caching"] = request.kept_state

@@ -15,7 +15,13 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.quantization import SCHEME, kv_strategy
 from sametoken.models.registry import require_divisible
-from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot, stored_in
+from sametoken.ops.cache_types import (
+    LayerCache,
+    bytes_per_block,
+    bytes_per_slot,
+    state_bytes,
+    stored_in,
+)
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.units import in_units
@@ -28,9 +34,9 @@ class RequestMemory:
     Attributes:
         num_drafts: k.
         kv_per_token: the target's KV of one position.
-        recurrent_state: the target's recurrent state, one per slot for any k, and the raw inputs
-            of rows that it may lag behind.
-        pending: raw inputs of further rows, with k drafts, in the target's recurrent layers.
+        recurrent_state: the target's recurrent state, one per slot for any k.
+        least_pending: without drafts, raw inputs of rows after it in the target's recurrent layers.
+        pending: those of further rows, with k drafts.
         draft_kv_per_token: the drafter's KV of one position.
         draft_recurrent: state and pending inputs of the drafter's recurrent layers.
     """
@@ -38,6 +44,7 @@ class RequestMemory:
     num_drafts: int = 0
     kv_per_token: int = 0
     recurrent_state: int = 0
+    least_pending: int = 0
     pending: int = 0
     draft_kv_per_token: int = 0
     draft_recurrent: int = 0
@@ -50,15 +57,21 @@ class RequestMemory:
         drafter: tuple[LayerCache, ...] = (),
     ) -> RequestMemory:
         """Compute the sizes from the layer caches of the target and of the drafter."""
-        state = bytes_per_slot(target, 0)
+        state, plain = state_bytes(target), bytes_per_slot(target, 0)
         return cls(
             num_drafts=num_drafts,
             kv_per_token=bytes_per_block(target, 1),
             recurrent_state=state,
-            pending=bytes_per_slot(target, num_drafts) - state,
+            least_pending=plain - state,
+            pending=bytes_per_slot(target, num_drafts) - plain,
             draft_kv_per_token=bytes_per_block(drafter, 1),
             draft_recurrent=bytes_per_slot(drafter, num_drafts),
         )
+
+    @property
+    def all_pending(self) -> int:
+        """Raw inputs of all pending rows in the target's recurrent layers."""
+        return self.least_pending + self.pending
 
     @property
     def state_per_draft(self) -> int:
@@ -68,11 +81,11 @@ class RequestMemory:
     @property
     def kept_state(self) -> int:
         """Bytes of a recurrent state kept for prefix caching: a slot's, the drafter's included."""
-        return self.recurrent_state + self.pending + self.draft_recurrent
+        return self.recurrent_state + self.all_pending + self.draft_recurrent
 
     def plain(self, num_tokens: int) -> int:
         """Bytes without speculation."""
-        return self.recurrent_state + num_tokens * self.kv_per_token
+        return self.recurrent_state + self.least_pending + num_tokens * self.kv_per_token
 
     def speculation(self, num_tokens: int) -> int:
         """Bytes that speculation adds: pending inputs, KV of k drafts, the drafter's caches."""

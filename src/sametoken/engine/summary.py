@@ -60,10 +60,10 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     blocks = f"{resolved.num_kv_blocks} blocks of {config.block_size} tokens, and a reserved one"
     own = "of the model and its drafter"
     states = f"of {config.max_num_seqs} slots and a reserved one"
-    pending = (
-        f"for raw inputs of {memory.num_drafts} drafts; a recurrent state for each would take "
-        f"{in_units(memory.state_per_draft)}"
-    )
+    pending = "raw inputs of rows that no recurrent state covers"
+    if k := memory.num_drafts:
+        each = in_units(memory.state_per_draft)
+        pending += f" yet, {k} drafts among them; a state for each draft would take {each}"
     sizes = {
         "weights_bytes": (resolved.weights_bytes, "of the model, in memory"),
         "kv_bytes": (resolved.kv_bytes, blocks),
@@ -71,7 +71,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         "step_bytes": (resolved.step_bytes, f"of a step of {config.max_num_batched_tokens} rows"),
         "kv_bytes_per_token": (memory.kv_per_token + memory.draft_kv_per_token, own),
         "recurrent_bytes_per_request": (memory.recurrent_state + memory.draft_recurrent, own),
-        "pending_bytes_per_request": (memory.pending, pending),
+        "pending_bytes_per_request": (memory.all_pending, pending),
     }
     return (
         Setting("synthetic", ", ".join(config.synthetic) or "nothing", _SYNTHETIC),
@@ -79,16 +79,11 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         Setting("kernels", resolved.kernels, _KERNELS),
         Setting("attention_kernels", resolved.attention_kernels, _ATTENTION),
         *(
-            Setting(name, in_units(size), why if size else _reason_of_none(name, resolved))
+            Setting(name, in_units(size), why if size else _NO_RECURRENT)
             for name, (size, why) in sizes.items()
         ),
         Setting("kept_states_bytes", in_units(resolved.kept_states_bytes), _kept_states(resolved)),
     )
-
-
-def _reason_of_none(name: str, resolved: ResolvedConfig) -> str:
-    drafts_nothing = name.startswith("pending") and resolved.request_memory.recurrent_state
-    return "nothing is drafted" if drafts_nothing else _NO_RECURRENT
 
 
 def _kept_states(resolved: ResolvedConfig) -> str:

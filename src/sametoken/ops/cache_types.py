@@ -116,12 +116,20 @@ class Recurrent:
         """The tensors of one block."""
         return ()
 
+    @property
+    def state_shapes(self) -> tuple[MemoryShape, ...]:
+        """A slot's state and the history of its convolution."""
+        rule = self.rule
+        return (
+            MemoryShape(rule.state_shape, torch.float32),
+            MemoryShape((rule.conv_kernel - 1, rule.conv_channels), self.dtype),
+        )
+
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
         """The tensors of one slot, with room for ``num_drafts`` drafts: ``LayerMemory``."""
         rule, dtype, num_pending = self.rule, self.dtype, max(num_drafts, STATE_STRIDE - 1)
         return (
-            MemoryShape(rule.state_shape, torch.float32),
-            MemoryShape((rule.conv_kernel - 1, rule.conv_channels), dtype),
+            *self.state_shapes,
             MemoryShape((num_pending, rule.conv_channels), dtype),
             MemoryShape((num_pending, sum(rule.gate_sizes)), dtype),
         )
@@ -192,6 +200,12 @@ def common_window(caches: Iterable[LayerCache]) -> int | None:
     ]
     widest = [window for window in windows if window is not None]
     return max(widest) if widest and len(widest) == len(windows) else None
+
+
+def state_bytes(caches: Iterable[LayerCache]) -> int:
+    """Bytes of one slot's recurrent states, without the raw inputs of rows after them."""
+    recurrent = (cache for cache in caches if isinstance(cache, Recurrent))
+    return sum(one.nbytes for cache in recurrent for one in cache.state_shapes)
 
 
 def bytes_per_slot(caches: Iterable[LayerCache], num_drafts: int) -> int:

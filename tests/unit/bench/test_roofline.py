@@ -19,6 +19,7 @@ from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -138,6 +139,9 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
     further = 3 * (states + pending) if drafts_itself else 0
     assert traffic.recurrent_per_request == 2 * states + further
     assert traffic.step_bytes(0, 3) - traffic.step_bytes(0, 1) == 2 * (2 * states + further)
+    on_gpu = step_traffic(dataclasses.replace(core.resolved, device=torch.device("cuda")))
+    writes = states if drafts_itself else states // STATE_STRIDE
+    assert on_gpu.recurrent_per_request == states + writes + further
     per_token = sum(memory.nbytes for memory in kv.blocks) // (5 * core.resolved.config.block_size)
     assert traffic.kv_per_token == per_token * (1 + 2 * (models - 1))
 

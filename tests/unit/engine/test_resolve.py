@@ -334,12 +334,13 @@ def test_bytes_are_those_of_every_cache():
     memory = RequestMemory.of(6, (*TARGET_RECURRENT, *TARGET_KV), (*DRAFT_KV, *TARGET_RECURRENT))
     assert memory.kv_per_token == 2 * 2 * 3 * 5 * 4
     assert memory.draft_kv_per_token == memory.kv_per_token // 2
-    # Three raw rows are a slot's in any case.
-    assert memory.recurrent_state == 2 * (4 * 2 * 4 * 4 + 2 * 3 * 16 + 2 * 3 * (16 + 2 * 2))
-    assert memory.pending == (6 - 3) * 2 * 2 * (16 + 2 * 2)
+    assert memory.recurrent_state == 2 * (4 * 2 * 4 * 4 + 2 * 3 * 16)
+    pending = memory.all_pending
+    assert memory.least_pending == 3 * 2 * 2 * (16 + 2 * 2) == pending / 2
     assert memory.state_per_draft == 6 * memory.recurrent_state
-    assert memory.draft_recurrent == memory.recurrent_state + memory.pending
-    assert memory.plain(10) == memory.recurrent_state + 10 * memory.kv_per_token
+    assert memory.draft_recurrent == memory.recurrent_state + pending
+    plain = memory.recurrent_state + memory.least_pending
+    assert memory.plain(10) == plain + 10 * memory.kv_per_token
     own = 16 * memory.draft_kv_per_token + memory.draft_recurrent
     assert memory.speculation(10) == memory.pending + 6 * memory.kv_per_token + own
 
@@ -368,7 +369,7 @@ def test_the_start_up_report_shows_what_drafts_cost_and_would_cost(tmp_path):
     assert memory.recurrent_state > 0
     assert memory.pending > 0
     assert lines["recurrent_bytes_per_request"].value == in_units(memory.recurrent_state)
-    assert lines["pending_bytes_per_request"].value == in_units(memory.pending)
+    assert lines["pending_bytes_per_request"].value == in_units(memory.all_pending)
     would_take = f"would take {in_units(8 * memory.recurrent_state)}"
     assert would_take in lines["pending_bytes_per_request"].reason
     assert lines["kv_bytes_per_token"].value == in_units(memory.kv_per_token)

@@ -49,11 +49,10 @@ class LLM(NotCopied):
     """A loaded model for offline inference.
 
     Threads may share it: their requests run in the same steps, and each thread gets its own
-    outputs. Ctrl-C, or another signal whose handler raises, ends the interrupted call after the
-    current step (a step of long prompts may take seconds on a CPU); its requests are aborted
-    and the ``LLM`` can serve the next call. A second Ctrl-C interrupts the step, and then every
-    later call raises ``EngineDeadError``: create another ``LLM``. So does a call in a fork of
-    the process. ``del llm`` gives all memory back, as does the end of ``with LLM(...) as llm:``.
+    outputs. Ctrl-C, or another signal whose handler raises, aborts the interrupted call's requests
+    after the current step (seconds for long prompts on a CPU); the ``LLM`` serves the next call. A
+    second Ctrl-C interrupts the step, and then every later call raises ``EngineDeadError``, as does
+    one in a fork. ``del llm`` gives all memory back, as does the end of ``with LLM(...) as llm:``.
 
     Args:
         model: checkpoint directory, GGUF file, short name or Hugging Face hub id.
@@ -272,6 +271,11 @@ class LLM(NotCopied):
             new = self._engine.weights.load(source, target)
             with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
                 return self._engine.use_weights(new, version)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; updates of weights need no reset (errors as in ``sleep``)."""
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            self._engine.scheduler.forget_prefixes()
 
     @property
     def is_sleeping(self) -> bool:

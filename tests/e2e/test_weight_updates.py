@@ -250,6 +250,8 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     live.wake_up()
     assert said(live) == before
     assert max(one.metrics.num_cached_tokens for one in live.generate(PROMPTS, params())) > 0
+    live.reset_prefix_cache()
+    assert live.generate(PROMPTS[:1], params())[0].metrics.num_cached_tokens == 0
     live.sleep(2)
     assert live.generate_stream(PROMPTS[0]) is not None
     with pytest.raises(RequestError, match="update the weights"):

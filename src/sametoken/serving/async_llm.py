@@ -397,7 +397,7 @@ class AsyncLLM(NotCopied):
         """End a sleep as ``LLM.wake_up``; once all is awake, requests run."""
         await self._client.command(WakeUp(parts_of(tags)))
 
-    async def forget_prefixes(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache in the engine's memory; errors as in ``pause``."""
         await self._client.command(ForgetPrefixes())
 

@@ -588,7 +588,7 @@ def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline,
         await anext(running)
         await cancelled(llm, llm.sleep(mode=mode))
         # Answered after the withdrawal.
-        await llm.forget_prefixes()
+        await llm.reset_prefix_cache()
         assert llm.is_paused == llm.is_sleeping == (mode == "abort")
         async with asyncio.timeout(PATIENCE_S):
             if not llm.is_sleeping:

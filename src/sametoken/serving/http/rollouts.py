@@ -202,7 +202,7 @@ def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransfer
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Reset:
         """Empty the prefix cache; updates need no reset, as no KV of other weights is read."""
-        await engine.forget_prefixes()
+        await engine.reset_prefix_cache()
         return Reset(success=True)
 
 

@@ -148,7 +148,7 @@ class RolloutServer:
 
     async def clear_kv_cache(self) -> None:
         """Empty the prefix cache."""
-        await self._engine.forget_prefixes()
+        await self._engine.reset_prefix_cache()
 
     async def sleep(self) -> None:
         """Give memory back, where the mode lets it; errors as in ``AsyncLLM``."""

@@ -78,7 +78,7 @@ def test_pages_of_other_sites_are_refused(serve, path):
         ("/wake_up?tags=weights&tags=kv_cache", None, ("wake_up", ["weights", "kv_cache"])),
         ("/start_weight_update", {}, ("start_update", "model")),
         ("/start_weight_update", {"is_checkpoint_format": True}, ("start_update", "model")),
-        ("/reset_prefix_cache", None, ("forget_prefixes",)),
+        ("/reset_prefix_cache", None, ("reset_prefix_cache",)),
         ("/start_draft_weight_update", None, ("start_update", "drafter")),
         ("/finish_weight_update", None, ("finish_update", None)),
         ("/finish_weight_update", {}, ("finish_update", None)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +110,29 @@ def _found(
     evaluation = run(llm, tasks, settings)
     speculation = llm.speculation_metrics
     scores = {name: evaluation.score(name, metric) for name in evaluation.scores}
+    unscored = [name for name in tasks["tasks"] if name not in scores]
     differ = None
     if compare_plain:
         differ = _differ(evaluation, run(llm, load_tasks(settings), settings, plain=True))
-    high = min_score is None or all(score >= min_score for _, score in scores.values())
+    # A check of nothing fails, and so does a score that is not finite.
+    high = min_score is None or (
+        bool(scores)
+        and not unscored
+        and all(min_score <= score < math.inf for _, score in scores.values())
+    )
+    same = not compare_plain or (differ == 0 and bool(evaluation.answers))
     return {
         "model": str(llm.resolved.model_path),
         "asked": dataclasses.asdict(settings) | {"path": settings.path and str(settings.path)},
-        "scores": evaluation.scores,
-        "main": {task: {"metric": name, "score": score} for task, (name, score) in scores.items()},
+        "scores": {
+            task: {name: _finite(score) for name, score in found.items()}
+            for task, found in evaluation.scores.items()
+        },
+        "main": {
+            task: {"metric": name, "score": _finite(score)}
+            for task, (name, score) in scores.items()
+        },
+        "tasks_without_score": unscored,
         "min_score": min_score,
         "num_answers": len(evaluation.answers),
         "num_truncated": evaluation.num_truncated,
@@ -126,8 +141,13 @@ def _found(
         if speculation.num_draft_tokens
         else None,
         "synthetic": list(llm.resolved.config.synthetic),
-        "passed": high and not differ,
+        "passed": high and same,
     }
+
+
+def _finite(score: float) -> float | None:
+    """The score; None for one that is not finite, which JSON has not."""
+    return score if math.isfinite(score) else None
 
 
 def _differ(evaluation: Evaluation, plain: Evaluation) -> int:
@@ -141,19 +161,37 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     if found["synthetic"]:
         lines.append(f"{', '.join(found['synthetic']).upper()}: the scores are meaningless")
     for task, scores in found["scores"].items():
-        lines += [f"{task}  {name}  {score:.4f}" for name, score in scores.items()]
-    for task, main in found["main"].items():
-        if found["min_score"] is not None:
-            low = main["score"] < found["min_score"]
-            relation = "below" if low else "at least"
-            lines.append(f"{task}: {main['score']:.4f} is {relation} {found['min_score']:g}")
+        lines += [f"{task}  {name}  {_in_digits(score)}" for name, score in scores.items()]
+    lines += [f"{task} has no score" for task in found["tasks_without_score"]]
+    if found["min_score"] is not None:
+        lines += _against_minimum(found["main"], found["min_score"])
     if found["num_truncated"]:
         lines.append(f"{found['num_truncated']} prompts were too long and truncated on the left")
     if found["acceptance_length"] is not None:
         lines.append(f"acceptance length {found['acceptance_length']:.2f}")
-    if found["answers_that_differ"] is not None:
+    if found["answers_that_differ"] is not None and not found["num_answers"]:
+        lines.append("there are no answers to compare with plain decoding")
+    elif found["answers_that_differ"] is not None:
         lines.append(
             f"{found['answers_that_differ']} of {found['num_answers']} answers differ from "
             "plain decoding"
         )
     return lines
+
+
+def _against_minimum(main: Mapping[str, Any], min_score: float) -> list[str]:
+    if not main:
+        return [f"no score is there to compare with {min_score:g}"]
+    lines = []
+    for task, one in main.items():
+        score = one["score"]
+        if score is None:
+            lines.append(f"{task}: the score is not a number, or not finite")
+        else:
+            relation = "below" if score < min_score else "at least"
+            lines.append(f"{task}: {score:.4f} is {relation} {min_score:g}")
+    return lines
+
+
+def _in_digits(score: float | None) -> str:
+    return "-" if score is None else f"{score:.4f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 
 import pytest
@@ -67,6 +68,40 @@ def test_the_bar_decides_the_exit_code(model, monkeypatch, bar, code):
     result = run(model, "--min-score", bar)
     assert result.exit_code == code
     assert f"gsm8k: 0.5000 is {'below' if code else 'at least'} {bar}" in result.stdout
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_fails_and_is_called_so(model, monkeypatch, score):
+    fake(monkeypatch, score)
+    result = run(model, "--min-score", "0.1")
+    assert result.exit_code == 1
+    assert "gsm8k: the score is not a number, or not finite" in result.stdout
+    assert "at least" not in result.stdout
+    assert '"exact_match,flexible-extract": null' in run(model, "--json").stdout
+
+
+def test_checks_of_nothing_fail_and_say_why(model, monkeypatch):
+    monkeypatch.setattr(accuracy, "evaluate", lambda *args, **options: Evaluation({}, [], 0))
+    result = run(model, *NGRAM, "--compare-plain")
+    assert result.exit_code == 1
+    assert "there are no answers to compare with plain decoding" in result.stdout
+    result = run(model, "--min-score", "0")
+    assert result.exit_code == 1
+    assert "gsm8k has no score\nno score is there to compare with 0\n" in result.stdout
+    assert run(model).exit_code == 0
+
+
+def test_a_task_without_a_score_fails_beside_one_that_has_it(model, monkeypatch):
+    fake(monkeypatch, 0.5)
+    load = accuracy.load_tasks
+    monkeypatch.setattr(
+        accuracy,
+        "load_tasks",
+        lambda settings: {"tasks": load(settings)["tasks"] | {"other": None}},
+    )
+    result = run(model, "--min-score", "0.1")
+    assert result.exit_code == 1
+    assert "other has no score" in result.stdout
 
 
 def test_an_answer_that_differs_fails_whatever_the_score(model, monkeypatch):

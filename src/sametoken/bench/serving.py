@@ -54,6 +54,7 @@ async def bench_serving(
     *,
     announce: Callable[[str], None] = lambda text: None,
     advance: Callable[[], None] = lambda: None,
+    keep: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """Measure a server under each load in turn.
 
@@ -64,6 +65,7 @@ async def bench_serving(
         goals: latency bounds of requests that count for goodput.
         announce: called with a line if traces are missing.
         advance: called for each finished measured request.
+        keep: called after each load with the object as it is by then, which outlives an interrupt.
 
     Returns:
         The object that ``sametoken.bench.documents`` describes.
@@ -75,8 +77,19 @@ async def bench_serving(
     async with open_client(server) as client:
         about = await _describe(client, server)
         bench = _Bench(client, _endpoint(about, server, workload), workload, prompts, advance)
-        results = [await bench.result(load, goals) for load in loads]
+        document = _document(about, server, workload, goals)
+        results = document["results"]
+        for load in loads:
+            results.append(await bench.result(load, goals))
+            keep(document)
         results[-1]["traces"] = await bench.traces(announce)
+    return document
+
+
+def _document(
+    about: dict[str, Any], server: Server, workload: ServingWorkload, goals: Sequence[Goal]
+) -> dict[str, Any]:
+    """The object of a measurement that has no results yet."""
     return {
         "benchmark": f"serve, {workload.num_prompts} requests",
         "synthetic": about["synthetic"],
@@ -89,7 +102,7 @@ async def bench_serving(
             "platform": platform.platform(),
             "device": about["device"],
         },
-        "results": results,
+        "results": [],
     }
 
 

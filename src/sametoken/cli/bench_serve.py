@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,29 +83,31 @@ def serve(
     Without a rate and a concurrency, all requests are sent at once. Failed requests are
     counted and listed; the exit code is then 1.
     """
-    from sametoken.bench.documents import require_output, write_json
+    from sametoken.bench.documents import require_output
     from sametoken.bench.serving_numbers import parse_goals
 
     server, workload = Server(**take(options, Server)), ServingWorkload(**options)
     require_output(output)
     loads = _loads(concurrency, request_rate, workload.seed)
-    document = _measure(server, workload, loads, parse_goals([*(goodput or ()), *(goals or ())]))
+    bounds = parse_goals([*(goodput or ()), *(goals or ())])
+    document: dict[str, Any] = {}
     try:
-        if output is not None:
-            write_json(output, document)
+        _measure(server, workload, loads, bounds, document.update)
     finally:
-        # Results are shown even where the file cannot be written.
-        if json_output:
-            typer.echo(json.dumps(document))
-        else:
-            _show(document)
+        # Finished loads outlive an interrupt.
+        if document:
+            _report(document, output, json_output)
     if any(result["num_failed"] for result in document["results"]):
         raise typer.Exit(SOME_FAILED)
 
 
 def _measure(
-    server: Server, workload: ServingWorkload, loads: Sequence[Load], goals: Sequence[Goal]
-) -> dict[str, Any]:
+    server: Server,
+    workload: ServingWorkload,
+    loads: Sequence[Load],
+    goals: Sequence[Goal],
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
     import asyncio
 
     from rich.progress import Progress
@@ -116,7 +118,7 @@ def _measure(
     with Progress(console=status) as progress:
         total = len(loads) * workload.repeats * workload.num_prompts
         task = progress.add_task("requests", total=total)
-        return asyncio.run(
+        asyncio.run(
             bench_serving(
                 server,
                 workload,
@@ -124,8 +126,23 @@ def _measure(
                 goals,
                 announce=status.print,
                 advance=lambda: progress.advance(task),
+                keep=keep,
             )
         )
+
+
+def _report(document: Mapping[str, Any], output: Path | None, json_output: bool) -> None:
+    from sametoken.bench.documents import write_json
+
+    try:
+        if output is not None:
+            write_json(output, document)
+    finally:
+        # Results are shown even where the file cannot be written.
+        if json_output:
+            typer.echo(json.dumps(document))
+        else:
+            _show(document)
 
 
 def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list[Load]:

@@ -1,0 +1,64 @@
+"""``sametoken bench serve``: what was measured outlives an interrupt."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from sametoken.bench import serving
+from sametoken.cli.main import app
+
+ANSWER = 'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+OPTIONS = ("--num-prompts", "1", "--warmup", "0", "--trace", "0", "--concurrency", "1,2,3")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Runs the command against a server; Ctrl-C is pressed in place of its Nth answer."""
+
+    def run(nth: int, *arguments: str):
+        answers = iter([ANSWER] * (nth - 1))
+
+        def handle(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "m"}]})
+            if request.url.path == "/metrics":
+                return httpx.Response(404)
+            text = next(answers, None)
+            if text is None:
+                raise KeyboardInterrupt
+            return httpx.Response(200, text=text)
+
+        transport = httpx.MockTransport(handle)
+        monkeypatch.setattr(
+            serving,
+            "open_client",
+            lambda server: httpx.AsyncClient(transport=transport, base_url=server.url),
+        )
+        return CliRunner().invoke(app, ["bench", "serve", *OPTIONS, *arguments])
+
+    return run
+
+
+def test_loads_that_have_finished_are_shown_and_written_after_an_interrupt(bench, tmp_path):
+    output = tmp_path / "run.json"
+    result = bench(3, "--output", str(output), "--json")
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert [one["concurrency"] for one in document["results"]] == [1, 2]
+    assert json.loads(output.read_text()) == document
+    shown = bench(2)
+    assert (shown.exit_code, "1 at once" in shown.stdout, "2 at once" in shown.stdout) == (
+        130,
+        True,
+        False,
+    )
+
+
+def test_an_interrupt_of_the_first_load_leaves_nothing(bench, tmp_path):
+    result = bench(1, "--output", str(tmp_path / "run.json"))
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert not list(tmp_path.iterdir())

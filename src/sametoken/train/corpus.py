@@ -18,6 +18,8 @@ from sametoken.train.text import conversation_in, digest_of, text_in
 
 # Documents that are encoded together.
 _ENCODED_AT_ONCE = 1024
+# Shares up to this can be added and multiplied as floats.
+_MAX_SHARE = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Source:
         """``PATH`` or ``PATH=SHARE``.
 
         Raises:
-            ConfigError: the share is not a number above 0.
+            ConfigError: the share is not a number above 0 and up to 1e100.
         """
         path, equals, share = value.rpartition("=")
         if not equals:
@@ -47,8 +49,11 @@ class Source:
             number = float(share)
         except ValueError:
             number = 0.0
-        if not 0 < number < float("inf"):
-            raise ConfigError(f"{value!r} has no share", "give PATH or PATH=0.5")
+        if not 0 < number <= _MAX_SHARE:
+            raise ConfigError(
+                f"{value!r} has no share above 0 and up to {_MAX_SHARE:g}",
+                "give PATH or PATH=0.5",
+            )
         return cls(Path(path), number)
 
     def documents(self) -> list[str]:

@@ -28,6 +28,7 @@ from sametoken.train.tokenizer import (
     END_OF_TEXT,
     TURN_END,
     load_trained_tokenizer,
+    require_vocab_size,
     save_tokenizer,
     train_tokenizer,
 )
@@ -168,6 +169,7 @@ def train_lm(
     """
     began = time.monotonic()
     _require_long_windows(loop.max_length, options.module_steps)
+    require_vocab_size(options.vocab_size)
     # Impossible sizes are refused before the text is read; its tokenizer has no more tokens.
     with torch.device("meta"):
         _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)

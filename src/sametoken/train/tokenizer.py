@@ -22,18 +22,23 @@ _LEAST = 256 + len(SPECIAL)
 _REMEDY = "put it back beside its checkpoint, or choose another output and leave resume out"
 
 
+def require_vocab_size(vocab_size: int) -> None:
+    """Refuse a vocabulary that cannot hold every byte.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if vocab_size < _LEAST:
+        raise ConfigError(f"vocab_size={vocab_size} is too small", f"use at least {_LEAST}")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train on texts. Digits are single tokens; every text survives encoding and decoding.
 
     Args:
         texts: the text to count.
-        vocab_size: most tokens; text with few repetitions gives fewer.
-
-    Raises:
-        ConfigError: the size cannot hold every byte.
+        vocab_size: most tokens, enough for every byte; text with few repetitions gives fewer.
     """
-    if vocab_size < _LEAST:
-        raise ConfigError(f"vocab_size={vocab_size} is too small", f"use at least {_LEAST}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

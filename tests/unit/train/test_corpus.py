@@ -37,8 +37,8 @@ def test_documents_of_every_kind(tmp_path):
 
 def test_shares_are_parsed(tmp_path):
     assert Source.parse("a/b.txt=0.25") == Source(tmp_path.__class__("a/b.txt"), 0.25)
-    for bad in ("a=x", "a=0", "a=-1", "a=inf"):
-        with pytest.raises(ConfigError, match="share"):
+    for bad in ("a=x", "a=0", "a=-1", "a=inf", "a=1e308"):
+        with pytest.raises(ConfigError, match="has no share above 0 and up to 1e"):
             Source.parse(bad)
 
 
@@ -96,5 +96,3 @@ def test_the_tokenizer_writes_and_reads_everything(tmp_path):
     assert chat == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert len(loaded(chat)["input_ids"]) < len(chat) // 2
     assert loaded.bos_token == END_OF_TEXT
-    with pytest.raises(ConfigError, match="too small"):
-        train_tokenizer([], 100)

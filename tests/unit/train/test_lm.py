@@ -187,6 +187,21 @@ def test_impossible_models_are_refused(changes):
         LMOptions(**changes)
 
 
+def test_a_vocabulary_without_room_for_every_byte_is_refused_before_the_text_is_read(tmp_path):
+    missing, output = [Source(tmp_path / "none.txt", 1.0)], tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"vocab_size=258 is too small\. use at least 259"):
+        train(output, missing, replace(SMALL, vocab_size=258))
+    assert not output.exists()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        train(output, missing, replace(SMALL, vocab_size=259))
+
+
+@pytest.mark.parametrize("share", ["1e100", "1e-320"])
+def test_the_extremes_of_shares_train(tmp_path, sources, share):
+    extreme = [Source.parse(f"{one.path}={share}") for one in sources]
+    train(tmp_path / "out", extreme, SMALL, replace(LOOP, steps=1, warmup_steps=1))
+
+
 def test_the_architecture_decides_whether_there_is_a_module():
     options = [LMOptions(architecture=name) for name in ("hybrid", "nemotron_h", "llama")]
     assert [one.module_steps for one in options] == [3, 3, 0]

@@ -15,7 +15,7 @@ from sametoken.extraction.shards import ExtractedStates
 from sametoken.models.base import ModelConfig
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
-from sametoken.train.text import Sequences
+from sametoken.train.text import Sequences, is_trainable
 from sametoken.types.units import counted
 
 # Tokens per pass of ``keep``: they fill a GPU, and fit a CPU's cache.
@@ -157,16 +157,13 @@ def open_states(
     extracted = [ExtractedStates(directory) for directory in directories]
     opened = tuple(LayerStates(one, _places_of(one, config, needed)) for one in extracted)
     entries = [entry for one in extracted for entry in one.manifest.sequences if entry.complete]
-    if not any(_is_long_enough(one.prompt_len, one.num_rows + 1, max_length) for one in entries):
+    if not any(is_trainable(one.prompt_len, min(one.num_rows + 1, max_length)) for one in entries):
         raise ConfigError(
-            "the states hold no sequence with an answer of two tokens within max_length",
+            "the states hold no sequence with an answer of two tokens within max_length, or of "
+            "three to an empty prompt",
             "extract longer answers, or raise max_length",
         )
     return opened
-
-
-def _is_long_enough(prompt_len: int, num_tokens: int, max_length: int) -> bool:
-    return prompt_len + 2 <= min(num_tokens, max_length)
 
 
 def read_states(
@@ -187,9 +184,9 @@ def read_states(
     for one in opened:
         for index in range(len(one.extracted)):
             sequence = one.extracted[index]
-            if not _is_long_enough(sequence.prompt_len, len(sequence.token_ids), max_length):
-                continue
             token_ids = sequence.token_ids[:max_length].tolist()
+            if not is_trainable(sequence.prompt_len, len(token_ids)):
+                continue
             pairs.append((token_ids, sequence.prompt_len))
             rows = slice(first, first + len(token_ids) - 1)
             states = sequence.hidden_states[: len(token_ids) - 1, one.places].to(last)

@@ -132,7 +132,7 @@ def read_sequences(
         path: a line is ``{"prompt_token_ids", "output_token_ids"}``, or with ``encode``
             ``{"prompt", "answer"}`` or ``{"messages"}`` that end with the answer.
         vocab_size: ids must be below it.
-        max_length: longer sequences are cut; those with fewer than two answer tokens are dropped.
+        max_length: longer sequences are cut; those that ``is_trainable`` is false of are dropped.
         encode: messages to token ids; a conversation's ids must begin with its prompt's.
 
     Raises:
@@ -148,11 +148,23 @@ def read_sequences(
                 f"line {number} of {path} holds token ids outside 0..{vocab_size - 1}",
                 "use text that the target's own tokenizer made",
             )
-        if prompt_len + 2 <= min(len(token_ids), max_length):
+        if is_trainable(prompt_len, min(len(token_ids), max_length)):
             pairs.append((token_ids[:max_length], prompt_len))
     if not pairs:
-        raise ConfigError(f"{path} holds no answer of two tokens within max_length", _REMEDY)
+        raise ConfigError(
+            f"{path} holds no answer of two tokens within max_length, or of three to an empty "
+            "prompt",
+            f"raise max_length, or {_REMEDY}",
+        )
     return Sequences.of(pairs)
+
+
+def is_trainable(prompt_len: int, num_tokens: int) -> bool:
+    """Whether a sequence has a row to draft from: see ``sametoken.train.batches.DraftRows``.
+
+    The first is the prompt's last, or of an empty prompt the answer's first; two tokens follow it.
+    """
+    return max(prompt_len, 1) + 2 <= num_tokens
 
 
 def messages_in(row: dict[str, Any]) -> list[dict[str, Any]]:

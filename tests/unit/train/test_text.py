@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sametoken.errors import ConfigError
-from sametoken.train.text import Sequences, read_sequences, require_text
+from sametoken.train.batches import Batches, DraftRows
+from sametoken.train.text import Sequences, is_trainable, read_sequences, require_text
 
 
 def write_lines(path, rows):
@@ -22,17 +23,18 @@ def row(prompt, output):
 
 
 def test_token_ids_are_read_cut_and_counted(tmp_path):
-    rows = [row([1, 2], [3, 4, 4]), row([5], [6]), row([], [7, 8]), row([1, 1, 1], [2, 2, 2, 2])]
+    rows = [row([1, 2], [3, 4, 4]), row([5], [6]), row([], [7, 8]), row([], [7, 8, 8])]
+    rows.append(row([1, 1, 1], [2, 2, 2, 2]))
     found = read_sequences(write_lines(tmp_path / "t.jsonl", rows), vocab_size=9, max_length=5)
-    # The second has no second token of answer.
+    # Of the second and the third no token would be drafted.
     assert [found.sequence(i).tolist() for i in range(len(found))] == [
         [1, 2, 3, 4, 4],
-        [7, 8],
+        [7, 8, 8],
         [1, 1, 1, 2, 2],
     ]
     assert found.prompt_lens.tolist() == [2, 0, 3]
-    assert found.lengths.tolist() == [5, 2, 5]
-    assert found.answer_counts(9, [0, 1]).tolist() == [0, 0, 0, 1, 2, 0, 0, 1, 1]
+    assert found.lengths.tolist() == [5, 3, 5]
+    assert found.answer_counts(9, [0, 1]).tolist() == [0, 0, 0, 1, 2, 0, 0, 1, 2]
     assert found.answer_counts(9, [2]).tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 0]
 
 
@@ -62,6 +64,7 @@ def test_messages_are_encoded_with_the_prompt_as_their_beginning(tmp_path):
     ("text", "says"),
     [
         ("", "holds no answer"),
+        ('{"prompt_token_ids": [], "output_token_ids": [2, 3]}', "or of three to an empty"),
         ("{", "not JSON"),
         ("3", "no text"),
         ('{"prompt": "a", "answer": "b"}', "no text"),
@@ -96,6 +99,16 @@ def test_a_missing_file_and_a_broken_archive_are_named(tmp_path):
     broken.write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_sequences(broken, vocab_size=9, max_length=8)
+
+
+@pytest.mark.parametrize("prompt_len", [0, 1, 2])
+def test_a_sequence_is_trainable_if_it_has_a_row_to_draft_from(prompt_len):
+    for num_tokens in range(1, 6):
+        sequences = Sequences.of([([1] * num_tokens, prompt_len)])
+        device = torch.device("cpu")
+        batches = Batches(sequences, [0], batch_tokens=32, seed=0, device=device)
+        has_row = sum(DraftRows.of(batches.at(0)).counts) > 0
+        assert is_trainable(prompt_len, num_tokens) == has_row
 
 
 def test_answers_to_one_prompt_are_held_back_together():

@@ -12,6 +12,7 @@ from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from helpers.serving import accept_one_more
 from sametoken.audit import engine_audit
+from sametoken.audit.verdict import NO_DRAFT
 from sametoken.cli.main import app
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
@@ -37,8 +38,15 @@ def test_a_clean_engine_exits_with_0(model, tmp_path):
     assert found["summary"] == "identical"
     assert found["subject"] == "chat with ngram, k=3"
     assert {run["num_requests"] for run in found["comparisons"]} == {2, 6}
-    assert found["diagnosis"]["profiles"]["running"]["judged"]
+    assert found["num_drafts"] >= found["diagnosis"]["profiles"]["running"]["judged"][0] > 0
     assert json.loads(embedded(page)) == found
+
+
+def test_an_engine_that_verified_no_draft_exits_with_1(model):
+    ngram = ("--speculative-config", NGRAM, "--no-diagnose")
+    result = audit(model, *SMALL, *ngram, "--limit", "1", "--max-tokens", "1")
+    assert result.exit_code == 1, result.output
+    assert result.stdout.splitlines()[0].endswith(NO_DRAFT)
 
 
 def test_a_corrupt_engine_exits_with_1(model, monkeypatch):

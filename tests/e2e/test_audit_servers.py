@@ -81,7 +81,7 @@ def test_a_clean_server_is_identical(plain, drafting):
 def test_an_audit_of_servers_loads_no_tensors(model, plain, drafting):
     """Seconds and hundreds of megabytes that a client of HTTP has no use for."""
     asked = ["audit", "--url", drafting, "--baseline-url", plain]
-    asked += ["--limit", "1", "--max-tokens", "4", "--dataset", "random"]
+    asked += ["--limit", "2", "--max-tokens", "8", "--dataset", "random"]
     shown, loaded = run_command([*asked, str(model)], ("torch", "triton", "xgrammar"))
     assert loaded == []
     assert IDENTICAL in shown

@@ -17,7 +17,7 @@ from sametoken.audit.compare import (
     text_defects,
 )
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
-from sametoken.audit.engine_runs import RunSettings, run_plain, run_requests
+from sametoken.audit.engine_runs import RunSettings, num_drafts_of, run_plain, run_requests
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -112,6 +112,7 @@ def audit_engine(
         comparisons=comparisons,
         repeats=baseline.repeats,
         noise=baseline.noise,
+        num_drafts=sum(map(num_drafts_of, runs.values())),
         defects=_defects(baseline.answers, runs["as configured"]),
         diagnosis=diagnosis,
         environment=environment(core.resolved.device),

@@ -131,6 +131,11 @@ def run_plain(
     return answers
 
 
+def num_drafts_of(answers: Answers) -> int:
+    """Count the verified drafts of a run."""
+    return sum(window.num_drafts for answer in answers.values() for window in answer.windows)
+
+
 def engine_request(request: AuditRequest, settings: RunSettings) -> EngineRequest:
     """Convert a request of the audit to one of the engine."""
     params = SamplingParams(

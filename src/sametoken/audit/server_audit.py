@@ -91,7 +91,7 @@ def audit_sides(
     announce(f"running {subject.name} twice")
     before = subject.counters()
     found, found_again = subject.answer(requests), subject.answer(requests)
-    after = subject.counters()
+    counted = _counted(before, subject.counters())
     runs = ((baseline, expected), (baseline, again), (subject, found), (subject, found_again))
     by_id = all(_has_ids(answers) for _, answers in runs)
     expected, again, found, found_again = (
@@ -118,9 +118,10 @@ def audit_sides(
             against("subject against itself", found, found_again),
         ),
         noise=noise,
+        num_drafts=counted.num_draft_tokens,
         num_unlike=_num_unlike((expected, again), (found, found_again)),
         defects=_defects(speculation, expected, found, found_again),
-        diagnosis=_diagnosis(before, after),
+        diagnosis=_diagnosis(counted),
         environment=environment(None),
     )
 
@@ -226,13 +227,18 @@ def _as_texts(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) 
     }
 
 
-def _diagnosis(before: Counters | None, after: Counters | None) -> Diagnosis | None:
-    """Diagnose the acceptance of the audit's requests from the server's counters."""
+def _counted(before: Counters | None, after: Counters | None) -> Counters:
+    """What the server counted between two snapshots; nothing if that is unknown."""
     if before is None or after is None:
-        return None
+        return Counters()
     counted = after.since(before)
+    return Counters() if counted.went_back else counted
+
+
+def _diagnosis(counted: Counters) -> Diagnosis | None:
+    """Diagnose the acceptance of the audit's requests from the server's counters."""
     by_position = counted.by_position()
-    if counted.went_back or counted.speculation() is None or not by_position:
+    if counted.speculation() is None or not by_position:
         return None
     offered, accepted = zip(*((int(there), int(n)) for there, n in by_position), strict=True)
     profile = Profile(tuple(map(min, offered, (offered[0], *accepted))), accepted)

@@ -14,6 +14,7 @@ from sametoken.bench.acceptance import MIN_DRAFTS
 from sametoken.bench.documents import render_page
 
 IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
+NO_DRAFT = "nothing is proved, as no draft was verified: audit more requests, or longer ones"
 NONDETERMINISTIC = "nondeterministic without speculation too"
 UNSTEADY = "differs from itself, which the baseline does not"
 SAMPLES_DIFFER = "other samples, the same greedy tokens but for near ties"
@@ -31,6 +32,7 @@ class Verdict:
         repeats: the baseline against itself, then the subject against itself; empty if neither
             can differ.
         noise: the largest margin that counts as a tie; None if unknown.
+        num_drafts: drafts verified in the compared runs; None if unknown.
         num_unlike: answers whose first token has other log-probabilities than noise allows.
         defects: signs of corrupted text.
         diagnosis: diagnosis of acceptance; None if not measured.
@@ -44,6 +46,7 @@ class Verdict:
     comparisons: tuple[Comparison, ...]
     repeats: tuple[Comparison, ...] = ()
     noise: float | None = None
+    num_drafts: int | None = None
     num_unlike: int = 0
     defects: tuple[TextDefect, ...] = ()
     diagnosis: Diagnosis | None = None
@@ -53,8 +56,8 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Whether no token and no bit differs."""
-        return all(comparison.identical for comparison in self.comparisons)
+        """Whether no token and no bit differs, though drafts were verified or may have been."""
+        return self.summary == IDENTICAL
 
     @property
     def is_of_another_model(self) -> bool:
@@ -68,8 +71,8 @@ class Verdict:
         Corruption is a difference that neither near ties nor the baseline's own repeats
         explain. Without corruption, a side that differs from itself is named.
         """
-        if self.identical:
-            return IDENTICAL
+        if all(comparison.identical for comparison in self.comparisons):
+            return NO_DRAFT if self.num_drafts == 0 else IDENTICAL
         if self.is_of_another_model:
             return OTHER_MODEL
         logits = sum(comparison.num_logits_differ for comparison in self.comparisons)
@@ -114,6 +117,7 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
     yield f"{verdict.subject} against {verdict.baseline}: {verdict.summary}"
     for comparison in (*verdict.repeats, *verdict.comparisons):
         yield f"  {comparison.name}: {_counts(comparison)}"
+    yield f"  drafts verified: {'unknown' if verdict.num_drafts is None else verdict.num_drafts}"
     if verdict.is_of_another_model:
         count = f"{verdict.num_unlike} of {verdict.comparisons[0].num_requests}"
         yield f"  {count} first tokens, which no draft can change, have other log-probabilities"

@@ -58,6 +58,12 @@ class Counters:
         """Whether a difference is negative: the server restarted in between."""
         return any(value < 0 for value in self.totals.values())
 
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """Drafts that were verified; None if the server does not count them."""
+        counted = self.totals.get(_DRAFT_TOKENS)
+        return None if counted is None else int(counted)
+
     def speculation(self) -> dict[str, Any] | None:
         """Compute acceptance under the names of ``SpeculationStats``; None without drafts.
 

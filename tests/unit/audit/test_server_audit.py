@@ -9,7 +9,7 @@ import pytest
 from sametoken.audit.asks import Answer, AuditRequest
 from sametoken.audit.compare import CORRUPTION, TIE
 from sametoken.audit.server_audit import OF_LOOKUPS, Side, audit_sides, logit_step
-from sametoken.audit.verdict import OTHER_MODEL
+from sametoken.audit.verdict import IDENTICAL, NO_DRAFT, OTHER_MODEL
 from sametoken.bench.acceptance import OTHER_DRAFTER, Profile
 from sametoken.bench.scrape import Counters, parse_counters
 
@@ -29,14 +29,38 @@ def server(tokens: tuple[int | str, ...]) -> Side:
     return Side("server", lambda asks: {"one": Answer(tokens, top=top)})
 
 
+def verdict_of(before: Counters | None, after: Counters | None):
+    """The verdict on a server that answers as its baseline does."""
+    read = iter((before, after))
+    answers = {"one": Answer((1,), top=(((1, -1.0),),))}
+    subject = Side("server", lambda asks: answers, lambda: next(read))
+    return audit_sides(subject, Side("plain", lambda asks: answers), [ASK])
+
+
 def acceptance(prefix: str, **counters: int):
     """What is found of a server whose counters are 0 before it is asked."""
     lines = (f"{prefix}:spec_decode_num_{name}_total {n}\n" for name, n in counters.items())
     text = re.sub(r"_at_(\d)_total", r'_per_pos_total{position="\1"}', "".join(lines))
-    read = iter((Counters(), parse_counters(text)))
-    answers = {"one": Answer((1,), top=(((1, -1.0),),))}
-    subject = Side("server", lambda asks: answers, lambda: next(read))
-    return audit_sides(subject, Side("plain", lambda asks: answers), [ASK]).diagnosis
+    return verdict_of(Counters(), parse_counters(text)).diagnosis
+
+
+def drafted(count: int) -> Counters:
+    return parse_counters(f"vllm:spec_decode_num_draft_tokens_total {count}\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_drafts", "summary"),
+    [
+        (drafted(7), drafted(7), 0, NO_DRAFT),
+        (drafted(7), drafted(9), 2, IDENTICAL),
+        (drafted(7), drafted(2), None, IDENTICAL),
+        (Counters(), Counters(), None, IDENTICAL),
+        (drafted(7), None, None, IDENTICAL),
+    ],
+)
+def test_a_server_s_drafts_are_counted_or_unknown(before, after, num_drafts, summary):
+    verdict = verdict_of(before, after)
+    assert (verdict.num_drafts, verdict.summary) == (num_drafts, summary)
 
 
 def test_steps_without_drafts_are_no_refused_drafts():

@@ -50,6 +50,23 @@ def test_the_summary(spoilt, own, summary):
     assert found.identical == (not spoilt)
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "num_drafts", "summary", "says"),
+    [
+        ((), 0, words.NO_DRAFT, "0"),
+        ((), 1, words.IDENTICAL, "1"),
+        ((), None, words.IDENTICAL, "unknown"),
+        (("0", "2"), 0, words.CORRUPTED, "0"),
+    ],
+)
+def test_equal_tokens_prove_nothing_without_a_draft(spoilt, num_drafts, summary, says):
+    found = Verdict("a", "b", (run(*spoilt),), num_drafts=num_drafts)
+    first, *others = lines_of(found)
+    assert first == f"a against b: {summary}"
+    assert found.identical == found.as_json()["identical"] == (summary == words.IDENTICAL)
+    assert f"  drafts verified: {says}" in others
+
+
 def test_samples_are_nobody_s_promise():
     sampled = compare("run", PLAIN, changed("0", "2"), noise=0.05, sampled={"2"})
     assert Verdict("a", "b", (sampled,)).summary == words.SAMPLES_DIFFER

@@ -11,7 +11,7 @@ function makeHead() {
   byId("verdict").classList.add(data.identical ? "better" : "worse");
   const prompts = workload.prompts === undefined ? null : `${workload.prompts}, at temperature ${workload.temperatures.join(" and ")}, up to ${workload.max_tokens} tokens each`;
   byId("sides").replaceChildren(
-    card("Compared", { "with speculation": data.subject, baseline: data.baseline, prompts }),
+    card("Compared", { "with speculation": data.subject, baseline: data.baseline, prompts, "drafts verified": data.num_drafts ?? "unknown" }),
     ...(environment.device ? [card("Machine", { device: environment.device, threads: environment.threads, torch: environment.torch, platform: environment.platform })] : []),
   );
   byId("noise").textContent = data.noise === null ? "" : `Measured noise of log-probabilities: ${data.noise.toPrecision(3)}.`;

@@ -109,12 +109,19 @@ class _Servers:
         """Ask every server for one token.
 
         Raises:
+            ConfigError: both are one server.
             RequestError: a server cannot be reached, or lacks what an audit needs.
         """
         from sametoken.audit.servers import require_server
 
-        for url in filter(None, (self.url, self.baseline_url)):
-            require_server(self._server(url))
+        servers = [self._server(url) for url in (self.url, self.baseline_url) if url is not None]
+        if len({server.root for server in servers}) < len(servers):
+            raise ConfigError(
+                f"--url and --baseline-url are one server, {servers[0].root}",
+                "give --baseline-url a server without speculation",
+            )
+        for server in servers:
+            require_server(server)
 
     def side(self, url: str) -> Side:
         """Make a side of one server."""

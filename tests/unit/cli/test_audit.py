@@ -24,7 +24,11 @@ def no_model(monkeypatch):
     [
         (("model", "--url", NOBODY), f"{NOBODY} does not list a model (ConnectError"),
         (("model", "--url", NOBODY, "--served-model", "m"), f"{NOBODY} cannot be reached"),
-        (("--url", NOBODY, "--baseline-url", NOBODY), f"{NOBODY} does not list a model"),
+        (("--url", NOBODY, "--baseline-url", "http://h:1"), f"{NOBODY} does not list a model"),
+        (
+            ("--url", NOBODY, "--baseline-url", f"{NOBODY}/v1/"),
+            f"--url and --baseline-url are one server, {NOBODY}. give --baseline-url a server",
+        ),
         (("m", "--baseline-url", NOBODY), "--baseline-url is of use with --url alone"),
         (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
         (("model", "--url", "127.0.0.1:9"), "'127.0.0.1:9' is no address. give http://host:port"),

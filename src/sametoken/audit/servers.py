@@ -59,7 +59,7 @@ class Server:
         return server_root(self.url)
 
     def client(self) -> httpx.AsyncClient:
-        """Open a client that sends the key with every request.
+        """Open a client without a connection limit that sends the key with every request.
 
         Raises:
             ConfigError, RequestError: the URL is malformed.
@@ -69,6 +69,7 @@ class Server:
                 base_url=self.root,
                 headers=bearer(self.api_key),
                 timeout=self.timeout_s,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
                 verify=_authorities(),
             )
         except httpx.InvalidURL as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
 from sametoken.audit.asks import AuditRequest
-from sametoken.audit.servers import Server, completion_body, parse_completion
+from sametoken.audit.servers import Server, completion_body, parse_completion, query_server
 from sametoken.errors import ConfigError, RequestError
 
 # The form of vLLM's /v1/completions.
@@ -90,3 +93,22 @@ def test_a_key_that_no_header_holds_is_refused(key):
 def test_a_lone_surrogate_is_refused(wrong):
     with pytest.raises(RequestError, match="holds a lone surrogate"):
         Server(**{"url": "http://h:1"} | wrong)
+
+
+async def test_as_many_requests_run_at_once_as_are_wanted():
+    """More than the 100 of httpx's default: the server answers when all have come."""
+    all_here = asyncio.Barrier(101)
+    body = json.dumps(COMPLETION)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await all_here.wait()
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        writer.close()
+
+    asks = [AuditRequest(str(i), (5,), "", 0.0, 0, 2) for i in range(101)]
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, backlog=200) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        server = Server(f"http://127.0.0.1:{port}", model="m", timeout_s=5.0)
+        answers = await asyncio.to_thread(query_server, server, asks, concurrency=101)
+    assert len(answers) == 101

@@ -17,8 +17,9 @@ import httpx
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.scrape import Counters, scrape
-from sametoken.bench.workload import bearer, server_root
+from sametoken.bench.workload import server_root
 from sametoken.errors import RequestError, require_unicode, shown
+from sametoken.io.bearer import bearer
 from sametoken.io.json_text import parse_json
 
 NUM_CANDIDATES = 2

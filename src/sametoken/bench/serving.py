@@ -24,8 +24,9 @@ from sametoken.bench.openai_stream import (
 )
 from sametoken.bench.scrape import scrape
 from sametoken.bench.serving_numbers import Goal, serving_numbers
-from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload, bearer
+from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload
 from sametoken.errors import ConfigError
+from sametoken.io.bearer import bearer
 from sametoken.io.json_text import parse_json
 from sametoken.types.option_values import listed
 from sametoken.types.sampling_params import derive_seed

@@ -13,6 +13,7 @@ from typing import Any
 from sametoken.bench.datasets import SPEC_BENCH, load_dataset, require_named
 from sametoken.config import option
 from sametoken.errors import ConfigError, RequestError
+from sametoken.io.bearer import bearer
 from sametoken.io.json_text import json_lines, parse_json
 from sametoken.types.option_values import listed, require_limits
 from sametoken.types.request import EngineRequest
@@ -265,19 +266,3 @@ def server_root(url: str) -> str:
     if not re.match(r"https?://[^/]", url):
         raise ConfigError(f"{url!r} is no address", "give http://host:port")
     return url.rstrip("/").removesuffix("/v1")
-
-
-def bearer(api_key: str | None) -> dict[str, str]:
-    """The headers that show a server the key, if there is one.
-
-    Raises:
-        ConfigError: no header can hold it.
-    """
-    if not api_key:
-        return {}
-    if not re.fullmatch("[!-~]+", api_key):
-        raise ConfigError(
-            "the API key has a space or a character beyond ASCII, which no server accepts",
-            "give the key that the server was started with",
-        )
-    return {"Authorization": f"Bearer {api_key}"}

@@ -22,6 +22,7 @@ from sametoken.distributed.nccl import new_unique_id
 from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError, in_words
+from sametoken.io.bearer import bearer
 from sametoken.models.load.sent import named_tensor
 from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
@@ -45,6 +46,7 @@ class WeightSender:
         timeout_s: seconds to wait for a server.
 
     Raises:
+        ConfigError: no header can hold the key.
         WeightUpdateError: there is no server, a server refuses, or does not come in time; or the
             port is taken, or the address is not that of this process.
     """
@@ -60,9 +62,7 @@ class WeightSender:
         timeout_s: float = 300.0,
     ) -> None:
         self._urls = _each_once(urls)
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = {"Content-Type": "application/json"} | bearer(api_key)
         self._timeout_s = timeout_s
         for url in self._urls:
             self._require_backend(url, backend)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sametoken.distributed.trainer_group import TrainerGroup
-from sametoken.errors import WeightUpdateError
+from sametoken.errors import ConfigError, WeightUpdateError
 from sametoken.serving.weight_sender import WeightSender
 from sametoken.types.weight_updates import GLOO, Rendezvous
 
@@ -22,6 +22,12 @@ PATIENCE_S = 30.0
 def test_a_url_that_is_none(url):
     with pytest.raises(WeightUpdateError, match="check the URL"):
         WeightSender([url])
+
+
+@pytest.mark.parametrize("key", ["clé", "a b", "key\n", "\udcff"])
+def test_a_key_that_no_header_holds_is_refused(key):
+    with pytest.raises(ConfigError, match="the API key has"):
+        WeightSender(["http://127.0.0.1:9"], api_key=key)
 
 
 def test_a_port_where_another_protocol_is_spoken():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 
 import httpx
 import pytest
@@ -22,14 +24,15 @@ def bench(monkeypatch):
     def run(nth: int, *arguments: str):
         answers = iter([ANSWER] * (nth - 1))
 
-        def handle(request: httpx.Request) -> httpx.Response:
+        async def handle(request: httpx.Request) -> httpx.Response:
             if request.url.path == "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "m"}]})
             if request.url.path == "/metrics":
                 return httpx.Response(404)
             text = next(answers, None)
             if text is None:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(60)
             return httpx.Response(200, text=text)
 
         transport = httpx.MockTransport(handle)

@@ -278,7 +278,7 @@ def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
         pytest.param([Row(0, 10, 1, True)], id="beyond what is pending"),
         pytest.param([Row(0, 3, 1, True)], id="below what is folded"),
         pytest.param([Row(0, 5, 1, False), Row(0, 6, 1, True)], id="committed after a draft"),
-        pytest.param([Row(0, 5 + i, 1, i == 0) for i in range(8)], id="more drafts than fit"),
+        pytest.param([Row(0, 5 + i, 1, i == 0) for i in range(7)], id="more drafts than fit"),
         pytest.param([Row(1, 5, 1, True)], id="a slot that nobody began"),
     ],
 )

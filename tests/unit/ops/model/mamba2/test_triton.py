@@ -16,6 +16,7 @@ from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.triton import TritonPass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,7 +126,7 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize(("spec", "stride"), zip(SPECS, (4, 1, 4, 1), strict=True))
+@pytest.mark.parametrize(("spec", "stride"), zip(SPECS, (STATE_STRIDE, 1) * 2, strict=True))
 def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, stride):
     cache = empty(spec, 3, state_stride=stride)
     oracle, plain = empty(spec, 3, begin_as_on_a_gpu, stride), empty(spec, 0)

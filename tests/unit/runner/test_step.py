@@ -23,6 +23,7 @@ from sametoken.drafters.ngram import NgramDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.gemm.tuning import GemmTable
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
@@ -227,13 +228,14 @@ def hybrid_tokens(params, k: int, steps: str, kernels: DeviceChoices):
     return run(core, items), core._runner.step
 
 
+@pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("params", [GREEDY, CUT], ids=["greedy", "cut"])
-def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(params):
+def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(params, k):
     """Static shapes by the kernels of captured steps, recurrent state too."""
     plain, _ = hybrid_tokens(params, 0, "compact", DeviceChoices())
-    ran, step = hybrid_tokens(params, 2, "kernels", DevicePasses())
+    ran, step = hybrid_tokens(params, k, "kernels", DevicePasses())
     assert ran.tokens == plain.tokens
-    assert ran.accepted > 0
+    assert (ran.accepted > 0) == (k > 0)
     folded, sequences = step.kv.folded, step.sequences
     for held in step.kv.slots:
         assert held[:, sequences.reserved_slot].isnan().all(), "the reserved slot is written"
@@ -241,6 +243,7 @@ def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(pa
     computed = sequences.num_computed
     assert (folded.position <= computed).all()
     assert (folded.position + folded.num_pending >= computed).all()
+    assert k or not (folded.position % STATE_STRIDE).any()
 
 
 def test_those_cuts_decide_tokens():

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 
 _INDEX_BYTES = 4
 
@@ -28,25 +28,27 @@ def call_in_forks(
         most_forks: maximum number of forks.
         most_seconds: maximum duration.
     """
-    indices, add_index = os.pipe()
-    os.write(add_index, b"".join(i.to_bytes(_INDEX_BYTES) for i in range(len(calls))))
-    os.close(add_index)
+    # Pipes that are objects: an interrupt leaves no end open, wherever it comes.
+    indices, add_index = Pipe(duplex=False)
+    with add_index:
+        numbers = b"".join(i.to_bytes(_INDEX_BYTES) for i in range(len(calls)))
+        os.write(add_index.fileno(), numbers)
     # Readable once no process can write to it: when the last fork has ended.
-    ended, held_by_forks = os.pipe()
+    ended, held_by_forks = Pipe(duplex=False)
     forks = []
     try:
-        for _ in range(min(most_forks, len(calls))):
-            with suppress(OSError):
-                forks.append(_fork(partial(_call_each, calls, indices, os.getpid())))
-        os.close(held_by_forks)
+        with held_by_forks:
+            for _ in range(min(most_forks, len(calls))):
+                with suppress(OSError):
+                    forks.append(_fork(partial(_call_each, calls, indices.fileno(), os.getpid())))
         # Unlike select it takes any descriptor, also beyond 1023.
         wait([ended], most_seconds)
     finally:
         for fork in forks:
             os.kill(fork, signal.SIGKILL)
             os.waitpid(fork, 0)
-        os.close(indices)
-        os.close(ended)
+        indices.close()
+        ended.close()
 
 
 def _fork(work: Callable[[], None]) -> int:

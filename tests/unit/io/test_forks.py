@@ -105,6 +105,17 @@ def test_no_descriptor_is_left_open():
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_an_interrupt_leaves_no_descriptor_open(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forks.os, "fork", interrupt)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt):
+        call_in_forks([lambda: None], most_forks=1, most_seconds=60)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_descriptors_may_have_high_numbers(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))

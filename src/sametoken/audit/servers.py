@@ -23,6 +23,8 @@ from sametoken.io.bearer import bearer
 from sametoken.io.json_text import parse_json
 
 NUM_CANDIDATES = 2
+#: Hosts at which one server answers.
+_LOOPBACK = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +61,33 @@ class Server:
         """
         return server_root(self.url)
 
+    @property
+    def address(self) -> httpx.URL:
+        """The root, equal for spellings of one: of the host, of loopback, and the default port.
+
+        Raises:
+            ConfigError, RequestError: the URL is malformed.
+        """
+        url = self._parsed()
+        return url.copy_with(host=_LOOPBACK[0]) if url.host in _LOOPBACK else url
+
     def client(self) -> httpx.AsyncClient:
         """Open a client without a connection limit that sends the key with every request.
 
         Raises:
             ConfigError, RequestError: the URL is malformed.
         """
+        return httpx.AsyncClient(
+            base_url=self._parsed(),
+            headers=bearer(self.api_key),
+            timeout=self.timeout_s,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            verify=_authorities(),
+        )
+
+    def _parsed(self) -> httpx.URL:
         try:
-            return httpx.AsyncClient(
-                base_url=self.root,
-                headers=bearer(self.api_key),
-                timeout=self.timeout_s,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                verify=_authorities(),
-            )
+            return httpx.URL(self.root)
         except httpx.InvalidURL as error:
             raise RequestError(
                 f"{self.url!r} is no URL ({error})", "give one as in http://127.0.0.1:8000"

@@ -115,7 +115,7 @@ class _Servers:
         from sametoken.audit.servers import require_server
 
         servers = [self._server(url) for url in (self.url, self.baseline_url) if url is not None]
-        if len({server.root for server in servers}) < len(servers):
+        if len({server.address for server in servers}) < len(servers):
             raise ConfigError(
                 f"--url and --baseline-url are one server, {servers[0].root}",
                 "give --baseline-url a server without speculation",

@@ -83,6 +83,32 @@ def test_the_root_of_a_url(url):
     assert Server(url).root == "http://h:1"
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://Host.Example:80/v1", "http://host.example/"),
+        ("https://h:443", "https://h"),
+        ("http://localhost:8000", "http://127.0.0.1:8000/v1"),
+        ("http://[::1]:8000", "http://0.0.0.0:8000"),
+    ],
+)
+def test_spellings_of_one_address_are_equal(one, other):
+    assert Server(one).address == Server(other).address
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://localhost:8000", "http://localhost:8001"),
+        ("http://h:443", "https://h:443"),
+        ("http://h/a", "http://h/b"),
+        ("http://10.0.0.1", "http://127.0.0.1"),
+    ],
+)
+def test_two_addresses_are_not_equal(one, other):
+    assert Server(one).address != Server(other).address
+
+
 @pytest.mark.parametrize("key", ["clé", "a b", "key\n", "\udcff"])
 def test_a_key_that_no_header_holds_is_refused(key):
     with pytest.raises(ConfigError, match="the API key has"):

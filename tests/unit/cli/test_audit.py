@@ -29,6 +29,10 @@ def no_model(monkeypatch):
             ("--url", NOBODY, "--baseline-url", f"{NOBODY}/v1/"),
             f"--url and --baseline-url are one server, {NOBODY}. give --baseline-url a server",
         ),
+        (
+            ("--url", NOBODY, "--baseline-url", "http://LOCALHOST:9"),
+            f"--url and --baseline-url are one server, {NOBODY}. give --baseline-url a server",
+        ),
         (("m", "--baseline-url", NOBODY), "--baseline-url is of use with --url alone"),
         (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
         (("model", "--url", "127.0.0.1:9"), "'127.0.0.1:9' is no address. give http://host:port"),

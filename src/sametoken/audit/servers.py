@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
+from sametoken.bench.http_client import NO_LIMITS
 from sametoken.bench.scrape import Counters, scrape
 from sametoken.bench.workload import server_root
 from sametoken.errors import RequestError, require_unicode, shown
@@ -81,7 +82,7 @@ class Server:
             base_url=self._parsed(),
             headers=bearer(self.api_key),
             timeout=self.timeout_s,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=NO_LIMITS,
             verify=_authorities(),
         )
 

@@ -12,6 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import sametoken
+from sametoken.bench.http_client import NO_LIMITS
 from sametoken.bench.openai_stream import (
     Endpoint,
     Load,
@@ -42,7 +43,7 @@ def open_client(server: Server) -> httpx.AsyncClient:
         base_url=server.url,
         headers=bearer(server.api_key),
         timeout=server.timeout,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        limits=NO_LIMITS,
         trust_env=False,
     )
 

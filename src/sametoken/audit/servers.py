@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
-from sametoken.bench.http_client import NO_LIMITS
+from sametoken.bench.http_client import NO_LIMITS, get, read_body
 from sametoken.bench.scrape import Counters, scrape
 from sametoken.bench.workload import server_root
 from sametoken.errors import RequestError, require_unicode, shown
@@ -146,9 +146,7 @@ async def _complete_all(
 
 async def _served_model(client: httpx.AsyncClient) -> str:
     try:
-        answer = await client.get("/v1/models")
-        answer.raise_for_status()
-        return str(parse_json(answer.content)["data"][0]["id"])
+        return str(parse_json(await get(client, "/v1/models"))["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise RequestError(
             f"{client.base_url} does not list a model ({error!r})", "check the URL and the key"
@@ -171,18 +169,20 @@ def completion_body(request: AuditRequest, model: str) -> dict[str, Any]:
 
 async def _post(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
     try:
-        answer = await client.post("/v1/completions", json=body)
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            content = await read_body(answer)
     except httpx.HTTPError as error:
         raise RequestError(
             f"{client.base_url} cannot be reached ({error!r})", "check that the server runs"
         ) from error
     if not answer.is_success:
         raise RequestError(
-            f"{client.base_url} answered {answer.status_code}: {answer.text[:300]}",
+            f"{client.base_url} answered {answer.status_code}: "
+            f"{content[:300].decode('utf-8', 'replace')}",
             "see the server's log; the audit needs /v1/completions with logprobs",
         )
     try:
-        return parse_json(answer.content)
+        return parse_json(content)
     except ValueError as error:
         raise RequestError(f"{client.base_url} answered no JSON", "check the URL") from error
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from sametoken.bench.http_client import read_body
 from sametoken.bench.measure import Window
 from sametoken.bench.request_stats import speculation_in
 from sametoken.bench.scrape import Counters
@@ -127,7 +128,7 @@ async def send(
     try:
         async with client.stream("POST", endpoint.path, json=body) as response:
             if response.status_code != httpx.codes.OK:
-                text = (await response.aread()).decode("utf-8", "replace")
+                text = (await read_body(response)).decode("utf-8", "replace")
                 raise RequestError(f"HTTP {response.status_code}: {_message(text)}")
             ended = False
             async for event in _events(response):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from sametoken.bench.http_client import get
 from sametoken.types.outputs import SpeculationMetrics
 
 Key = TypeVar("Key", str, int)
@@ -129,11 +130,18 @@ def parse_counters(text: str) -> Counters:
     return Counters(dict(totals), {name: dict(values) for name, values in positions.items()})
 
 
+async def metrics_text(client: httpx.AsyncClient) -> str:
+    """The text of ``/metrics``.
+
+    Raises:
+        httpx.HTTPError, RequestError: as ``get``.
+    """
+    return (await get(client, "/metrics")).decode("utf-8", "replace")
+
+
 async def scrape(client: httpx.AsyncClient) -> Counters | None:
     """Read the current counters; None without a readable ``/metrics``."""
     try:
-        response = await client.get("/metrics")
-        response.raise_for_status()
-        return parse_counters(response.text)
+        return parse_counters(await metrics_text(client))
     except (httpx.HTTPError, ValueError):
         return None

@@ -12,7 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import sametoken
-from sametoken.bench.http_client import NO_LIMITS
+from sametoken.bench.http_client import NO_LIMITS, get
 from sametoken.bench.openai_stream import (
     Endpoint,
     Load,
@@ -23,7 +23,7 @@ from sametoken.bench.openai_stream import (
     served_trace,
     traced_body,
 )
-from sametoken.bench.scrape import scrape
+from sametoken.bench.scrape import metrics_text, scrape
 from sametoken.bench.serving_numbers import Goal, serving_numbers
 from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload
 from sametoken.errors import ConfigError
@@ -173,10 +173,8 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
         ConfigError: it does not answer, or does not list the model.
     """
     try:
-        response = await client.get("/v1/models")
-        response.raise_for_status()
         # The standard parser overflows the stack where values are nested deeply.
-        cards = parse_json(response.content)["data"]
+        cards = parse_json(await get(client, "/v1/models"))["data"]
         names = [card["id"] for card in cards]
         first = names[0]
     except httpx.HTTPStatusError as error:
@@ -212,9 +210,7 @@ async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]
 async def _engine_info(client: httpx.AsyncClient) -> dict[str, Any]:
     """Read the ``engine_info`` labels of our ``/metrics``; empty if there are none like ours."""
     try:
-        response = await client.get("/metrics")
-        response.raise_for_status()
-        for family in text_string_to_metric_families(response.text):
+        for family in text_string_to_metric_families(await metrics_text(client)):
             if family.name == f"{_OURS}:engine_info":
                 labels = family.samples[0].labels
                 return {**labels, _K: int(labels.get(_K, 0))}

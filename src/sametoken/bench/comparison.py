@@ -115,6 +115,7 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
             asked = [document["settings"]["asked"] for document in done]
             engines = EngineNames.of([*asked, *(one.get("cell", {}) for one in failed)])
             failures += [_failure(name, document, engines) for document in failed]
+            failures += [missing for document in done for missing in _missing(name, document)]
             runs.append(_run(name, done))
             cells += _cells(name, done, engines)
         except (LookupError, TypeError, AttributeError) as error:
@@ -153,9 +154,20 @@ def _failure(run: str, document: Mapping[str, Any], engines: EngineNames) -> dic
     drafter, k = _drafts(cell.get("speculative_config"), engines)
     about = {"model": cell.get("model"), "drafter": drafter, "num_speculative_tokens": k}
     about |= {name: cell.get(name) for name in ("output_len", "concurrency", "temperature")}
+    return {"run": run, "cell": _in_words(about), "error": str(document["error"])}
+
+
+def _missing(run: str, document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Describe the loads that ``bench serve`` ended before."""
+    return [
+        {"run": run, "cell": _in_words(load) or "all at once", "error": "not measured"}
+        for load in document.get("missing_loads") or ()
+    ]
+
+
+def _in_words(about: Mapping[str, Any]) -> str:
     names = ENGINE | WORKLOAD
-    words = [f"{names[name]} {value}" for name, value in about.items() if value is not None]
-    return {"run": run, "cell": ", ".join(words), "error": str(document["error"])}
+    return ", ".join(f"{names[name]} {value}" for name, value in about.items() if value is not None)
 
 
 def _run(name: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

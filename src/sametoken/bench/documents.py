@@ -2,7 +2,8 @@
 
 Every ``bench`` command writes one JSON object with the keys ``benchmark``, ``synthetic``,
 ``workload``, ``settings``, ``environment`` and ``results``, one result per concurrency or request
-rate. A result has the numbers of ``Summary``, and ``runs``, ``timeline`` and ``traces``.
+rate. A result has the numbers of ``Summary``, and ``runs``, ``timeline`` and ``traces``. That of
+``bench serve`` has ``missing_loads``, the loads without a result as it ended before them.
 """
 
 from __future__ import annotations

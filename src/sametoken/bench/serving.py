@@ -80,9 +80,11 @@ async def bench_serving(
         about = await _describe(client, server)
         bench = _Bench(client, _endpoint(about, server, workload), workload, prompts, advance)
         document = _document(about, server, workload, goals)
-        results = document["results"]
+        results, missing = document["results"], document["missing_loads"]
+        missing += map(_load_json, loads)
         for load in loads:
             results.append(await bench.result(load, goals))
+            del missing[0]
             keep(document)
         results[-1]["traces"] = await bench.traces(announce)
     return document
@@ -105,7 +107,12 @@ def _document(
             "device": about["device"],
         },
         "results": [],
+        "missing_loads": [],
     }
+
+
+def _load_json(load: Load) -> dict[str, Any]:
+    return {"concurrency": load.concurrency, "request_rate": load.request_rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,8 @@ class _Bench:
                 counters = after.since(before)
                 run.counters = None if counters.went_back else counters
             runs.append(run)
-        about = {"concurrency": load.concurrency, "request_rate": load.request_rate}
         totals = [dict(run.counters.totals) if run.counters else None for run in runs]
-        return about | serving_numbers(runs, goals) | {"metrics": totals}
+        return _load_json(load) | serving_numbers(runs, goals) | {"metrics": totals}
 
     async def traces(self, announce: Callable[[str], None]) -> list[dict[str, Any]]:
         """Send the first requests again, one at a time, and return their tokens and windows."""

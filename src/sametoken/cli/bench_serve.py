@@ -176,6 +176,8 @@ def _show(document: Mapping[str, Any]) -> None:
         synthetic = ", ".join(document["synthetic"]).upper()
         console.print(f"{synthetic}: only times mean anything", markup=False)
     console.print(_table(document["results"], workload["goals"]))
+    for load in document["missing_loads"]:
+        console.print(f"not measured: {_load_name(load)}", markup=False)
     for result in document["results"]:
         for error, count in result["errors"].items():
             console.print(f"{count} failed: {error}", markup=False)

@@ -71,6 +71,17 @@ def test_a_directory_of_a_sweep_is_one_run_with_its_failures(tmp_path):
     assert "output 9" in failure["cell"]
 
 
+def test_loads_that_were_not_measured_are_failures(tmp_path):
+    loads = [{"concurrency": 8, "request_rate": 2.0}, {"concurrency": None, "request_rate": None}]
+    write_json(tmp_path / "run.json", document(missing_loads=loads))
+    data = compare_runs([tmp_path / "run.json"])
+    assert len(data["cells"]) == 2
+    assert [f"{one['cell']}: {one['error']}" for one in data["failures"]] == [
+        "at once 8, requests/s 2.0: not measured",
+        "all at once: not measured",
+    ]
+
+
 def asked(model: str, drafter: str) -> dict:
     spec = {"method": "eagle3", "num_speculative_tokens": 2, "model": drafter}
     given = {"asked": {"model": model, "speculative_config": spec}, "resolved": {}}

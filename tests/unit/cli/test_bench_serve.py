@@ -52,13 +52,16 @@ def test_loads_that_have_finished_are_shown_and_written_after_an_interrupt(bench
     assert result.exit_code == 130
     document = json.loads(result.stdout)
     assert [one["concurrency"] for one in document["results"]] == [1, 2]
+    assert document["missing_loads"] == [{"concurrency": 3, "request_rate": None}]
     assert json.loads(output.read_text()) == document
     shown = bench(2)
-    assert (shown.exit_code, "1 at once" in shown.stdout, "2 at once" in shown.stdout) == (
-        130,
-        True,
-        False,
-    )
+    assert (shown.exit_code, "1 at once" in shown.stdout) == (130, True)
+    assert "\nnot measured: 2 at once\nnot measured: 3 at once\n" in shown.stdout
+
+
+def test_a_measurement_that_is_complete_misses_no_load(bench):
+    result = bench(4, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["missing_loads"]) == (0, [])
 
 
 def test_an_interrupt_of_the_first_load_leaves_nothing(bench, tmp_path):

@@ -208,10 +208,42 @@ def require_metric(tasks: Any, metric: str) -> None:
         ConfigError: a task has no such metric.
     """
     for name, task in tasks["tasks"].items():
-        filters = [one.name for one in task._filters]
-        known = [f"{kind},{chosen}" for kind in task.aggregation() for chosen in filters]
+        known = _metrics(task)
         if metric not in known:
             raise ConfigError(f"{name} has no metric {metric!r}", f"use {listed(known)}")
+
+
+def require_higher_is_better(tasks: Any, metric: str | None) -> None:
+    """Refuse metrics of which a minimum would pass the worst values, before there are answers.
+
+    Args:
+        tasks: from ``load_tasks``.
+        metric: one that all tasks have; None for each task's main metric.
+
+    Raises:
+        ConfigError: lower values of a task's metric are better.
+    """
+    for name, task in tasks["tasks"].items():
+        known = _metrics(task)
+        # Without a preferred one the main metric is the first that there is an answer for.
+        chosen = [metric] if metric else [one for one in _PREFERRED if one in known][:1] or known
+        lower = [one for one in chosen if known[one] is False]
+        if lower:
+            higher = [one for one, is_higher in known.items() if is_higher]
+            raise ConfigError(
+                f"min_score is of no use for {lower[0]!r} of {name}, where lower is better",
+                f"use metric {listed(higher)}" if higher else "leave min_score out",
+            )
+
+
+def _metrics(task: Any) -> dict[str, bool | None]:
+    """lm-eval's names of a task's metrics, and whether higher values are better, if known."""
+    higher = task.higher_is_better()
+    return {
+        f"{kind},{chosen.name}": higher.get(kind)
+        for kind in task.aggregation()
+        for chosen in task._filters
+    }
 
 
 def _gsm8k(path: Path | None) -> dict[str, Any]:

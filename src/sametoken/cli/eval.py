@@ -66,6 +66,7 @@ def evaluate(
         EvalSettings,
         load_tasks,
         require_harness,
+        require_higher_is_better,
         require_metric,
         require_usable,
     )
@@ -85,6 +86,8 @@ def evaluate(
     tasks = load_tasks(settings)
     if metric is not None:
         require_metric(tasks, metric)
+    if min_score is not None:
+        require_higher_is_better(tasks, metric)
     unloaded = UnloadedModel.of(config, status.print)
     require_usable(unloaded, settings)
     llm = LLM.from_unloaded(unloaded, status.print)

@@ -16,6 +16,7 @@ from sametoken.bench import accuracy
 from sametoken.bench.accuracy import Evaluation
 from sametoken.cli.main import app
 from sametoken.engine import unloaded
+from sametoken.errors import ConfigError
 from sametoken.llm import LLM
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
@@ -94,11 +95,12 @@ def test_checks_of_nothing_fail_and_say_why(model, monkeypatch):
 def test_a_task_without_a_score_fails_beside_one_that_has_it(model, monkeypatch):
     fake(monkeypatch, 0.5)
     load = accuracy.load_tasks
-    monkeypatch.setattr(
-        accuracy,
-        "load_tasks",
-        lambda settings: {"tasks": load(settings)["tasks"] | {"other": None}},
-    )
+
+    def load_twice(settings):
+        (task,) = load(settings)["tasks"].values()
+        return {"tasks": {"gsm8k": task, "other": task}}
+
+    monkeypatch.setattr(accuracy, "load_tasks", load_twice)
     result = run(model, "--min-score", "0.1")
     assert result.exit_code == 1
     assert "other has no score" in result.stdout
@@ -145,6 +147,48 @@ def test_tasks_files_and_metrics_are_checked_before_the_model_loads(monkeypatch,
     result = CliRunner().invoke(app, ["eval", arguments[0], "some-model", *arguments[1:]])
     assert (result.exit_code, result.stdout) == (2, "")
     assert why in result.stderr.splitlines()[-1]
+
+
+def task_of(output_type, metrics):
+    """A task of lm-eval with these metrics."""
+    config = {
+        "task": "own",
+        "custom_dataset": accuracy._dataset_of([{"text": "the inner"}]),
+        "output_type": output_type,
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": metric} for metric in metrics],
+    }
+    return tasks.TaskManager(include_defaults=False).load([config])
+
+
+PERPLEXITIES = ("loglikelihood_rolling", ("word_perplexity", "bits_per_byte"))
+MIXED = ("loglikelihood", ("perplexity", "acc"))
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "why"),
+    [
+        (PERPLEXITIES, (), "'word_perplexity,none' of own"),
+        (PERPLEXITIES, ("--metric", "bits_per_byte,none"), "'bits_per_byte,none' of own"),
+        (MIXED, ("--metric", "perplexity,none"), "use metric 'acc,none'"),
+        (MIXED, ("--metric", "acc,none"), None),
+        (MIXED, (), None),
+    ],
+)
+def test_a_minimum_is_refused_where_lower_is_better(monkeypatch, task, arguments, why):
+    """Any value of a bad model is above it."""
+
+    def look(config, announce):
+        raise ConfigError("the model was looked at")
+
+    monkeypatch.setattr(accuracy, "load_tasks", lambda settings: task_of(*task))
+    monkeypatch.setattr(unloaded.UnloadedModel, "of", look)
+    asked = ["eval", "own", "some-model", "--min-score", "0.5", *arguments]
+    result = CliRunner().invoke(app, asked)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (why or "the model was looked at") in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ def test_a_clean_engine_exits_with_0(model, tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["summary"] == "identical"
+    counts = f"with {found['num_drafts']} drafts verified in {found['num_tokens']} tokens"
+    assert found["headline"] == f"identical, {counts}"
+    assert found["num_tokens"] > found["comparisons"][0]["num_requests"]
     assert found["subject"] == "chat with ngram, k=3"
     assert {run["num_requests"] for run in found["comparisons"]} == {2, 6}
     assert found["num_drafts"] >= found["diagnosis"]["profiles"]["running"]["judged"][0] > 0

@@ -110,3 +110,8 @@ class Answer:
 
 #: The answers of one run, by request name.
 Answers = dict[str, Answer]
+
+
+def num_tokens_of(answers: Answers) -> int:
+    """Count the tokens of a run."""
+    return sum(len(answer.tokens) for answer in answers.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sametoken.audit.asks import Answers, AuditRequest
+from sametoken.audit.asks import Answers, AuditRequest, num_tokens_of
 from sametoken.audit.compare import (
     Comparison,
     TextDefect,
@@ -112,6 +112,7 @@ def audit_engine(
         comparisons=comparisons,
         repeats=baseline.repeats,
         noise=baseline.noise,
+        num_tokens=sum(map(num_tokens_of, runs.values())),
         num_drafts=sum(map(num_drafts_of, runs.values())),
         defects=_defects(baseline.answers, runs["as configured"]),
         diagnosis=diagnosis,

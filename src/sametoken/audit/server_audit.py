@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.asks import Answers, AuditRequest
+from sametoken.audit.asks import Answers, AuditRequest, num_tokens_of
 from sametoken.audit.compare import (
     REPEATED,
     SAMPLED,
@@ -118,6 +118,7 @@ def audit_sides(
             against("subject against itself", found, found_again),
         ),
         noise=noise,
+        num_tokens=num_tokens_of(found) + num_tokens_of(found_again),
         num_drafts=counted.num_draft_tokens,
         num_unlike=_num_unlike((expected, again), (found, found_again)),
         defects=_defects(speculation, expected, found, found_again),

@@ -12,6 +12,7 @@ from sametoken.audit.compare import CORRUPTION, SAMPLED, TIE, Comparison, Diverg
 from sametoken.audit.diagnosis import Diagnosis
 from sametoken.bench.acceptance import MIN_DRAFTS
 from sametoken.bench.documents import render_page
+from sametoken.types.units import counted
 
 IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
 NO_DRAFT = "nothing is proved, as no draft was verified: audit more requests, or longer ones"
@@ -32,7 +33,8 @@ class Verdict:
         repeats: the baseline against itself, then the subject against itself; empty if neither
             can differ.
         noise: the largest margin that counts as a tie; None if unknown.
-        num_drafts: drafts verified in the compared runs; None if unknown.
+        num_tokens: tokens of the compared runs with speculation.
+        num_drafts: drafts verified in them; None if unknown.
         num_unlike: answers whose first token has other log-probabilities than noise allows.
         defects: signs of corrupted text.
         diagnosis: diagnosis of acceptance; None if not measured.
@@ -46,6 +48,7 @@ class Verdict:
     comparisons: tuple[Comparison, ...]
     repeats: tuple[Comparison, ...] = ()
     noise: float | None = None
+    num_tokens: int = 0
     num_drafts: int | None = None
     num_unlike: int = 0
     defects: tuple[TextDefect, ...] = ()
@@ -88,6 +91,16 @@ class Verdict:
         return SAMPLES_DIFFER if kinds <= {TIE, SAMPLED} else DIFFERENT
 
     @property
+    def headline(self) -> str:
+        """The summary; of identical tokens with what it rests on, as few drafts prove little."""
+        if not self.identical:
+            return self.summary
+        drafts = "an unknown number of drafts"
+        if self.num_drafts is not None:
+            drafts = counted(self.num_drafts, "draft")
+        return f"{self.summary}, with {drafts} verified in {counted(self.num_tokens, 'token')}"
+
+    @property
     def has_few_drafts(self) -> bool:
         """Whether acceptance was measured on too few drafts to find causes in it."""
         diagnosis = self.diagnosis
@@ -97,6 +110,7 @@ class Verdict:
         """Convert to JSON values: every field, and ``summary`` and its like."""
         return {
             "summary": self.summary,
+            "headline": self.headline,
             "identical": self.identical,
             "has_few_drafts": self.has_few_drafts,
             **dataclasses.asdict(self),
@@ -114,7 +128,7 @@ MAX_SHOWN = 10
 
 def lines_of(verdict: Verdict) -> Iterator[str]:
     """Yield the verdict as lines of text."""
-    yield f"{verdict.subject} against {verdict.baseline}: {verdict.summary}"
+    yield f"{verdict.subject} against {verdict.baseline}: {verdict.headline}"
     for comparison in (*verdict.repeats, *verdict.comparisons):
         yield f"  {comparison.name}: {_counts(comparison)}"
     yield f"  drafts verified: {'unknown' if verdict.num_drafts is None else verdict.num_drafts}"

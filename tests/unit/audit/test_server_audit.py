@@ -61,6 +61,8 @@ def drafted(count: int) -> Counters:
 def test_a_server_s_drafts_are_counted_or_unknown(before, after, num_drafts, summary):
     verdict = verdict_of(before, after)
     assert (verdict.num_drafts, verdict.summary) == (num_drafts, summary)
+    # Of each of the two runs one.
+    assert verdict.num_tokens == 2
 
 
 def test_steps_without_drafts_are_no_refused_drafts():

@@ -51,18 +51,25 @@ def test_the_summary(spoilt, own, summary):
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "num_drafts", "summary", "says"),
+    ("spoilt", "num_drafts", "summary", "more", "says"),
     [
-        ((), 0, words.NO_DRAFT, "0"),
-        ((), 1, words.IDENTICAL, "1"),
-        ((), None, words.IDENTICAL, "unknown"),
-        (("0", "2"), 0, words.CORRUPTED, "0"),
+        ((), 0, words.NO_DRAFT, "", "0"),
+        ((), 1, words.IDENTICAL, ", with 1 draft verified in 40 tokens", "1"),
+        (
+            (),
+            None,
+            words.IDENTICAL,
+            ", with an unknown number of drafts verified in 40 tokens",
+            "unknown",
+        ),
+        (("0", "2"), 0, words.CORRUPTED, "", "0"),
     ],
 )
-def test_equal_tokens_prove_nothing_without_a_draft(spoilt, num_drafts, summary, says):
-    found = Verdict("a", "b", (run(*spoilt),), num_drafts=num_drafts)
+def test_equal_tokens_prove_no_more_than_the_drafts_do(spoilt, num_drafts, summary, more, says):
+    found = Verdict("a", "b", (run(*spoilt),), num_tokens=40, num_drafts=num_drafts)
     first, *others = lines_of(found)
-    assert first == f"a against b: {summary}"
+    assert first == f"a against b: {summary}{more}"
+    assert found.as_json()["headline"] == summary + more
     assert found.identical == found.as_json()["identical"] == (summary == words.IDENTICAL)
     assert f"  drafts verified: {says}" in others
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from sametoken.config import EngineConfig
 from sametoken.engine.resolve import resolve_device
+from sametoken.errors import ConfigError
 from sametoken.train.options import LoopOptions
 
 # The share of a GPU's free memory, and the bytes of a CPU's, that data may take.
@@ -36,6 +38,20 @@ class Compute:
         if self.device.type != "cuda":
             return _CPU_BYTES
         return int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE)
+
+
+@contextmanager
+def fitting(what: str, remedy: str) -> Iterator[None]:
+    """A context in which a device's lack of memory is an error that says what to do.
+
+    Raises:
+        ConfigError: the device has no memory for it.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(".")[0]
+        raise ConfigError(f"{what} does not fit the device ({first})", remedy) from error
 
 
 def choose_compute(options: LoopOptions) -> Compute:

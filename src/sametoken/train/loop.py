@@ -20,6 +20,7 @@ from sametoken.engine.caller import DeferredInterrupts
 from sametoken.errors import CheckpointError, ConfigError, NumericalError, in_words
 from sametoken.io.files import replacing
 from sametoken.train.acceptance import Acceptance
+from sametoken.train.compute import fitting
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
@@ -171,17 +172,14 @@ class _Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._step, self._steps, self._options)
         self._optimizer.zero_grad(set_to_none=True)
-        try:
+        with fitting(
+            f"a step of batch_tokens={self._options.batch_tokens}",
+            "lower batch_tokens, or max_length where one sequence is longer",
+        ):
             found = self._objective.loss(self._step)
             found.loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
             self._optimizer.step()
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a step of batch_tokens={self._options.batch_tokens} does not fit the device "
-                f"({str(error).partition('.')[0]})",
-                "lower batch_tokens, or max_length where one sequence is longer",
-            ) from error
         return found
 
     def _require_room(self) -> None:

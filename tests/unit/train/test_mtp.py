@@ -24,6 +24,7 @@ from helpers.training import (
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.train.distillation import TrainingText
 from sametoken.train.mtp import train_mtp
+from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MTPOptions
 
 K = 2
@@ -91,6 +92,15 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp
     train(target, tmp_path / "b", text, loop=replace(loop, resume=True))
     one, other = load_file(tmp_path / "a" / shard), load_file(tmp_path / "b" / shard)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
+    def fail(network, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(DecoderNetwork, "to", fail)
+    with pytest.raises(ConfigError, match=r"the target .* \(CUDA out of memory\)\. use a smaller"):
+        train(target, tmp_path / "out", text)
 
 
 def test_what_has_no_module_is_refused(target, text, tmp_path):

@@ -224,7 +224,7 @@ def prepare_material(
         announce: receives a line before each long part.
 
     Raises:
-        CheckpointError: a shard of extracted states is damaged.
+        ConfigError, CheckpointError: as ``read_states``.
     """
     states: StateSource
     if isinstance(given, Sequences):

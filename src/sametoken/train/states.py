@@ -16,7 +16,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
 from sametoken.train.text import Sequences, is_trainable
-from sametoken.types.units import counted
+from sametoken.types.units import counted, in_units
 
 # Tokens per pass of ``keep``: they fill a GPU, and fit a CPU's cache.
 _GPU_PASS_TOKENS, _CPU_PASS_TOKENS = 32768, 2048
@@ -172,14 +172,22 @@ def read_states(
     """The sequences and states of a target.
 
     Raises:
+        ConfigError: the target's device has no memory for the states.
         CheckpointError: a shard is damaged.
     """
     hidden, num_aux = target.config.hidden_size, len(opened[0].places) - 1
     entries = [entry for one in opened for entry in one.extracted.manifest.sequences]
     most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
-    # The last token of a sequence has no state, and no draft needs one.
-    auxiliary = target.embedding.new_zeros(most, num_aux * hidden)
-    last = target.embedding.new_zeros(most, hidden)
+    try:
+        # The last token of a sequence has no state, and no draft needs one.
+        auxiliary = target.embedding.new_zeros(most, num_aux * hidden)
+        last = target.embedding.new_zeros(most, hidden)
+    except RuntimeError as error:
+        needed = most * (num_aux + 1) * hidden * target.embedding.dtype.itemsize
+        raise ConfigError(
+            f"the states of {most} tokens take {in_units(needed)}, which the device has not",
+            "give fewer directories of states, or lower max_length",
+        ) from error
     pairs, first = [], 0
     for one in opened:
         for index in range(len(one.extracted)):

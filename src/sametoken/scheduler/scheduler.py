@@ -383,8 +383,8 @@ class Scheduler:
         self, request: RequestState, scheduled: ScheduledRequest, result: RequestResult
     ) -> RequestUpdate | None:
         request.num_in_flight -= 1
-        if result.failed:
-            # Even of a released request: its cached KV is wrong too.
+        if result.failed and not result.mask_fault:
+            # NaN: its cached KV is wrong too, even that of a released request.
             self._memory.forget(request)
         if request.status is Status.RELEASED:
             return None

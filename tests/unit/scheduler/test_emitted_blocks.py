@@ -5,6 +5,8 @@ import pytest
 from sametoken.errors import InvariantError
 from sametoken.scheduler import kv_memory
 from sametoken.scheduler.block_pool import block_keys
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.structured_outputs import MaskFault
 
 PROMPT = tuple(range(100, 106))  # one full block of 4, and two tokens
 
@@ -219,6 +221,16 @@ def test_a_released_request_that_turns_out_poisoned_takes_its_blocks_back(kit):
     assert scheduler.process_output(kit.result(plan, failed=(0,))) == ()
     scheduler.check_integrity()
     assert num_cached(kit, scheduler, spoken(17)) == 0
+
+
+def test_a_request_without_a_valid_token_leaves_its_prompt_to_others(kit):
+    scheduler = kit.scheduler()
+    run(kit, scheduler, 14)
+    plan = scheduler.plan()
+    failed = RequestResult(0, 0, 0, (), failed=True, mask_fault=MaskFault.NO_VALID_TOKEN)
+    [update] = scheduler.process_output(StepResult(plan.step_id, (failed,)))
+    assert update.failed
+    assert num_cached(kit, scheduler, spoken(17)) == 4
 
 
 @pytest.mark.parametrize("kept", [0, 5, 9])

@@ -179,6 +179,7 @@ class LLM(NotCopied):
 
         Raises:
             RequestError: a prompt or a parameter is invalid; no request was started.
+            OverloadedError: the grammars take up the memory; no request was started.
             EngineDeadError: the engine failed, or this is a fork.
             KeyboardInterrupt: Ctrl-C, after the current step.
         """
@@ -186,7 +187,7 @@ class LLM(NotCopied):
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_of(given, len(tokenized))
         requests = [
-            self.inputs.process(next(self._request_ids), prompt, chosen)
+            self.inputs.process(next(self._request_ids), prompt, chosen).prepared()
             for prompt, chosen in zip(tokenized, params, strict=True)
         ]
         return self._run(requests, on_finished, use_tqdm=use_tqdm)
@@ -224,15 +225,13 @@ class LLM(NotCopied):
         """Complete one prompt, yielding the output so far after every step that extends it.
 
         Yielded text is final. The request starts with the first ``next``; closing the iterator
-        aborts it, as does an exception from ``next``.
-
-        Raises:
-            RequestError: the prompt or a parameter is invalid.
+        aborts it, as does an exception from ``next``. Raises at the call what ``generate`` does
+        before it starts.
         """
         tokens = self.inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request = self.inputs.process(next(self._request_ids), tokens, params)
-        return self._stream(request)
+        return self._stream(request.prepared())
 
     @property
     def weight_version(self) -> int:

@@ -12,10 +12,19 @@ import pytest
 from tests.helpers.checkpoints import write_llama
 
 import sametoken
-from sametoken.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
 from sametoken.llm import LLM
+from sametoken.text.grammar import grammar
+from sametoken.text.grammar.compiled import CompiledGrammars
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import StructuredOutputs
 
 EOS = 0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -124,6 +133,21 @@ def test_nothing_runs_if_one_input_is_invalid(scripted):
             llm.generate(prompts, params)
     assert engine.requests == []
     assert engine.num_steps == 0
+
+
+def test_a_grammar_without_memory_is_refused_before_anything_runs(scripted, monkeypatch):
+    """One that is known to be valid, too: it may not be compiled any more."""
+    llm, engine = scripted([[EOS]])
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="[a-z]{2,9}"))
+    llm.generate("a", params)
+    engine.requests.clear()
+    store = CompiledGrammars(max_live_bytes=0)
+    for name, value in vars(store).items():
+        monkeypatch.setattr(grammar._COMPILED, name, value)
+    for generate in (llm.generate, llm.generate_stream):
+        with pytest.raises(OverloadedError, match="in use"):
+            generate("a", params)
+    assert engine.requests == []
 
 
 def test_a_request_that_the_engine_refuses_takes_the_others_back(scripted):

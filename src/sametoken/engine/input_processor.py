@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from sametoken.engine.user_inputs import (
     TOO_LONG,
@@ -45,6 +45,17 @@ class ProcessedRequest:
     params: SamplingParams
     completions: tuple[EngineRequest, ...]
     stops: StopStrings
+
+    def prepared(self) -> Self:
+        """The same once its grammar is compiled here: in a step an error would end the engine.
+
+        Raises:
+            OverloadedError: other grammars take up the memory.
+        """
+        grammar = self.completions[0].grammar
+        if grammar is not None:
+            grammar.prepare()
+        return self
 
 
 @dataclass(frozen=True, slots=True)

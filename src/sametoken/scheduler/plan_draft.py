@@ -161,7 +161,7 @@ class RowBudget:
     served: the oldest takes as much as is left. These rules bound the waiting time:
 
     - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
-      fill the step, every second step reserves that quarter.
+      take part of it, every second step reserves that quarter.
     - If all prompts could end in the step, those behind ``busy_rows`` wait for the next: the others
       have their first token earlier, and they about when they would.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
@@ -180,7 +180,7 @@ class RowBudget:
         prompts = {request: request.num_left for request in candidates if request.prefilling}
         rows = self._rows(len(decodes), prompts.values())
         reserved = max(1, rows // SHARE) if prompts else 0
-        favours_prompts = len(decodes) >= rows and step_id % 2
+        favours_prompts = len(decodes) > rows - reserved and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
         served = decodes[: rows - reserved if favours_prompts else rows]
         left = rows - len(served)

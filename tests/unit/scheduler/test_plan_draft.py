@@ -145,7 +145,7 @@ def test_rows_of_any_sizes_and_prompts_are_divided_by_the_rules(kit, sizes, arri
         assert all(turn.num_rows >= 1 for turn in turns)
         assert all(chunk <= min(one.num_left, longest) for one, chunk in chunks.items())
         num_decoding = len(requests) - len(prompts)
-        assert num_decoding >= rows or len(turns) - len(chunks) == num_decoding
+        assert num_decoding > rows - max(1, rows // 4) or len(turns) - len(chunks) == num_decoding
         if prompts and (num_decoding < rows or step_id % 2):
             assert prompts[0] in chunks
         # First come, first served among equals.
@@ -321,6 +321,19 @@ def test_decodes_that_fill_the_step_alternate_with_prompts(kit):
     # Beside the prompt's two rows six of eight go on; nobody misses two steps in a row.
     for one, other in itertools.pairwise(steps):
         assert {*range(8)} <= {row[0] for row in (*one, *other)}
+
+
+def test_decodes_that_leave_a_prompt_less_than_a_quarter_alternate_with_it(kit):
+    """With a slot for every row, it holds the last one: they never fill the step."""
+    scheduler = kit.scheduler(max_num_seqs=16, num_blocks=80, max_num_batched_tokens=16)
+    for index in range(15):
+        scheduler.add(kit.request(f"{index}", 1, max_total=60))
+    kit.step(scheduler)
+    scheduler.add(kit.request("long", 12, max_total=30))
+    steps = [kit.rows(kit.step(scheduler)[0]) for _ in range(4)]
+    assert [[row[1] for row in rows if row[0] == 15] for rows in steps] == [[4], [1], [4], [1]]
+    for one, other in itertools.pairwise(steps):
+        assert {*range(15)} <= {row[0] for row in (*one, *other)}
 
 
 def test_one_row_is_shared_by_turns(kit):

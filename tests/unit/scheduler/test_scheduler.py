@@ -1,8 +1,9 @@
 """The scheduler against a device written in lists, which runs every plan in order.
 
 The fake device keeps what a real one keeps: tokens and lengths per slot, block tables, and
-what was written to every position of every block, for the target and for a drafter; where states
-are kept, also the tokens that each slot has folded and those that are pending. Its next token is
+what was written to every position of every block, for the target and for a drafter, by which
+version of the weights; where states are kept, also the tokens that each slot has folded and those
+that are pending. Its next token is
 a hash of what it reads back, so a wrong block gives a wrong token; it also says at once which
 position is wrong.
 """
@@ -58,6 +59,7 @@ class Slot:
     prompt_len: int
     num_computed: int
     num_cached: int
+    version: int
     table: list = field(default_factory=list)
     folded: tuple = ()
     pending: tuple = ()
@@ -67,11 +69,12 @@ class FakeDevice:
     def __init__(self, limits, rng):
         self.limits, self.rng = limits, rng
         self.slots = {}
-        self.kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
-        self.drafter_kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        nothing = (None, 0)
+        self.kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
+        self.drafter_kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
         self.host = {}
         self.kept = {}
-        self.next_step_id = 0
+        self.next_step_id = self.version = 0
         self.accepted = self.replayed = 0
 
     def run(self, plan: StepPlan, poison: bool) -> StepResult:
@@ -136,8 +139,9 @@ class FakeDevice:
 
     def admit(self, admission: Admission):
         prompt = admission.prompt_token_ids
+        num_cached = admission.num_cached
         self.slots[admission.slot] = Slot(
-            list(prompt), len(prompt), admission.num_cached, admission.num_cached
+            list(prompt), len(prompt), num_cached, num_cached, self.version
         )
 
     def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
@@ -234,12 +238,14 @@ class FakeDevice:
 
     def read(self, memory, slot, position):
         block, offset = divmod(position, self.limits.block_size)
-        return memory[slot.table[block]][offset]
+        value, version = memory[slot.table[block]][offset]
+        assert version >= slot.version, "a request reads KV of weights before its own"
+        return value
 
     def write(self, memory, slot, position, value):
         assert position >= slot.num_cached, "a shared block was written"
         block, offset = divmod(position, self.limits.block_size)
-        memory[slot.table[block]][offset] = value
+        memory[slot.table[block]][offset] = value, self.version
 
 
 class FakeFile:
@@ -385,13 +391,26 @@ class Driver:
             self.scheduler.release(name, len(tokens))
         self.forget(name)
 
+    def new_weights(self):
+        """Those that have begun keep their KV; nobody else finds it."""
+        self.device.version += 1
+        self.scheduler.begin_weights(self.device.version)
+        for prompt in self.prompts.values():
+            self.note_keys(prompt)
+        self.check()
+
+    def forget_prefixes(self):
+        self.scheduler.forget_prefixes()
+        assert not len(self.scheduler._memory.prefix_cache)
+        self.check()
+
     def forget(self, name):
         del self.wanted[name], self.emitted[name], self.prompts[name]
 
     def note_keys(self, tokens):
         """Only prompts and what was kept may ever be found."""
-        limits = self.limits
-        self.known_keys.update(block_keys(tokens, limits.block_size, limits.lookahead_tokens))
+        limits, root = self.limits, self.scheduler._memory._root
+        self.known_keys.update(block_keys(tokens, limits.block_size, limits.lookahead_tokens, root))
 
     def check(self):
         self.scheduler.check_integrity()
@@ -507,6 +526,10 @@ def test_driver_reaches_every_corner():
                 driver.follow_up(tail, rng.randint(1, 8))
             elif action < 0.35 and driver.wanted:
                 driver.abort(rng.choice(list(driver.wanted)))
+            elif action < 0.355:
+                driver.forget_prefixes()
+            elif action < 0.365 and not driver.results:
+                driver.new_weights()
             elif action < 0.7 and len(driver.results) < depth:
                 before = driver.device.next_step_id
                 driver.plan(poison=rng.random() < 0.02)
@@ -545,6 +568,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def process(self):
         self.driver.process()
+
+    @precondition(lambda self: not self.driver.results)
+    @rule()
+    def new_weights(self):
+        self.driver.new_weights()
+
+    @rule()
+    def forget_prefixes(self):
+        self.driver.forget_prefixes()
 
     @precondition(lambda self: self.driver.wanted)
     @rule(index=st.integers(0, 20))

@@ -127,7 +127,7 @@ class ResolvedConfig:
         reasons: option name to the reason for its value, for ``--explain``.
         usual_rows: as in ``SchedulerLimits``.
         kernels, attention_kernels: names of what computes models, and of what computes attention.
-        weights_bytes, kv_bytes: memory of all weights and of all KV caches.
+        weights_bytes, kv_bytes: memory of the target's weights and of all KV caches.
         recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
         step_bytes: memory of the largest step while it runs.
         num_kept_states: recurrent states that are kept for prefix caching at most.

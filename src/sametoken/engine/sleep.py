@@ -144,7 +144,7 @@ class DeviceMemory:
 
     def drop(self, *, weights: bool) -> None:
         """See ``Memory``."""
-        # The last step's drafter may still run: its result came before.
+        # Copies of an update may still run: nobody waits for them.
         torch.cuda.synchronize()
         if self.graphs is not None:
             self.graphs.release()

@@ -105,6 +105,7 @@ class HostBuffer:
         """Mark the buffer as empty."""
         self.rows.fill_(NOT_LANDED)
         self.logprobs = self.prompt_logprobs = None
+        self.experts = NO_EXPERTS
         self.mask_faults.clear()
 
 

@@ -11,7 +11,7 @@ from sametoken.ops.step.types import LayoutTable, TableWrite
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
-from sametoken.runner.routed_experts import NO_EXPERTS, ExpertRecorder
+from sametoken.runner.routed_experts import ExpertRecorder
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
@@ -128,7 +128,8 @@ class StepRunner:
             all_states=self.step.all_states or self.processing.scores_prompts(plan),
         )
         self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
-        buffer.experts = self.experts.keep(plan, layout) if self.experts else NO_EXPERTS
+        if self.experts is not None:
+            buffer.experts = self.experts.keep(plan, layout)
         self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:

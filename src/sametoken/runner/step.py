@@ -93,7 +93,7 @@ class Step:
         x, sequences = output.x, self.sequences
         verified = self._verify(output)
         lengths = self.ops.commit(sequences, x, verified.num_accepted, verified.next_token)
-        # Delivered before drafting, so that the host does not wait for the drafter.
+        # Enqueued before drafting; the host waits for the end of the step all the same.
         self.ops.deliver(x, verified, self.results)
         context = DraftContext(
             x=x,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from sametoken.errors import InvariantError, StaleInputsError
 from sametoken.ops.step.types import HAS_NAN, NO_TOKEN, SOUND
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.routed_experts import NO_EXPERTS, StepExperts
 from sametoken.runner.stream import LaggingStream
 from sametoken.types.plan import ScheduledRequest, StepPlan
 from sametoken.types.structured_outputs import MaskFault
@@ -70,9 +72,11 @@ def test_reading_before_the_copy_landed_raises():
         buffer.read(PLAN)
     land(buffer, *[[7, 0, 0, 0, 0, 10]] * 3)
     buffer.mask_faults[0] = MaskFault.SLOW
+    buffer.experts = StepExperts(np.zeros((3, 1, 1)), (0, 1, 2, 3))
     buffer.read(PLAN)
     buffer.clear()
     assert not buffer.mask_faults
+    assert buffer.experts is NO_EXPERTS
     with pytest.raises(InvariantError, match="in flight"):
         buffer.read(PLAN)
 

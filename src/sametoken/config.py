@@ -64,7 +64,7 @@ class EngineConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     seed: int = option(0, "seed from which requests without one draw theirs", limits=(0, 2**63 - 1))
     max_model_len: int | None = option(
-        None, "longest prompt + output, in tokens", limits=(1, 2**31)
+        None, "longest prompt + output, in tokens", limits=(2, 2**31)
     )
     max_num_seqs: int = option(
         0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU", limits=(0, 4096)

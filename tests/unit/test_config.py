@@ -76,7 +76,7 @@ def test_choices_are_named(name):
 
 LIMITS = {
     "seed": (0, 2**63 - 1),
-    "max_model_len": (1, 2**31),
+    "max_model_len": (2, 2**31),
     "max_num_seqs": (0, 4096),
     "max_num_batched_tokens": (0, 2**20),
     "prefill_chunk_size": (0, 2**20),

@@ -68,13 +68,18 @@ def plan_memory(
         num_blocks = min(budget // block_bytes, most_useful)
         reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
     longest = num_blocks * block_size - extra_tokens
-    least = min(max_len, block_size) if config.max_model_len is None else max_len
+    least = min(max_len, _shortest(config)) if config.max_model_len is None else max_len
     if longest < least:
         raise _too_long(config, caches, least, max(longest, 0), extra_tokens)
     if longest < max_len:
         max_len = longest
         reasons["max_model_len"] = "what the KV memory holds for one request"
     return MemoryPlan(max_len, num_blocks, num_kept, reasons)
+
+
+def _shortest(config: EngineConfig) -> int:
+    """The least ``max_model_len`` worth proposing: a block, of a prompt and an output token."""
+    return max(config.block_size, 2)
 
 
 def _too_long(
@@ -90,7 +95,7 @@ def _too_long(
     option, value = "kv_cache_memory_bytes", memory_beside(config, caches, kv_bytes)
     if config.num_kv_blocks is not None:
         option, value = "num_kv_blocks", needed
-    shorter = f"max_model_len={longest} or less, or " if longest >= config.block_size else ""
+    shorter = f"max_model_len={longest} or less, or " if longest >= _shortest(config) else ""
     even = "even " if config.max_model_len is None else ""
     return ConfigError(
         f"{even}max_model_len={least} takes {in_units(kv_bytes)} of KV for a request, "

@@ -184,6 +184,17 @@ def test_the_least_number_of_blocks_is_named(extra_tokens):
     assert plan(extra_tokens, num_kv_blocks=least).max_model_len >= BLOCK
 
 
+@pytest.mark.parametrize(
+    ("asked", "even"), [(None, "even max_model_len=2 "), (9, "max_model_len=9 ")]
+)
+def test_a_request_of_one_token_is_not_proposed(asked, even):
+    """It has a prompt and an output."""
+    with pytest.raises(ConfigError, match=f"^{even}takes") as caught:
+        plan(block_size=1, num_kv_blocks=1, max_model_len=asked)
+    assert caught.value.remedy == f"use num_kv_blocks={asked or 2} or more"
+    assert plan(block_size=1, num_kv_blocks=2).max_model_len == 2
+
+
 def test_a_short_model_needs_no_more_than_it_has():
     short = dataclasses.replace(MODEL, max_position_embeddings=24)
     assert plan(model=short).num_kv_blocks == 4 * 2

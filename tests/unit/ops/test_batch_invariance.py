@@ -64,6 +64,22 @@ def test_logits(kernels, dtype):
     assert_rows_independent(lambda x: weight.matmul(x, out_dtype=torch.float32), x)
 
 
+def test_reference_products_run_on_one_thread(monkeypatch, dtype):
+    """On some CPUs alone the tests above show that a library parts sums among threads."""
+    threads, linear = [], torch.nn.functional.linear
+
+    def noting(*given):
+        threads.append(torch.get_num_threads())
+        return linear(*given)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noting)
+    torch.set_num_threads(2)
+    weight = ReferenceKernels().pack(normal(64, 96, dtype=dtype))
+    weight.matmul(normal(9, 96, dtype=dtype, seed=2))
+    assert threads == [1, 1]
+    assert torch.get_num_threads() == 2
+
+
 def test_native_logits_round_to_linear():
     """One accumulation order for all products of a dtype."""
     kernels = NativeKernels()

@@ -12,7 +12,8 @@ import torch
 def one_thread() -> Iterator[None]:
     """Within, torch's operations run on the caller's thread alone.
 
-    MKL parts an fp32 product among threads, and computes narrow parts by other kernels.
+    MKL parts an fp32 product among threads, and computes narrow parts by other kernels. oneDNN
+    parts the sums of a bf16 product on CPUs without bf16 instructions.
     """
     of_caller = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
 """Matrix products in plain PyTorch, in calls of one fixed shape.
 
-A library may choose the order of additions by the number of rows, and in fp32 by the number of
-threads, or by a row's place where the matrix has few rows itself. So it is only called with
-``ROWS`` rows, zero padded, and in fp32 on one thread and with matrices of at least ``NARROW`` rows,
-padded too (tests/unit/ops/test_batch_invariance.py).
+A library may choose the order of additions by the number of rows and by the number of threads, in
+fp32 also by a row's place where the matrix has few rows itself. So it is only called on one thread
+and with ``ROWS`` rows, zero padded, and in fp32 with matrices of at least ``NARROW`` rows, padded
+too (tests/unit/ops/test_batch_invariance.py).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def product_fp32(x: Tensor, matrix: Tensor) -> Tensor:
 
 def _linear(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """``tile @ matrix.T (+ bias)``: [ROWS, K] and [N, K] -> [ROWS, N]."""
-    if tile.dtype != torch.float32:
-        return F.linear(tile, matrix, bias)
     width = matrix.shape[0]
-    if width < NARROW:
-        matrix = F.pad(matrix, (0, 0, 0, NARROW - width))
     with one_thread():
+        if tile.dtype != torch.float32:
+            return F.linear(tile, matrix, bias)
+        if width < NARROW:
+            matrix = F.pad(matrix, (0, 0, 0, NARROW - width))
         out = F.linear(tile, matrix)[:, :width]
     return out if bias is None else out + bias
 

@@ -80,7 +80,7 @@ def build_requested(requested: Requested, announce: Callable[[str], None]) -> En
             with _errors_of_the_machine_explained():
                 loaded = load(requested, ranks, extraction, announce)
                 runner = _assemble(loaded, ranks, announce)
-            scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
+            scheduler = Scheduler(_limits(loaded, runner), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
             shared, own = ranks.parallel.size > 1, _weights(loaded, ranks)
             weights = LeadingWeights(own, ranks) if shared else own
@@ -245,8 +245,8 @@ def _busy_rows(loaded: Loaded) -> int:
     return READS_OF_A_BUSY_STEP * ROWS_PER_WEIGHT_READ[device.type]
 
 
-def _limits(loaded: Loaded, drafter: Drafter) -> SchedulerLimits:
-    config, memory = loaded.resolved.config, loaded.memory
+def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
+    config, memory, drafter = loaded.resolved.config, loaded.memory, runner.step.drafter
     speculative = config.speculative_config
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -270,4 +270,5 @@ def _limits(loaded: Loaded, drafter: Drafter) -> SchedulerLimits:
         # recurrent layers no window passes every position.
         cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
         num_kept_states=memory.num_kept_states,
+        captured_shapes=runner.launcher.shapes,
     )

@@ -56,7 +56,7 @@ class StepGraphs:
 
     Attributes:
         step: the functions to capture.
-        shapes: captured shapes, tried in this order.
+        shapes: see ``Launcher.shapes``.
         layouts: ring of layouts for the device.
         eager: runs steps that fit no captured shape.
     """

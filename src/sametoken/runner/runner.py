@@ -33,6 +33,10 @@ class Runner(Protocol):
 class Launcher(Protocol):
     """Runs the two halves of a step with logits processing in between."""
 
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Captured shapes: a step is padded to the first that holds it, if one does."""
+
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """Enqueue a step.
 
@@ -51,10 +55,12 @@ class EagerLauncher:
     Attributes:
         step: the step's functions.
         row_multiple: rows and requests are padded to a multiple of it; 1 pads nothing.
+        shapes: none is captured.
     """
 
     step: Step
     row_multiple: int = 1
+    shapes: tuple[StepShape, ...] = ()
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""

@@ -47,6 +47,10 @@ class DraftRecord:
         """Estimated probability that a draft is accepted if all before it are; below 1."""
         return (PRIOR_RATE * PRIOR_WEIGHT + self.accepted) / (PRIOR_WEIGHT + self.verified)
 
+    def chance(self, num_drafts: int) -> float:
+        """Estimated probability that this number of drafts is accepted."""
+        return self.rate**num_drafts
+
     def after(self, num_drafts: int, num_proposed: int, num_accepted: int) -> DraftRecord:
         """The record after one more window; counts are as in ``RequestResult``."""
         verified = num_accepted + (num_accepted < num_drafts)
@@ -91,7 +95,7 @@ class AdaptiveLimits:
         if not record.proposes:
             return 0
         threshold = num_decoding / (num_decoding + self.rows_per_weight_read)
-        # Draft i and all before it are accepted with probability rate ** i.
+        # The most drafts with ``chance`` at the threshold or above.
         return min(k, int(math.log(threshold) / math.log(record.rate)))
 
 

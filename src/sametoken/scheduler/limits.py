@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from sametoken.errors import ConfigError, RequestError
+from sametoken.types.layout import StepShape
 from sametoken.types.request import EngineRequest
 
 _AT_LEAST_ONE = (
@@ -45,6 +46,7 @@ class SchedulerLimits:
             decode and verify rows have equal bits, and a drafter without recurrent layers.
         num_kept_states: recurrent states that can be kept; 0 if the model has no recurrent
             layers or prefix caching is off.
+        captured_shapes: a step that the first of them holds is padded to it.
 
     Raises:
         ConfigError: a value is impossible.
@@ -69,12 +71,13 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     cache_emitted_blocks: bool
     num_kept_states: int
+    captured_shapes: tuple[StepShape, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             low = _lowest(field.name)
-            if value < low:
+            if isinstance(value, int) and value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
 
     def require_possible(self, request: EngineRequest) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate, islice
 
 from sametoken.scheduler.draft_limits import draft_limits
 from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.padding import with_drafts_for_padding
 from sametoken.scheduler.request_state import RequestState
 from sametoken.types.plan import (
     Admission,
@@ -167,7 +168,7 @@ class RowBudget:
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
-    - Drafts take no more sampled rows than ``max_sampled_rows``.
+    - Drafts take no more sampled rows than ``max_sampled_rows``, and the rows of padding.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -191,7 +192,8 @@ class RowBudget:
         drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
-        return [turns[request] for request in candidates if request in turns]
+        in_order = [turns[request] for request in candidates if request in turns]
+        return with_drafts_for_padding(in_order, self._limits)
 
     def _rows(self, num_decoding: int, lengths: Iterable[int]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens

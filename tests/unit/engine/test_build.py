@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.runner.cpu_stream import CpuStream
+from sametoken.runner.runner import EagerLauncher
 from sametoken.runner.stream import LaggingStream
+from sametoken.types.layout import StepShape
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
 
@@ -166,6 +169,13 @@ def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
     assert scheduler.limits.adaptive_drafts == limits
     assert scheduler.limits.rows_per_weight_read == 32
     assert scheduler.limits.longest_chunk == 2048
+
+
+def test_the_scheduler_knows_what_is_captured(target, monkeypatch):
+    shapes = (StepShape(2, 8, 8, 2, 4, 4),)
+    launcher = partial(EagerLauncher, shapes=shapes)
+    monkeypatch.setattr("sametoken.engine.build.EagerLauncher", launcher)
+    assert build(target).scheduler.limits.captured_shapes == shapes
 
 
 @pytest.mark.parametrize(("name", "rows"), [("qwen2", 320), ("qwen3_moe", 2048), ("gpt_oss", 2048)])

@@ -1,7 +1,10 @@
 """How many drafts a window may have: by load, acceptance, matches and time."""
 
+from dataclasses import replace
+
 import pytest
 
+from sametoken.scheduler import padding
 from sametoken.scheduler.draft_limits import (
     FREE_ROWS,
     PRIOR_RATE,
@@ -10,6 +13,7 @@ from sametoken.scheduler.draft_limits import (
     FixedLimits,
     draft_limits,
 )
+from sametoken.types.layout import StepLayout, StepShape
 
 K = 8
 GPU = AdaptiveLimits(K, 200)
@@ -175,6 +179,69 @@ def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
     assert {row.draft_limit for row in plan.requests if row.slot % 2} == {K}
     # Now and then one more try.
     assert max(row.draft_limit for row in plan.requests if not row.slot % 2) <= 1
+
+
+BAD, FAIR, GOOD = DraftRecord(0, 9), DraftRecord(2, 9), DraftRecord(9, 9)
+
+
+def captured(windows, num_rows, longest=4):
+    """A captured step that only decodes."""
+    return StepShape(windows, num_rows, num_rows, windows, longest, longest)
+
+
+def planned(kit, records, *shapes, adaptive=True):
+    """The draft limits of requests with these records, where these shapes are captured."""
+    scheduler = crowd(
+        kit,
+        len(records),
+        num_speculative_tokens=3,
+        rows_per_weight_read=32,
+        adaptive_drafts=adaptive,
+        captured_shapes=shapes,
+    )
+    for state, record in zip(scheduler._running.values(), records, strict=True):
+        state.drafts = record
+    return [row.draft_limit for row in scheduler.plan().requests]
+
+
+def test_the_likeliest_drafts_take_the_place_of_a_captured_step_s_padding(kit):
+    records = [GOOD] * 4 + [BAD] * 8 + [FAIR] * 4
+    wanted = [3] * 4 + [0] * 12
+    assert planned(kit, records) == wanted
+    assert planned(kit, records, captured(16, 28)) == wanted
+    assert planned(kit, records, captured(16, 31)) == [3] * 4 + [0] * 8 + [1] * 3 + [0]
+    assert planned(kit, records, captured(16, 34)) == [3] * 4 + [1] * 2 + [0] * 6 + [1] * 4
+    # The first that holds the step; each has one draft more at most, and none more than k.
+    shapes = captured(15, 30), captured(16, 27), captured(16, 29), captured(16, 34)
+    assert planned(kit, records, *shapes) == [3] * 4 + [0] * 8 + [1] + [0] * 3
+    assert planned(kit, records, captured(64, 256)) == [3] * 4 + [1] * 12
+    # Logits of fewer rows than there are.
+    assert sum(planned(kit, records, replace(captured(16, 34), num_sampled=30))) == 14
+
+
+def test_padding_brings_no_draft_where_it_would_cost_one(kit):
+    silent = replace(FAIR, proposes=False)
+    shapes = captured(16, 16, longest=1), captured(16, 64)
+    assert planned(kit, [BAD] * 16, *shapes) == [0] * 16
+    assert planned(kit, [GOOD] + [silent] * 15, *shapes) == [3] + [0] * 15
+    # No captured step holds this one.
+    assert planned(kit, [GOOD] + [FAIR] * 15, captured(16, 18)) == [3] + [0] * 15
+    assert planned(kit, [FAIR] * 16, captured(16, 64), adaptive=False) == [3] * 16
+
+
+def test_the_sizes_of_turns_are_those_of_their_plan_s_layout(kit, monkeypatch):
+    of, found = padding.shape_of, []
+    monkeypatch.setattr(padding, "shape_of", lambda turns: found.append(of(turns)) or found[-1])
+    scheduler = kit.scheduler(
+        max_num_seqs=8, max_num_batched_tokens=24, longest_chunk=9, num_blocks=99,
+        num_speculative_tokens=3, adaptive_drafts=True, captured_shapes=(captured(0, 0),),
+    )  # fmt: skip
+    for length in (1, 3, 30, 5, 1, 12):
+        scheduler.add(kit.request(f"r{length}{len(found)}", length, max_total=length + 6))
+        plan, _ = kit.step(scheduler, accept=1)
+        assert found[-1] == StepLayout.of(plan).shape
+        assert len(found) == plan.step_id + 1
+    assert {shape.num_chunks for shape in found} >= {0, 1}
 
 
 def test_fixed_limits_stay_under_load(kit):

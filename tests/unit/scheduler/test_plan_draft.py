@@ -14,6 +14,7 @@ from sametoken.errors import InvariantError
 from sametoken.scheduler import plan_draft
 from sametoken.scheduler.plan_draft import SHARE, RowBudget
 from sametoken.scheduler.request_state import RequestState
+from sametoken.types.layout import StepShape
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import StepResult
 
@@ -485,9 +486,18 @@ class Load:
             num_speculative_tokens=self.random.choice([0, 3, 8]),
             adaptive_drafts=self.random.random() < 0.5,
             enable_prefix_caching=False,
+            captured_shapes=self.random.choice([(), self.captured_shapes()]),
         )
         self.arrived, self.answered = set(), set()
         self.num_full = self.num_overtaken = 0
+
+    def captured_shapes(self):
+        """Of windows alone, and with two prompts: half a step and a whole one."""
+        return tuple(
+            StepShape(self.slots + chunks, rows, rows, self.slots, 9, rows)
+            for rows in (self.rows // 2, self.rows)
+            for chunks in (0, 2)
+        )
 
     def add(self):
         name = f"r{len(self.arrived)}"

@@ -24,6 +24,7 @@ from sametoken.scheduler import kept_states
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.layout import StepShape
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.request import EngineRequest
@@ -459,6 +460,7 @@ class Driver:
 
 def draw_limits(rng):
     rows = rng.choice([1, 2, 3, 5, 8, 9, 12, 18])
+    windows = StepShape(4, rows, rows, 4, rng.choice([1, 2, 9]), rows)
     return SchedulerLimits(
         max_num_seqs=rng.randint(1, 4),
         max_num_batched_tokens=rows,
@@ -479,6 +481,7 @@ def draw_limits(rng):
         enable_prefix_caching=rng.random() < 0.8,
         cache_emitted_blocks=rng.random() < 0.9,
         num_kept_states=rng.choice([0, 0, 0, 0, 2, 8]),
+        captured_shapes=rng.choice([(), (windows,)]),
     )
 
 

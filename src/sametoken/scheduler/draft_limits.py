@@ -51,6 +51,10 @@ class DraftRecord:
         """Estimated probability that this number of drafts is accepted."""
         return self.rate**num_drafts
 
+    def expected(self, num_drafts: int) -> float:
+        """Estimated number of accepted drafts of a window with this number of them."""
+        return self.rate * (1 - self.chance(num_drafts)) / (1 - self.rate)
+
     def after(self, num_drafts: int, num_proposed: int, num_accepted: int) -> DraftRecord:
         """The record after one more window; counts are as in ``RequestResult``."""
         verified = num_accepted + (num_accepted < num_drafts)
@@ -59,6 +63,11 @@ class DraftRecord:
             DECAY * self.verified + verified,
             num_proposed > 0,
         )
+
+
+def least_chance(num_decoding: int, rows_per_weight_read: int) -> float:
+    """The chance of acceptance from which a draft is worth its row."""
+    return num_decoding / (num_decoding + rows_per_weight_read)
 
 
 class DraftLimits(Protocol):
@@ -94,9 +103,9 @@ class AdaptiveLimits:
             return k
         if not record.proposes:
             return 0
-        threshold = num_decoding / (num_decoding + self.rows_per_weight_read)
-        # The most drafts with ``chance`` at the threshold or above.
-        return min(k, int(math.log(threshold) / math.log(record.rate)))
+        least = least_chance(num_decoding, self.rows_per_weight_read)
+        # The most drafts with ``chance`` of that or more.
+        return min(k, int(math.log(least) / math.log(record.rate)))
 
 
 def draft_limits(limits: SchedulerLimits) -> DraftLimits:

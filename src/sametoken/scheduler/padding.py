@@ -1,4 +1,4 @@
-"""Drafts in place of padding: a captured step computes all rows of its shape in any case."""
+"""Drafts for captured steps: such a step computes all rows of its shape, padding or not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
+from sametoken.scheduler.draft_limits import least_chance
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.types.layout import StepShape
 
@@ -14,17 +15,32 @@ if TYPE_CHECKING:
     from sametoken.scheduler.plan_draft import Turn
 
 
-def with_drafts_for_padding(turns: Sequence[Turn], limits: SchedulerLimits) -> list[Turn]:
-    """The turns of a step, the likeliest with a draft more, as many as there are rows of padding.
+def fit_to_captured(turns: Sequence[Turn], limits: SchedulerLimits) -> list[Turn]:
+    """The turns of a step, with the drafts that its captured shape makes worth their rows.
 
-    The same captured shape holds the step before and after.
+    Padding's rows go to the likeliest further drafts, one a request at most. No window has a draft
+    if all of them are not worth the rows that the step would do without.
     """
     if not (limits.adaptive_drafts and limits.captured_shapes):
         return list(turns)
     needed = shape_of(turns)
-    shape = next((one for one in limits.captured_shapes if one.holds(needed)), needed)
+    shape = _captured(needed, limits)
+    fitted = _filled(turns, needed, shape, limits.num_speculative_tokens)
+    more_rows = shape.num_rows - _captured(_without_drafts(needed, turns), limits).num_rows
+    expected = sum(turn.request.drafts.expected(turn.draft_limit) for turn in fitted)
+    if expected < more_rows * least_chance(needed.num_windows, limits.rows_per_weight_read):
+        return [replace(turn, draft_limit=0) for turn in turns]
+    return fitted
+
+
+def _captured(needed: StepShape, limits: SchedulerLimits) -> StepShape:
+    """What a step of these sizes is padded to; itself without a captured shape."""
+    return next((shape for shape in limits.captured_shapes if shape.holds(needed)), needed)
+
+
+def _filled(turns: Sequence[Turn], needed: StepShape, shape: StepShape, k: int) -> list[Turn]:
     spare = min(shape.num_rows - needed.num_rows, shape.num_sampled - needed.num_sampled)
-    most = min(shape.max_window - 1, limits.num_speculative_tokens)
+    most = min(shape.max_window - 1, k)
     able = [
         turn
         for turn in turns
@@ -32,11 +48,11 @@ def with_drafts_for_padding(turns: Sequence[Turn], limits: SchedulerLimits) -> l
         and turn.request.drafts.proposes
         and turn.draft_limit < turn.request.most_drafts(most)
     ]
-    likeliest = {
+    longer = {
         turn.request: replace(turn, draft_limit=turn.draft_limit + 1)
         for turn in nlargest(spare, able, key=_chance_of_one_more)
     }
-    return [likeliest.get(turn.request, turn) for turn in turns]
+    return [longer.get(turn.request, turn) for turn in turns]
 
 
 def _chance_of_one_more(turn: Turn) -> float:
@@ -54,4 +70,15 @@ def shape_of(turns: Sequence[Turn]) -> StepShape:
         num_windows=sum(turn.is_window for turn in turns),
         max_window=max(windows, default=0),
         max_rows=max(rows, default=0),
+    )
+
+
+def _without_drafts(shape: StepShape, turns: Sequence[Turn]) -> StepShape:
+    drafts = sum(turn.draft_limit for turn in turns)
+    return replace(
+        shape,
+        num_rows=shape.num_rows - drafts,
+        num_sampled=shape.num_sampled - drafts,
+        max_window=1,
+        max_rows=max((turn.num_query for turn in turns), default=0),
     )

@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 
 from sametoken.scheduler.draft_limits import draft_limits
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.scheduler.padding import with_drafts_for_padding
+from sametoken.scheduler.padding import fit_to_captured
 from sametoken.scheduler.request_state import RequestState
 from sametoken.types.plan import (
     Admission,
@@ -193,7 +193,7 @@ class RowBudget:
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         in_order = [turns[request] for request in candidates if request in turns]
-        return with_drafts_for_padding(in_order, self._limits)
+        return fit_to_captured(in_order, self._limits)
 
     def _rows(self, num_decoding: int, lengths: Iterable[int]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens

@@ -219,11 +219,24 @@ def test_the_likeliest_drafts_take_the_place_of_a_captured_step_s_padding(kit):
     assert sum(planned(kit, records, replace(captured(16, 34), num_sampled=30))) == 14
 
 
-def test_padding_brings_no_draft_where_it_would_cost_one(kit):
+def test_drafts_that_are_not_worth_a_larger_captured_step_are_left_out(kit):
+    """48 rows more are worth 16 tokens: 16 of 48 rows are decoding requests."""
+    silent = replace(FAIR, proposes=False)
+    shapes = captured(16, 16, longest=1), captured(16, 64)
+    for good, others in ((5, 0), (6, 3)):
+        found = planned(kit, [GOOD] * good + [silent] * (16 - good), *shapes)
+        assert found == [others] * good + [0] * (16 - good)
+    # Other requests' drafts in place of padding count, here 2.8.
+    assert planned(kit, [GOOD] * 5 + [FAIR] * 11, *shapes) == [3] * 5 + [1] * 11
+    # Windows of one row have no captured step of their own.
+    assert planned(kit, [GOOD] + [silent] * 15, shapes[1]) == [3] + [0] * 15
+
+
+def test_padding_brings_no_draft_to_steps_without(kit):
     silent = replace(FAIR, proposes=False)
     shapes = captured(16, 16, longest=1), captured(16, 64)
     assert planned(kit, [BAD] * 16, *shapes) == [0] * 16
-    assert planned(kit, [GOOD] + [silent] * 15, *shapes) == [3] + [0] * 15
+    assert planned(kit, [GOOD] * 8 + [silent] * 8, *shapes) == [3] * 8 + [0] * 8
     # No captured step holds this one.
     assert planned(kit, [GOOD] + [FAIR] * 15, captured(16, 18)) == [3] + [0] * 15
     assert planned(kit, [FAIR] * 16, captured(16, 64), adaptive=False) == [3] * 16

@@ -12,7 +12,7 @@ import torch
 
 from helpers.recorded import emitted_rows, noted, watched
 from helpers.recurrent import poison
-from helpers.static_steps import STEPS, chosen_steps, launcher_of
+from helpers.static_steps import STEPS, captured_shapes_of, chosen_steps, launcher_of
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -172,6 +172,7 @@ def build(
         enable_prefix_caching=shape.prefix_caching,
         cache_emitted_blocks=shape.cache_emitted,
         num_kept_states=shape.num_kept_states,
+        captured_shapes=captured_shapes_of(steps, shape.max_num_seqs, k),
     )
     if stream is None:
         stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()

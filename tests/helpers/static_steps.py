@@ -15,6 +15,7 @@ from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
+from sametoken.types.layout import StepShape
 
 #: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
 #: the same by the Triton kernels of a step, under the interpreter.
@@ -80,6 +81,16 @@ class StaticLauncher(EagerLauncher):
             num_rows=rows,
             num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
         )
+
+
+def captured_shapes_of(kind: str, max_num_seqs: int, k: int) -> tuple[StepShape, ...]:
+    """Steps of windows that the scheduler of static steps takes for captured."""
+    if kind == "compact":
+        return ()
+    return tuple(
+        StepShape(max_num_seqs, max_num_seqs * rows, max_num_seqs * rows, max_num_seqs, most, most)
+        for rows, most in dict.fromkeys(((1, 1), (2, k + 1), (k + 1, k + 1)))
+    )
 
 
 def launcher_of(step: Step, kind: str) -> EagerLauncher:

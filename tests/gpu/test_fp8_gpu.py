@@ -324,9 +324,13 @@ def write_twin(folder):
 
 
 def generate(path, spec: dict | None, items, **options) -> Recording:
+    """With fixed draft limits: adaptive ones follow the captured shapes."""
     core = build_engine(
         EngineConfig.from_options(
-            model=str(path), speculative_config=spec, max_num_seqs=8, **OPTIONS | options
+            model=str(path),
+            speculative_config=spec and spec | {"draft_limits": "fixed"},
+            max_num_seqs=8,
+            **OPTIONS | options,
         )
     )
     return drive(core, items)

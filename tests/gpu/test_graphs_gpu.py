@@ -22,10 +22,12 @@ def files(tmp_path_factory):
 
 
 def build(files, method: str, **options):
+    spec = speculation(files)[method]
     return build_engine(
         EngineConfig.from_options(
             model=str(files["target"]),
-            speculative_config=speculation(files)[method],
+            # Adaptive limits follow the captured shapes.
+            speculative_config=spec and spec | {"draft_limits": "fixed"},
             **OPTIONS | {"max_num_seqs": 8} | options,
         )
     )

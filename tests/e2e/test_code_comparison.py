@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +15,12 @@ from helpers.scripts import imported
 CHECKOUT = Path(__file__).parents[2]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def side_by_side():
-    with imported("code", "side_by_side") as modules:
+    """The script, which parses a file once for all tests."""
+    with imported("code", "side_by_side") as modules, pytest.MonkeyPatch.context() as patch:
+        once = SimpleNamespace(**vars(ast) | {"parse": cache(ast.parse)})
+        patch.setattr(modules.side_by_side, "ast", once)
         yield modules.side_by_side
 
 

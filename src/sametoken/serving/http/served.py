@@ -40,11 +40,13 @@ from sametoken.types.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
 
-#: Template options that clients may not set: the server sets them, or they replace the template.
+#: Template options that clients may not set: the server sets them, or they replace the template,
+#: itself or within ``chat_template_kwargs``.
 _RESERVED = frozenset(
     {
         "add_generation_prompt",
         "chat_template",
+        "chat_template_kwargs",
         "continue_final_message",
         "conversation",
         "documents",

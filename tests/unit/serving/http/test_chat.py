@@ -384,6 +384,7 @@ def test_what_asks_for_nothing_is_served(serve, body):
     assert len(answer.json()["choices"]) == 1
 
 
+OWN_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
 NOWHERE = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
 UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}}
 
@@ -398,7 +399,8 @@ UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}
         ({"temperature": -1.0}, "temperature"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        (OWN_TEMPLATE, "chat_template_kwargs"),
+        ({"chat_template_kwargs": OWN_TEMPLATE}, "chat_template_kwargs"),
         ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"logprobs": 3}, "logprobs"),

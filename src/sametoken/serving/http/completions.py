@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.engine.user_inputs import PromptTokens
+from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
@@ -41,6 +42,11 @@ from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
 from sametoken.text.detokenizer import make_detokenizer
 from sametoken.types.outputs import CompletionOutput, RequestOutput
+from sametoken.types.sampling_params import SamplingParams
+
+#: Candidates of prompts in an answer, which has those of a prompt in each of its completions. One
+#: takes 700 bytes.
+_MAX_CANDIDATES = 2**22
 
 
 async def complete(served: Served, request: CompletionRequest, http: Request) -> Response:
@@ -60,6 +66,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
         await served.tokenize(prompt, add_special_tokens=request.add_special_tokens)
         for prompt in given
     ]
+    _require_few_candidates(prompts, params)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     answer = _Answer(served, request, prompts, answer_id(request_id, request.request_id), model)
     generation = await served.begin(prompts, params, request_id)
@@ -72,6 +79,20 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
     return list(given) or [[]]
+
+
+def _require_few_candidates(prompts: Sequence[PromptTokens], params: SamplingParams) -> None:
+    if params.prompt_logprobs is None:
+        return
+    num_tokens = params.n * sum(len(prompt.token_ids) for prompt in prompts)
+    num_candidates = num_tokens * (params.prompt_logprobs + 1)
+    if num_candidates > _MAX_CANDIDATES:
+        raise invalid(
+            f"the answer would have {num_candidates} candidates of the prompts' tokens and at most "
+            f"{_MAX_CANDIDATES} are allowed. Send several requests, or ask for fewer "
+            "log-probabilities",
+            "prompt_logprobs",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,6 +310,17 @@ def test_log_probabilities_have_a_limit(serve, name):
     assert "above the 2 of this server" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+def test_candidates_of_prompts_have_a_limit(serve, asked):
+    """They are in each completion, so that one request could take all memory."""
+    engine = FakeEngine()
+    body = {"prompt": ["x" * 500], "n": 400, "max_tokens": 1} | asked
+    refused = serve(engine, max_completions=400).post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert f"would have {500 * 400 * 21} candidates" in refused.json()["error"]["message"]
+    assert not engine.seen
+
+
 def test_options_of_a_stream_need_one(serve):
     body = {"prompt": "x", "stream_options": {"include_usage": True}}
     answer = serve().post("/v1/completions", json=body)

@@ -65,6 +65,8 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
         )
+        # At most one of each token of the vocabulary.
+        self._token_texts: dict[int, str] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -107,7 +109,15 @@ class Tokenizer:
         return text
 
     def decode_token(self, token_id: int) -> str:
-        """Text of a single token within a text, special tokens included."""
+        """Text of a single token within a text, special tokens included.
+
+        Decoded once: log-probabilities name up to 21 candidates at every position.
+        """
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self._decode_token(token_id)
+        return self._token_texts[token_id]
+
+    def _decode_token(self, token_id: int) -> str:
         text = self.decode((token_id,), skip_special_tokens=False)
         if not (self.backend.id_to_token(token_id) or "").startswith(_SPACES):
             return text

@@ -454,6 +454,13 @@ def test_a_token_s_text_has_the_space_that_begins_it():
         assert [tokenizer.decode_token(one) for one in range(5)] == ["a", " a", " ", "  ", " <"]
 
 
+def test_a_token_s_text_is_decoded_once(monkeypatch):
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(())))
+    texts = [tokenizer.decode_token(one) for one in range(3)]
+    monkeypatch.setattr(tokenizer, "decode", None)
+    assert [tokenizer.decode_token(one) for one in range(3)] == texts
+
+
 def test_a_space_as_a_byte_is_a_space():
     """As an answer may have it whose grammar allows the byte, though no encoder writes it."""
     vocab = {"a": 0, "<0x20>": 1, "<0x0A>": 2}

@@ -316,6 +316,8 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await _send_part(send, self._framing.event(event))
+                    # Other clients are served between the events of many completions.
+                    await asyncio.sleep(0)
             except Exception as error:
                 await _send_part(send, self._framing.error(as_api_error(error)))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})

@@ -174,6 +174,32 @@ def test_events_errors_and_the_end():
     assert source.closed
 
 
+async def test_other_clients_are_served_between_the_events_of_a_stream():
+    turns = 0
+
+    async def be_served():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def events():
+        for _ in range(100):
+            yield Event(text="x")
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        pass
+
+    other = asyncio.ensure_future(be_served())
+    generation = await begin(FakeEngine(), "x")
+    await EventStream(generation, events())({"type": "http"}, receive, send)
+    other.cancel()
+    assert turns >= 100
+
+
 async def call(engine: FakeEngine, path: str, body: bytes, leave_after: int) -> list[dict]:
     """Call the application as a client that goes after a number of pieces of the answer."""
     app = create_app(engine, ServerConfig())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 
@@ -267,6 +267,6 @@ def note_experts(
         choice.routed_experts = base64.b64encode(file.getvalue()).decode()
 
 
-def json_response(answer: BaseModel) -> JSONResponse:
+def json_response(answer: BaseModel) -> Response:
     """A response as JSON. It may be long: call this off the event loop."""
-    return JSONResponse(answer.model_dump(exclude_unset=True))
+    return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")

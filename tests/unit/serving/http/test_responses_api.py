@@ -292,7 +292,7 @@ def test_the_constraint_is_that_of_the_format(serve):
     assert json.loads(params.structured_outputs.json_schema) == schema
     whole(serve, engine, text={"format": {"type": "json_object"}})
     assert engine.seen[-1][1].structured_outputs.json_object
-    whole(serve, engine, text={"format": {"type": "text"}, "verbosity": "low"})
+    whole(serve, engine, text={"format": {"type": "text"}, "verbosity": "medium"})
     assert engine.seen[-1][1].structured_outputs is None
     (item,) = whole(serve, engine, tools=[ADD], **FORMAT).output
     assert (item.type, text_of(item)) == ("message", '{"a": 1}')
@@ -327,6 +327,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
+        ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "input.0.type"),
         ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks 'call_id'"),

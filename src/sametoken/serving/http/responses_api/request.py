@@ -155,6 +155,10 @@ class ResponsesRequest(SamplingFields):
 
     def check_fields(self, num_prompts: int) -> None:
         """See ``SamplingFields.check_fields``; fields of other endpoints are refused too."""
+        verbosity = self.text.verbosity if self.text else None
+        if verbosity not in (None, self.neutral["verbosity"]):
+            remedy = self.refused["verbosity"]
+            raise invalid(f"text.verbosity is not supported: {remedy}", "text", "unsupported")
         for name in sorted(self.model_fields_set & _ELSEWHERE.keys()):
             if getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise invalid(f"{name} is not supported: {_ELSEWHERE[name]}", name, "unsupported")

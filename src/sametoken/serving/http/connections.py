@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.generation import disconnect
 from sametoken.serving.watchdog import Watchdog
 
 #: Bytes read from a connection at a time, so that none delays the others for long.
@@ -335,7 +336,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 await send({**message, "more_body": True})
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LINGER_S):
-                        await _disconnect(receive)
+                        await disconnect(receive)
                 message = {"type": "http.response.body"}
             await send(message)
 
@@ -368,8 +369,3 @@ class _Parser(h11.Connection):
             if self._num_pieces > _FREE_PIECES + self._num_bytes // _MEAN_PIECE:
                 raise h11.RemoteProtocolError("the body comes in too many pieces")
         return event
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

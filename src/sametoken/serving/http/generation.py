@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.responses import (
@@ -232,7 +232,7 @@ def speculation_stats(
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of ``work``; if the client disconnects, cancel the work and return None."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher = asyncio.ensure_future(disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -242,10 +242,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
-    message: Message = {"type": ""}
-    while message["type"] != "http.disconnect":
-        message = await receive()
+async def disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Framing(Protocol):

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -135,8 +136,11 @@ class _Answer:
                     if not any(each.num_tokens for each in one.output.outputs):
                         continue
                     first = [writer.begin() for writer in writers]
-                    more = told.every(one.output) | self._of_prompt(one.output)
-                    yield self._make(ChatChunk, first, **more)
+                    read = partial(self._of_prompt, one.output)
+                    # The candidates of a prompt may be many.
+                    is_long = one.output.prompt_logprobs is not None
+                    of_prompt = await asyncio.to_thread(read) if is_long else read()
+                    yield self._make(ChatChunk, first, **told.every(one.output), **of_prompt)
                     begun = True
                 for completion in one.output.outputs:
                     choices = writers[completion.index].write(completion)

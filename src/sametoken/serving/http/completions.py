@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,11 +42,12 @@ from sametoken.serving.http.responses import (
 from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
 from sametoken.text.detokenizer import make_detokenizer
+from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 #: Candidates of prompts in an answer, which has those of a prompt in each of its completions. One
-#: takes 700 bytes.
+#: takes 500 bytes.
 _MAX_CANDIDATES = 2**22
 
 
@@ -68,7 +70,11 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
     ]
     _require_few_candidates(prompts, params)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    answer = _Answer(served, request, prompts, answer_id(request_id, request.request_id), model)
+    shown = [_Prompt(prompt.token_ids) for prompt in prompts]
+    if request.echo:
+        echo = partial(_Prompt.echoed, tokenizer=served.engine.get_tokenizer())
+        shown = await asyncio.to_thread(lambda: list(map(echo, prompts)))
+    answer = _Answer(served, request, shown, answer_id(request_id, request.request_id), model)
     generation = await served.begin(prompts, params, request_id)
     return await respond(http, generation, answer, stream=bool(request.stream))
 
@@ -96,12 +102,42 @@ def _require_few_candidates(prompts: Sequence[PromptTokens], params: SamplingPar
 
 
 @dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt as its completions show it.
+
+    Attributes:
+        token_ids: its tokens.
+        echo: its text, if completions begin with it.
+        offsets: where each token begins in the text; one that the tokenizer adds, at 0.
+    """
+
+    token_ids: Sequence[int]
+    echo: str = ""
+    offsets: Sequence[int] = ()
+
+    @classmethod
+    def echoed(cls, prompt: PromptTokens, tokenizer: Tokenizer) -> _Prompt:
+        """A prompt that completions begin with."""
+        ids, text = prompt.token_ids, prompt.text
+        if text is None:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+        detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
+        begins, size = [], 0
+        for token_id in ids:
+            piece = detokenizer.append(token_id)
+            begins.append(size + detokenizer.num_before)
+            size += len(piece)
+        num_added = max(size + len(detokenizer.finish()) - len(text), 0)
+        return cls(ids, text, [max(begin - num_added, 0) for begin in begins])
+
+
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """Makes the response to one request from the engine's outputs."""
 
     served: Served
     request: CompletionRequest
-    prompts: Sequence[PromptTokens]
+    prompts: Sequence[_Prompt]
     request_id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
@@ -127,7 +163,10 @@ class _Answer:
                 for completion in output.outputs:
                     writer = writers[one.prompt_index][completion.index]
                     if writer.has_new_output(completion):
-                        choice = writer.write(output, completion)
+                        write = partial(writer.write, output, completion)
+                        # The candidates of a prompt may be many.
+                        is_long = output.prompt_logprobs is not None and not writer.begun
+                        choice = await asyncio.to_thread(write) if is_long else write()
                         yield self._response([choice], **told.every(output, completion))
         last = self._stats(generation.outputs)
         last |= told.last(map(self._shown, generation.outputs))
@@ -185,20 +224,22 @@ class _ChoiceWriter:
         request: the request.
         prompt: the completion's prompt.
         index: index of the choice.
+
+    Attributes:
+        begun: whether a part was written.
     """
 
     def __init__(
-        self, served: Served, request: CompletionRequest, prompt: PromptTokens, index: int
+        self, served: Served, request: CompletionRequest, prompt: _Prompt, index: int
     ) -> None:
         self._served = served
         self._request = request
         self._prompt = prompt
         self._index = index
-        self._begun = False
+        self.begun = False
         self._finished = False
         self._num_characters = 0
         self._num_tokens = 0
-        self._echoed = self._echo() if request.echo else ""
 
     def has_new_output(self, completion: CompletionOutput) -> bool:
         """Whether the completion has parts that were not sent."""
@@ -211,7 +252,7 @@ class _ChoiceWriter:
     def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
         """The part of the completion that was not sent yet."""
         new_text = completion.text_from(self._num_characters)
-        echoed = "" if self._begun else self._echoed
+        echoed = "" if self.begun else self._prompt.echo
         choice = CompletionChoice(
             index=self._index,
             text=echoed + new_text,
@@ -221,14 +262,14 @@ class _ChoiceWriter:
         )
         if self._request.return_token_ids:
             choice.token_ids = list(completion.token_ids_from(self._num_tokens))
-            if not self._begun:
+            if not self.begun:
                 choice.prompt_token_ids = list(self._prompt.token_ids)
-        if self._request.prompt_logprobs is not None and not self._begun:
+        if self._request.prompt_logprobs is not None and not self.begun:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         if self._served.shows_versions:
             note_versions(choice, output)
         note_experts(choice, completion)
-        self._begun = True
+        self.begun = True
         self._finished = completion.finish_reason is not None
         self._num_characters = completion.num_characters
         self._num_tokens = completion.num_tokens
@@ -242,31 +283,13 @@ class _ChoiceWriter:
             return None
         found = positions(completion.token_ids_from(self._num_tokens), logprobs)
         starts = completion.starts_from(self._num_tokens)
-        offsets = [len(self._echoed) + start for start in starts]
-        if self._request.echo and not self._begun:
+        offsets = [len(self._prompt.echo) + start for start in starts]
+        if self._request.echo and not self.begun:
             first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
             of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)
             found = of_prompt + found
-            offsets = self._prompt_offsets() + offsets
+            offsets = [*self._prompt.offsets, *offsets]
         form = LogprobsForm(
             self._request.logprobs or 0, bool(self._request.return_tokens_as_token_ids)
         )
         return completion_logprobs(found, form, offsets)
-
-    def _prompt_offsets(self) -> list[int]:
-        """Where each token of the prompt begins in it; one that the tokenizer adds, at 0."""
-        tokenizer = self._served.engine.get_tokenizer()
-        detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
-        begins, size = [], 0
-        for token_id in self._prompt.token_ids:
-            piece = detokenizer.append(token_id)
-            begins.append(size + detokenizer.num_before)
-            size += len(piece)
-        num_added = max(size + len(detokenizer.finish()) - len(self._echoed), 0)
-        return [max(begin - num_added, 0) for begin in begins]
-
-    def _echo(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        tokenizer = self._served.engine.get_tokenizer()
-        return tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)

@@ -15,8 +15,10 @@ from sametoken.errors import (
     OverloadedError,
     RequestError,
 )
+from sametoken.serving.http import chat, completions
 
 TEXT = "héllo wörld 🙂 done"
+USER = [{"role": "user", "content": "hi"}]
 
 
 def both(serve, engine=None, **body) -> tuple[dict, list[dict]]:
@@ -233,6 +235,30 @@ def test_requests_are_made_off_the_loop(serve, monkeypatch):
     assert len(threads) == 1
     assert threads[0].startswith("asyncio_")
     assert engine.seen[1][1].structured_outputs.regex == "a+"
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        ({"prompt": "abc", "prompt_logprobs": 1}, (completions, "prompt_logprobs")),
+        ({"prompt": "abc", "echo": True, "logprobs": 1}, (completions, "completion_logprobs")),
+        ({"prompt": [97], "echo": True}, (completions, "make_detokenizer")),
+        ({"messages": USER, "prompt_logprobs": 1}, (chat, "prompt_logprobs")),
+    ],
+)
+def test_what_a_stream_tells_of_a_prompt_is_made_off_the_loop(serve, monkeypatch, body, made):
+    threads = []
+    make = getattr(*made)
+
+    def watched(*args, **options):
+        threads.append(threading.current_thread().name)
+        return make(*args, **options)
+
+    monkeypatch.setattr(*made, watched)
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = serve(FakeEngine("xyz", window=1)).post(path, json=body | {"stream": True})
+    assert answer.text.endswith("[DONE]\n\n")
+    assert threads[0].startswith("asyncio_")
 
 
 @pytest.mark.parametrize(

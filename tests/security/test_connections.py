@@ -160,6 +160,23 @@ async def test_requests_at_work_are_not_given_up_for_new_connections():
         assert not await ended((await door.open())[0], 0.05)
 
 
+@pytest.mark.parametrize("ahead", [b"", b"\r\n", HEALTH])
+async def test_who_leaves_is_noticed_whatever_was_sent_ahead(ahead):
+    engine = FakeEngine("x", endless=True)
+    body = b'{"prompt": "x", "max_tokens": 500}'
+    async with serving(create_app(engine, ServerConfig())) as door:
+        _, writer = await door.open()
+        writer.write(post("/v1/completions", len(body)) + body)
+        async with asyncio.timeout(SOON):
+            while not engine.seen:
+                await asyncio.sleep(0.01)
+            writer.write(ahead)
+            await asyncio.sleep(0.05)
+            writer.close()
+            while not engine.aborted:
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "next"])
 @pytest.mark.parametrize("drip", [b"x", b"\r\n"], ids=["header", "blank"])
 async def test_headers_must_come_in_time_however_they_drip(before, drip):

@@ -32,6 +32,8 @@ _AT_ONCE = 32
 _PAUSE_S = 0.05
 #: Seconds that a client has to read a response that precedes the end of its request.
 _LINGER_S = 2.0
+#: Bytes of later requests that are read during an answer.
+_MAX_AHEAD = 64 * 1024
 #: Pieces that any body may arrive in, and mean bytes of each further piece.
 _FREE_PIECES, _MEAN_PIECE = 1024, 16
 #: The longest target of a request, which is logged, and the largest headers with the target.
@@ -186,6 +188,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._reader_timer = Watchdog(limits.write_timeout, self._check_reader)
         # Bytes that the client had not read when its timer was started.
         self._unread = 0
+        # Bytes of later requests that came during an answer.
+        self._num_ahead = 0
         self._ignores_input = False
 
     @property
@@ -242,9 +246,15 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See ``asyncio.Protocol``."""
-        if not self._ignores_input:
-            super().data_received(data)
-            self._update_state()
+        if self._ignores_input:
+            return
+        is_ahead = self.conn.their_state is h11.DONE
+        super().data_received(data)
+        self._num_ahead = self._num_ahead + len(data) if is_ahead else 0
+        if is_ahead and self._num_ahead <= _MAX_AHEAD:
+            # uvicorn reads no more, and would not see that the client leaves.
+            self.flow.resume_reading()
+        self._update_state()
 
     def on_response_complete(self) -> None:
         """See ``H11Protocol``."""

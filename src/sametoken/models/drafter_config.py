@@ -50,10 +50,10 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
         return str(stated)
     if "draft_vocab_size" in config:
         return "eagle3"
-    architecture = str((config.get("architectures") or [""])[0]).lower()
+    architectures = str(config.get("architectures")).lower()
     parts = [(part, name) for name, method in TABLE.items() for part in method.architectures]
     # The longest part tells: "eagle3" holds "eagle".
-    if found := [one for one in parts if one[0] in architecture]:
+    if found := [one for one in parts if one[0] in architectures]:
         return max(found, key=lambda one: len(one[0]))[1]
     # A head of the first EAGLE has the config.json of a Llama.
     has_weights = any(any(path.glob(one)) for one in _WEIGHTS)

@@ -133,19 +133,15 @@ def mamba2_rule(settings: Settings) -> Mamba2:
 def time_step_limit(settings: Settings) -> tuple[float, float]:
     """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
     given = settings.get("time_step_limit", [0.0, math.inf])
-    values = given if isinstance(given, list) else []
-    limits = [
-        float(value["__float__"])
-        if isinstance(value, dict) and value.get("__float__") in ("Infinity", "-Infinity")
-        else value
-        for value in values
-    ]
-    real = [limit for limit in limits if isinstance(limit, int | float)]
-    if len(limits) != 2 or len(real) != 2 or not real[0] <= real[1]:
+    try:
+        low, high = (float(one["__float__"] if isinstance(one, dict) else one) for one in given)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        low = high = math.nan
+    if not low <= high:
         raise CheckpointError(
             f"{settings.location}: time_step_limit={short(given)} is no range", _AS_PUBLISHED
         )
-    return float(real[0]), float(real[1])
+    return low, high
 
 
 def _require_supported(settings: Settings) -> None:

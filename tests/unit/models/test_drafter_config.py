@@ -49,6 +49,12 @@ def test_the_checkpoint_tells_the_method(tmp_path, write, method):
     assert (spec.method, spec.num_speculative_tokens, spec.is_complete) == (method, 4, True)
 
 
+@pytest.mark.parametrize("named", [5, {"first": "LlamaForCausalLM"}, [], [None]])
+def test_a_config_without_a_list_of_architectures_is_told_by_its_tensors(tmp_path, named):
+    path = write_eagle1(tmp_path / "head", eagle1_tensors(), architectures=named)
+    assert completed(path).method == "eagle"
+
+
 def test_a_gguf_file_is_a_draft_model(tmp_path):
     (tmp_path / "small.gguf").touch()
     assert completed(tmp_path / "small.gguf").method == "draft_model"

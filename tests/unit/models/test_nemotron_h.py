@@ -100,7 +100,9 @@ def test_limits_of_time_steps_as_configs_write_them(given, limit):
     assert time_step_limit(Settings({"time_step_limit": given}, "")) == limit
 
 
-@pytest.mark.parametrize("given", [[0.0], [3, 1], "all", [0.0, None], [math.nan, 1.0]])
+@pytest.mark.parametrize(
+    "given", [[0.0], [3, 1], "all", [0.0, None], [math.nan, 1.0], [0, 10**400], [{}, 1], 3]
+)
 def test_other_limits_of_time_steps_are_refused(given):
     with pytest.raises(CheckpointError, match="time_step_limit"):
         time_step_limit(Settings({"time_step_limit": given}, ""))

@@ -183,7 +183,9 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: str) -> Mode
 def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     """Rope settings in transformers' form; Llama 3's scaling is a tensor of frequency divisors."""
     rope: dict[str, Any] = {"rope_theta": settings.number("rope.freq_base", DEFAULT_THETA)}
-    scaling = settings.get("rope.scaling.type", "none")
+    # As llama.cpp reads a factor without a type.
+    implied = "linear" if settings.get("rope.scaling.factor") else "none"
+    scaling = settings.get("rope.scaling.type", implied)
     if ROPE_FREQUENCIES in file.tensors:
         if scaling != "none":
             raise UnsupportedError(

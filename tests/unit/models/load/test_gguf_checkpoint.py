@@ -137,6 +137,7 @@ def test_llama3_frequency_divisors(tmp_path):
             {"rope_type": "linear", "factor": 2.0},
             [("llama.rope.scaling.type", "add_string", "linear")],
         ),
+        ({"rope_type": "linear", "factor": 2.0}, []),
         (
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
             [

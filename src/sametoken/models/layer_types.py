@@ -75,6 +75,8 @@ def require_supported(
             f"hidden_act={short(settings.get('hidden_act'))}",
         ),
         *((settings.get(key), f"{key}={_as_written(settings.get(key))}") for key in refused),
+        # Of embedding models, whose rows see all others.
+        (settings.get("is_causal") is False, "is_causal=false"),
         (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
         (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
     ):

@@ -250,6 +250,7 @@ def test_quantization_that_only_another_file_tells_is_refused(checkpoint, name):
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"is_causal": False}, "is_causal=false"),
         ({"sliding_window": 16}, "sliding_window=16"),
         ({"sliding_window": 16, "use_sliding_window": True}, "sliding_window=16"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),

@@ -103,8 +103,11 @@ def _yarn_scale(config: ModelConfig, location: str) -> float:
     rope = Settings(config.rope, location)
     if config.rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
         return 1.0
-    factor = rope.number("factor")
-    return (0.1 * rope.number("mscale_all_dim") * math.log(max(factor, 1.0)) + 1.0) ** 2
+    all_dim, factor = rope.number("mscale_all_dim"), rope.number("factor")
+    mscale = 0.1 * all_dim * math.log(max(factor, 1.0)) + 1.0
+    if not math.isfinite(scale := mscale * mscale):
+        raise CheckpointError(f"{location}: mscale_all_dim={all_dim} is too large", _COMPARE)
+    return scale
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:

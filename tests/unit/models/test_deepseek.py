@@ -172,6 +172,12 @@ def test_a_model_without_shared_experts_runs(tmp_path):
         ("deepseek_v3", {"num_experts_per_tok": 5}, CheckpointError, "5 of 8 experts"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, CheckpointError, "qk_rope_head_dim=7 is odd"),
         ("deepseek_v3", {"kv_lora_rank": 2**40}, CheckpointError, "kv_lora_rank"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"mscale_all_dim": 1e300}},
+            CheckpointError,
+            "mscale_all_dim=1e\\+300 is too large",
+        ),
         ("deepseek_v3", {"first_k_dense_replace": "x"}, CheckpointError, "first_k_dense_replace"),
         ("deepseek_v3", {"index_topk": 2048}, UnsupportedError, "index_topk=2048"),
         ("deepseek_v2", {"attention_bias": True}, UnsupportedError, "without q_lora_rank"),

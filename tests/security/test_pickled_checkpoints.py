@@ -110,6 +110,7 @@ def tensor_pickle(sizes, strides, count, key="0"):
         ((4,), (1,), 10**15),
         ((4,), (1,), -4),
         ((2**62, 2**62), (0, 0), 4),
+        ((10**6, 10**6), (0, 0), 4),
     ],
 )
 def test_tensors_beyond_their_bytes(tmp_path, sizes, strides, count):

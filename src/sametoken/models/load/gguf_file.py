@@ -181,8 +181,13 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
         raise ValueError(f"its alignment is {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = [replace(tensor, offset=start + tensor.offset) for tensor in tensors]
-    for tensor in tensors:
-        if tensor.offset + tensor.num_rows * tensor.row_bytes > len(cursor.data):
+    end = start
+    for tensor in sorted(tensors, key=lambda one: one.offset):
+        # Of tensors that share their data, a small file could hold any number.
+        if tensor.offset < end:
+            raise ValueError(f"the data of tensor {tensor.name} begins within another's")
+        end = tensor.offset + tensor.num_rows * tensor.row_bytes
+        if end > len(cursor.data):
             raise ValueError(f"it ends before the data of tensor {tensor.name}")
     by_name = {tensor.name: tensor for tensor in tensors}
     if len(by_name) < len(tensors):

@@ -116,6 +116,21 @@ def test_types_of_the_past_and_of_the_future_are_named(tmp_path, type_id):
     assert "another quantization" in caught.value.remedy
 
 
+def test_tensors_that_share_their_data_are_refused(tmp_path):
+    """llama.cpp refuses them too: offsets follow each other."""
+
+    def file(second_offset: int) -> bytes:
+        places = ((b"a", 0), (b"b", second_offset))
+        tensors = (struct.pack("<Q1sIQIQ", 1, name, 1, 8, 0, at) for name, at in places)
+        return header(tensors=2) + b"".join(tensors) + bytes(128)
+
+    (tmp_path / "apart.gguf").write_bytes(file(32))
+    assert read_gguf(tmp_path / "apart.gguf").tensors.keys() == {"a", "b"}
+    (tmp_path / "shared.gguf").write_bytes(file(0))
+    with pytest.raises(CheckpointError, match="of tensor b begins within another's"):
+        read_gguf(tmp_path / "shared.gguf")
+
+
 def test_a_directory_is_not_a_file(tmp_path):
     with pytest.raises(CheckpointError, match="not a complete GGUF file"):
         read_gguf(tmp_path)

@@ -84,12 +84,14 @@ from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings
+from sametoken.models.load.sources import dtype_name
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ORIGINAL = "compare with the original checkpoint's"
 
 
@@ -357,7 +359,13 @@ def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
             f"{directory} needs d2t of shape [{config.draft_vocab_size}], found {found}",
             "check that config and weights belong together",
         )
-    offsets = source.integers("d2t").to(torch.int64)
+    dtype = source.stored_dtype("d2t")
+    if dtype not in _INTEGERS:
+        raise CheckpointError(
+            f"{directory}: d2t has dtype {dtype_name(dtype)}, no integers",
+            "check that config and weights belong together",
+        )
+    offsets = torch.cat(list(source.stored_chunks("d2t")))
     token_ids = torch.arange(config.draft_vocab_size) + offsets
     low, high = torch.aminmax(token_ids)
     if low < 0 or high >= config.layer.vocab_size:

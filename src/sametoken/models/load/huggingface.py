@@ -51,7 +51,6 @@ _COMMON = (
     *QUANTIZATION_KEYS,
 )
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 #: torch has no dtype for these.
 _NOT_IN_TORCH = ("F4", "F6_E2M3", "F6_E3M2")
 
@@ -340,21 +339,6 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file's header."""
         return self._stored[name].shape
-
-    def integers(self, name: str) -> Tensor:
-        """A whole tensor of integers.
-
-        Raises:
-            CheckpointError: it has another dtype, or cannot be read.
-        """
-        stored = self._stored[name]
-        if stored.dtype not in _INTEGERS:
-            raise CheckpointError(
-                f"tensor {name} of {stored.path} has dtype {stored.dtype}, no integers", AGAIN
-            )
-        with self._kept.reading(stored) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor."""

@@ -66,7 +66,6 @@ _GLOBALS = frozenset(
         *(f"torch {name}Storage" for name in _STORAGES),
     )
 )
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class PickledSource(TensorsByName):
@@ -91,19 +90,6 @@ class PickledSource(TensorsByName):
                 if name.startswith(prefix):
                     found[name] = tensor
         super().__init__(location, found)
-
-    def integers(self, name: str) -> Tensor:
-        """A whole tensor of integers.
-
-        Raises:
-            CheckpointError: it has another dtype.
-        """
-        tensor = self._tensors[name]
-        if tensor.dtype not in _INTEGERS:
-            raise CheckpointError(
-                f"tensor {name} of {self.location} has dtype {tensor.dtype}, no integers", AGAIN
-            )
-        return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor, as views of the mapped file."""

@@ -363,6 +363,7 @@ def test_broken_tensors_are_refused(tmp_path):
     for name, value, message in (
         ("fc.weight", None, "fc.weight"),
         ("d2t", None, "d2t"),
+        ("d2t", torch.zeros(len(DRAFT_IDS)), "d2t has dtype float32, no integers"),
         ("d2t", torch.full((len(DRAFT_IDS),), VOCAB), "outside a vocabulary of 23"),
         ("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN), "fc.weight"),
     ):

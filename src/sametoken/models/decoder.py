@@ -14,7 +14,6 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
-from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import (
     Biases,
@@ -24,6 +23,7 @@ from sametoken.models.blocks import (
     load_mlp,
     load_norm,
     norms_before,
+    rotary_of,
 )
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.kv_scheme import read_kv_scales
@@ -303,16 +303,11 @@ class Decoder:
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         """The rotary table of each layer."""
-        config = self.config
-
-        def table(rope: Mapping[str, Any]) -> RotaryTable:
-            size, positions = config.head_dim, self._max_positions
-            return rotary_table(rope, head_dim=size, max_positions=positions, device=device)
-
-        shared = table(config.rope)
+        config, positions = self.config, self._max_positions
+        shared = rotary_of(config, positions, device)
         if config.local_rope is None:
             return (shared,) * config.num_layers
-        local = table(config.local_rope)
+        local = rotary_of(replace(config, rope=config.local_rope), positions, device)
         windows = (isinstance(cache, PagedKV) and cache.window for cache in self._declared)
         return tuple(local if window else shared for window in windows)
 

@@ -28,15 +28,13 @@ from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
-from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
+from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LatentKV, LayerCache
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape
 
-_REMEDY = "use another checkpoint"
-_COMPARE = "compare with the original checkpoint's"
 #: Of the norms inside attention, whatever ``rms_norm_eps`` says (DeepSeek's code, transformers).
 _INNER_EPS = 1e-6
 
@@ -83,7 +81,7 @@ def latent_sizes(config: ModelConfig, location: str) -> LatentSizes:
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     if rope % 2:
-        raise CheckpointError(f"{location}: qk_rope_head_dim={rope} is odd", _COMPARE)
+        raise CheckpointError(f"{location}: qk_rope_head_dim={rope} is odd", COMPARE)
     return LatentSizes(
         num_heads=config.num_heads,
         q_rank=0 if settings.get("q_lora_rank") is None else settings.integer("q_lora_rank"),
@@ -106,7 +104,7 @@ def _yarn_scale(config: ModelConfig, location: str) -> float:
     all_dim, factor = rope.number("mscale_all_dim"), rope.number("factor")
     mscale = 0.1 * all_dim * math.log(max(factor, 1.0)) + 1.0
     if not math.isfinite(scale := mscale * mscale):
-        raise CheckpointError(f"{location}: mscale_all_dim={all_dim} is too large", _COMPARE)
+        raise CheckpointError(f"{location}: mscale_all_dim={all_dim} is too large", COMPARE)
     return scale
 
 
@@ -119,7 +117,7 @@ def _is_sparse(config: ModelConfig, index: int) -> bool:
     # Absent or 0 is as good as none.
     first, step = settings.get("first_k_dense_replace") or 0, settings.integer("moe_layer_freq", 1)
     if not isinstance(first, int) or isinstance(first, bool):
-        raise CheckpointError(f"first_k_dense_replace={short(first)} is no integer", _COMPARE)
+        raise CheckpointError(f"first_k_dense_replace={short(first)} is no integer", COMPARE)
     return index >= first and index % step == 0
 
 
@@ -131,7 +129,7 @@ def _require_scoring(settings: Settings, scoring: str) -> None:
     """
     if (given := settings.get("scoring_func", scoring)) != scoring:
         raise UnsupportedError(
-            f"{settings.location}: scoring_func={short(given)} is not supported", _REMEDY
+            f"{settings.location}: scoring_func={short(given)} is not supported", ANOTHER
         )
 
 
@@ -155,7 +153,7 @@ def load_attention(
     if bias and not sizes.q_rank:
         raise UnsupportedError(
             f"{weights.source.location}: attention_bias=true without q_lora_rank is not supported",
-            _REMEDY,
+            ANOTHER,
         )
     shape = LatentShape(sizes.num_heads // size, sizes.kv_rank, sizes.rope_dim, sizes.scale)
     weights.kernels.require_latent(shape)
@@ -343,7 +341,7 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
             raise UnsupportedError(
                 f"{settings.location}: topk_method={short(method)} with norm_topk_prob="
                 f"{short(settings.get('norm_topk_prob'))} is not supported",
-                _REMEDY,
+                ANOTHER,
             )
         if method == "greedy":
             ungrouped = {"n_group": 1, "topk_group": 1}

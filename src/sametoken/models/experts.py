@@ -11,7 +11,7 @@ from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import DividedExperts, PreciseRouter, RoutedExperts, SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp
-from sametoken.models.load.settings import MAX_EXPERTS, Settings
+from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.weight import ExpertForm, Experts, Weight
@@ -27,10 +27,7 @@ def is_sparse(config: ModelConfig, index: int) -> bool:
     step = settings.integer("decoder_sparse_step", 1)
     dense = settings.get("mlp_only_layers", [])
     if not isinstance(dense, list):
-        raise CheckpointError(
-            f"{settings.location}: mlp_only_layers is no list",
-            "compare with the original checkpoint's",
-        )
+        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list", COMPARE)
     return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
 
 
@@ -86,7 +83,7 @@ def grouped_routing(
         raise CheckpointError(
             f"{settings.location}: {top_k} of {count} experts in {kept} of n_group={groups} "
             "groups is not possible",
-            "compare with the original checkpoint's",
+            COMPARE,
         )
     return Routing(
         top_k,

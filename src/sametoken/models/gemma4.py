@@ -28,7 +28,13 @@ from sametoken.models.blocks import attention_shapes, load_gated_mlp, load_norm
 from sametoken.models.experts import load_experts
 from sametoken.models.gemma import GemmaDecoder, full_every
 from sametoken.models.layer_types import FULL, SLIDING
-from sametoken.models.load.settings import MAX_EXPERTS, Settings, require_head_counts
+from sametoken.models.load.settings import (
+    ANOTHER,
+    COMPARE,
+    MAX_EXPERTS,
+    Settings,
+    require_head_counts,
+)
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import KeptRows, QKNorm, RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, PagedKV
@@ -39,7 +45,6 @@ _ROPES = {
     FULL: {"rope_type": PROPORTIONAL, "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_COMPARE = "compare with the original checkpoint's"
 _ENCODERS = ("model.audio_tower.", "model.embed_audio.", "model.embed_vision.")
 
 
@@ -215,7 +220,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
             if rows < config.vocab_size:
                 raise CheckpointError(
                     f"{settings.location}: vocab_size_per_layer_input={rows} is below vocab_size",
-                    _COMPARE,
+                    COMPARE,
                 )
             columns = config.num_layers * width
             table = Part(f"{prefix}.embed_tokens_per_layer.weight", rows)
@@ -332,7 +337,7 @@ def _layer_forms(config: ModelConfig, location: str) -> tuple[_LayerForm, ...]:
     types = list(settings.names("layer_types")) or full_every(6, config.num_layers)
     if len(types) != config.num_layers:
         raise CheckpointError(
-            f"{location}: {len(types)} layer_types for {config.num_layers} layers", _COMPARE
+            f"{location}: {len(types)} layer_types for {config.num_layers} layers", COMPARE
         )
     # As transformers has it, whatever a config says.
     types[-1] = FULL
@@ -346,7 +351,7 @@ def _layer_forms(config: ModelConfig, location: str) -> tuple[_LayerForm, ...]:
         if index >= len(producers):
             if layer_type not in producers:
                 raise CheckpointError(
-                    f"{location}: no layer has the KV that layer {index} shares", _COMPARE
+                    f"{location}: no layer has the KV that layer {index} shares", COMPARE
                 )
             source = len(producers) - 1 - producers[::-1].index(layer_type)
         head_dim, num_kv_heads = _head_sizes(config, settings, source, window is None)
@@ -372,7 +377,7 @@ def _head_sizes(
         raise UnsupportedError(
             f"{settings.location}: per_layer_config sets {min(unknown)} of layer {index}, which is "
             "not supported",
-            "use another checkpoint",
+            ANOTHER,
         )
     sizes = Settings(own, settings.location)
     head_dim = sizes.integer("head_dim", config.head_dim)

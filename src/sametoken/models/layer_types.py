@@ -7,7 +7,7 @@ from reprlib import repr as short
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.base import ModelConfig
-from sametoken.models.load.settings import Settings
+from sametoken.models.load.settings import ANOTHER, COMPARE, Settings
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 #: The ``layer_types`` of a class with sliding windows.
@@ -32,8 +32,7 @@ def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
         return [None] * config.num_layers
     if len(types) != config.num_layers:
         raise CheckpointError(
-            f"{location}: {len(types)} layer_types for {config.num_layers} layers",
-            "compare with the original checkpoint's",
+            f"{location}: {len(types)} layer_types for {config.num_layers} layers", COMPARE
         )
     window = settings.positions("sliding_window")
     return [window if layer_type == SLIDING else None for layer_type in types]
@@ -81,7 +80,7 @@ def require_supported(
         (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
     ):
         if unsupported:
-            raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")
+            raise UnsupportedError(f"{location}: {what} is not supported", ANOTHER)
 
 
 def _as_written(value: object) -> str:

@@ -35,7 +35,7 @@ from sametoken.models.blocks import attention_cache, load_attention
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
@@ -59,7 +59,6 @@ _RENAMED = {
     "mamba_dt_limit": "time_step_limit",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-_AS_PUBLISHED = "compare with the original checkpoint's"
 
 
 def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
@@ -83,7 +82,7 @@ def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
     if not isinstance(pattern, str):
         raise CheckpointError(
             f"{settings.location}: {prefix}hybrid_override_pattern={short(pattern)} is no text",
-            _AS_PUBLISHED,
+            COMPARE,
         )
     return tuple(LAYER_TYPES.get(name, name) for name in names or tuple(pattern))
 
@@ -98,7 +97,7 @@ def block_settings(settings: Settings, prefix: str = "") -> tuple[Settings, ...]
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise CheckpointError(
             f"{settings.location}: {prefix}block_configs={short(blocks)} is no list of objects",
-            _AS_PUBLISHED,
+            COMPARE,
         )
     return tuple(replace(settings, values={**settings.values, **block}) for block in blocks)
 
@@ -119,7 +118,7 @@ def mamba2_rule(settings: Settings) -> Mamba2:
     if heads % groups:
         raise CheckpointError(
             f"{settings.location}: {heads} Mamba-2 heads in {groups} groups are not possible",
-            _AS_PUBLISHED,
+            COMPARE,
         )
     return Mamba2(
         heads,
@@ -139,7 +138,7 @@ def time_step_limit(settings: Settings) -> tuple[float, float]:
         low = high = math.nan
     if not low <= high:
         raise CheckpointError(
-            f"{settings.location}: time_step_limit={short(given)} is no range", _AS_PUBLISHED
+            f"{settings.location}: time_step_limit={short(given)} is no range", COMPARE
         )
     return low, high
 
@@ -158,8 +157,7 @@ def _require_supported(settings: Settings) -> None:
         found = settings.get(key, supported)
         if found != supported:
             raise UnsupportedError(
-                f"{settings.location}: {key}={short(found)} is not supported",
-                "use another checkpoint",
+                f"{settings.location}: {key}={short(found)} is not supported", ANOTHER
             )
 
 
@@ -322,7 +320,7 @@ class NemotronHForCausalLM(Decoder):
         types = layer_types(settings)
         if not types:
             raise CheckpointError(
-                f"{settings.location} names no layers (layers_block_type)", _AS_PUBLISHED
+                f"{settings.location} names no layers (layers_block_type)", COMPARE
             )
         blocks = zip(types, block_settings(settings), strict=False)
         experts = [block for kind, block in blocks if kind == MOE]

@@ -34,7 +34,7 @@ from sametoken.models.blocks import (
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
+from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionShape, RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
@@ -50,7 +50,7 @@ def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
     if len(types) != config.num_layers:
         raise CheckpointError(
             f"{location}: layer_types={short(types)} does not name {config.num_layers} layers",
-            "compare with the original checkpoint's",
+            COMPARE,
         )
     return types
 
@@ -69,7 +69,7 @@ def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
     if value_heads % key_heads:
         raise CheckpointError(
             f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
-            "compare with the original checkpoint's",
+            COMPARE,
         )
     kernel = settings.integer("conv_kernel_dim")
     return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel)

@@ -83,7 +83,7 @@ from sametoken.models.heads.layer_config import (
 from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.settings import MAX_LAYERS, Settings
+from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.sources import dtype_name
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
@@ -92,7 +92,6 @@ from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_ORIGINAL = "compare with the original checkpoint's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +170,10 @@ def _aux_layer_ids(
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
         raise CheckpointError(
-            f"{location}: {key}={short(ids)} is not a list of layer numbers", _ORIGINAL
+            f"{location}: {key}={short(ids)} is not a list of layer numbers", COMPARE
         )
     if len(ids) > MAX_LAYERS:
-        raise CheckpointError(f"{location}: {key} names {len(ids)} layers", _ORIGINAL)
+        raise CheckpointError(f"{location}: {key} names {len(ids)} layers", COMPARE)
     is_sglang = config.get("eagle_aux_layer_semantics") == "sglang"
     of_outputs = is_sglang if config.get(key) else ids[0] == 1
     return tuple(i + of_outputs for i in ids)

@@ -16,7 +16,7 @@ from sametoken.models.layer_types import FULL, WINDOWED, sliding_windows
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.settings import Settings
+from sametoken.models.load.settings import COMPARE, Settings
 
 
 def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
@@ -28,10 +28,7 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     """
     nested = config.get("transformer_layer_config", config)
     if not isinstance(nested, dict):
-        raise CheckpointError(
-            f"{location}: transformer_layer_config is not an object",
-            "compare with the original checkpoint's",
-        )
+        raise CheckpointError(f"{location}: transformer_layer_config is not an object", COMPARE)
     named = Settings({"architectures": ["EagleHead"], **nested}, str(location))
     # Heads for Qwen3.5 rotate a part of each attention head, as their targets do.
     layer = model_config(_with_one_rope(named), rotates_parts=True)

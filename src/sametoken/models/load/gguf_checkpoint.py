@@ -21,7 +21,13 @@ from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from sametoken.models.load.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
+from sametoken.models.load.settings import (
+    ANOTHER,
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    Settings,
+    require_head_counts,
+)
 from sametoken.models.load.sources import rows_per_chunk
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -126,8 +132,7 @@ class GGUFCheckpoint:
         for key in _REFUSED:
             if value := settings.get(key):
                 raise UnsupportedError(
-                    f"{path} sets {name}.{key}={short(value)}, which is not implemented",
-                    "use another checkpoint",
+                    f"{path} sets {name}.{key}={short(value)}, which is not implemented", ANOTHER
                 )
         self.config = _model_config(self._file, settings, self._architecture.name)
 
@@ -153,7 +158,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: str) -> Mode
             raise UnsupportedError(
                 f"{file.path}: {settings.prefix}{key}={settings.get(key)} differs from the head "
                 f"size {head_dim}",
-                "use another checkpoint",
+                ANOTHER,
             )
     vocabulary = Settings(file.metadata, settings.location, "tokenizer.ggml.")
     tokens = vocabulary.get("tokens")
@@ -189,8 +194,7 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     if ROPE_FREQUENCIES in file.tensors:
         if scaling != "none":
             raise UnsupportedError(
-                f"{file.path} has both {ROPE_FREQUENCIES} and rope scaling {scaling!r}",
-                "use another checkpoint",
+                f"{file.path} has both {ROPE_FREQUENCIES} and rope scaling {scaling!r}", ANOTHER
             )
         if math.prod(file.tensors[ROPE_FREQUENCIES].shape) > MAX_HEAD_DIM:
             raise CheckpointError(f"{file.path}: {ROPE_FREQUENCIES} is too large", AGAIN)

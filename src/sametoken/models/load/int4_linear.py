@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.load.settings import ANOTHER
 from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.int4 import packed_int4
@@ -214,7 +215,7 @@ def _require_eights(reader: WeightReader, name: str, rows: int, in_features: int
         raise UnsupportedError(
             f"{name} of {reader.source.location} is {rows} x {in_features}, which int32 cannot "
             "hold in eights",
-            "use another checkpoint",
+            ANOTHER,
         )
 
 

@@ -28,6 +28,7 @@ from sametoken.models.load.mxfp4 import Mxfp4Stack
 from sametoken.models.load.nvfp4_linear import GROUP, Nvfp4Linear
 from sametoken.models.load.settings import (
     ANOTHER,
+    COMPARE,
     Settings,
     quantization_settings,
     require_known,
@@ -266,16 +267,13 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
     if not groups and settings.get(SCHEME):
         return UNQUANTIZED
     if not groups:
-        raise CheckpointError(
-            f"{settings.location} has no config_groups", "compare with the original checkpoint's"
-        )
+        raise CheckpointError(f"{settings.location} has no config_groups", COMPARE)
     whole = settings.get("format")
     read = []
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise CheckpointError(
-                f"{settings.location}: {short(name)} in config_groups is not an object",
-                "compare with the original checkpoint's",
+                f"{settings.location}: {short(name)} in config_groups is not an object", COMPARE
             )
         own = Settings(group, f"{settings.location}.{name}")
         require_known(own, used=("targets", "weights", "input_activations", "format"))
@@ -312,8 +310,7 @@ def _compiled(settings: Settings, expression: str) -> re.Pattern[str]:
         return re.compile(expression)
     except re.error as error:
         raise CheckpointError(
-            f"{settings.location}: {short(expression)} is no regular expression ({error})",
-            "compare with the original checkpoint's",
+            f"{settings.location}: {short(expression)} is no regular expression ({error})", COMPARE
         ) from error
 
 

@@ -19,6 +19,7 @@ MAX_COUNT = 2**22
 #: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
 ANOTHER = "use another checkpoint"
+COMPARE = "compare with the original checkpoint's"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
@@ -89,8 +90,7 @@ class Settings:
 
     def _bad(self, key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.location}: {self.prefix}{key}={short(value)} is not {wanted}",
-            "compare with the original checkpoint's",
+            f"{self.location}: {self.prefix}{key}={short(value)} is not {wanted}", COMPARE
         )
 
 
@@ -120,7 +120,7 @@ def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, locati
         raise CheckpointError(
             f"{location}: {num_heads} heads of size {head_dim} over {num_kv_heads} key-value heads "
             "are not possible",
-            "compare with the original checkpoint's",
+            COMPARE,
         )
 
 

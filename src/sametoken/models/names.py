@@ -115,10 +115,11 @@ def at_revision(model: str, revision: str | None) -> str:
 
     Raises:
         ConfigError: a revision of what is no hub id, or a second one.
+        CheckpointError: the system cannot tell whether it is a path.
     """
     if revision is None:
         return model
-    if HubId.parse(model) is None or "@" in model or Path(model).exists():
+    if HubId.parse(model) is None or "@" in model or _exists(Path(model)):
         raise ConfigError(
             f"revision {revision!r} is for a hub id without one, not for {model!r}",
             "give the model as org/name, or leave the revision out",
@@ -163,13 +164,13 @@ def _hint(name: str, path: Path) -> str:
 
 def _existing(path: Path) -> Path | None:
     """The path itself if it exists, else the one whose wrong parts are spelled alike."""
-    if path.exists():
-        return path
-    parent = next((one for one in path.parents if one.is_dir()), None)
-    if parent is None:
-        return None
-    missing, *rest = path.relative_to(parent).parts
     try:
+        if path.exists():
+            return path
+        parent = next((one for one in path.parents if one.is_dir()), None)
+        if parent is None:
+            return None
+        missing, *rest = path.relative_to(parent).parts
         close = _closest(missing, [entry.name for entry in parent.iterdir()])
     except OSError:
         return None

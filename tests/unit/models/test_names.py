@@ -284,3 +284,17 @@ def test_a_revision_is_of_a_hub_id(tmp_path, monkeypatch):
 def test_a_name_that_no_file_can_have_is_refused(name):
     with pytest.raises(CheckpointError, match="cannot be looked up"):
         resolve_model(name, print)
+
+
+def test_a_revision_of_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(CheckpointError, match="cannot be looked up"):
+        at_revision(f"{'a' * 300}/b", "v1")
+
+
+def test_a_name_spelled_alike_with_a_part_that_no_file_can_have_is_no_hint(tmp_path):
+    (tmp_path / "models").mkdir()
+    with pytest.raises(
+        CheckpointError, match="neither a path, a short name nor a hub id"
+    ) as caught:
+        resolve_model(str(tmp_path / "modles" / ("a" * 300)), print)
+    assert "did you mean" not in caught.value.remedy

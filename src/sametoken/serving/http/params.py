@@ -155,12 +155,14 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
 
 @contextmanager
 def named_as_sent(request: SamplingFields) -> Iterator[None]:
-    """Have the engine's errors name the fields that the client sent."""
+    """Have errors of the engine's parameters name the fields that the client sent."""
     try:
         yield
     except RequestError as error:
         if error.param == PARAM:
             error.param = _constraint_field(request)
+        elif error.param == "logprobs" and isinstance(request, ChatRequest):
+            error.param = "top_logprobs"
         elif error.param == "prompt_token_ids" or error.code == TOO_LONG:
             error.param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise

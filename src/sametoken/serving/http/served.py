@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
-from sametoken.errors import shown
+from sametoken.errors import RequestError, shown
 from sametoken.serving.http.config import OPENAI, ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
@@ -116,8 +116,8 @@ class Served:
         """Check a request's counts before its prompts are tokenized.
 
         Raises:
-            ApiError: there are too many completions, or more drafts or
-                log-probabilities are requested than there may be.
+            ApiError: there are too many completions, or more drafts than there may be.
+            RequestError: more log-probabilities are requested than there may be.
         """
         num_completions, most = num_prompts * params.n, self.config.max_completions
         if num_completions > most:
@@ -129,10 +129,11 @@ class Served:
         for name in ("logprobs", "prompt_logprobs"):
             num_logprobs, most = getattr(params, name) or 0, self.config.max_logprobs
             if num_logprobs > most:
-                raise invalid(
+                raise RequestError(
                     f"{num_logprobs} log-probabilities of a position are above the {most} of this "
-                    f"server. Use 0 to {most}",
-                    name,
+                    "server",
+                    f"use 0 to {most}",
+                    param=name,
                 )
         most_drafts = self.engine.resolved.num_speculative_tokens
         num_drafts = params.num_speculative_tokens

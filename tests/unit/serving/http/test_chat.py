@@ -417,6 +417,14 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_log_probabilities_above_the_server_s_limit_are_named_as_chats_ask_for_them(serve):
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 3}
+    answer = serve(max_logprobs=2).post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "top_logprobs")
+    assert "above the 2 of this server. use 0 to 2" in error["message"]
+
+
 def test_an_unknown_syntax_is_refused_before_anything_runs(serve):
     engine = FakeEngine()
     engine.tokenizer.hf.chat_template = "{{ messages[0].content }}"

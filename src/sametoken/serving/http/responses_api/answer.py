@@ -40,7 +40,6 @@ from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 #: Fields of a chat request, and of the engine, by the names that clients of responses send.
 _SENT_AS = {
-    "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",

@@ -38,7 +38,7 @@ from sametoken.drafters.eagle import read_token_map
 from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
 from sametoken.layers.rotary import DRAFT_POSITIONS, rotary_table
-from sametoken.models import decoder
+from sametoken.models import blocks
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.load.files import INDEX, SINGLE
@@ -196,7 +196,7 @@ def test_a_claim_of_positions_sizes_no_table(llama, claim, monkeypatch):
         rows.append(sizes["max_positions"])
         return rotary_table(rope, **sizes)
 
-    monkeypatch.setattr(decoder, "rotary_table", spy)
+    monkeypatch.setattr(blocks, "rotary_table", spy)
     with cheap():
         llm = LLM(
             model=str(rewrite(llama, max_position_embeddings=claim)),

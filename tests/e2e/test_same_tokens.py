@@ -100,6 +100,7 @@ class SameTokens(RuleBasedStateMachine):
             num_blocks=num_blocks,
             max_model_len=36,
             prefix_caching=caching,
+            captures=True,
         )
         stream = LaggingStream(lambda queued: self.random.randint(0, queued))
         self.core = build(
@@ -207,7 +208,7 @@ def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
     truth = {one: list(alone(*one)) for one in asked}
     core = build(
         MODEL,
-        Shape(steps_in_flight=steps_in_flight, num_blocks=40),
+        Shape(steps_in_flight=steps_in_flight, num_blocks=40, captures=True),
         make_drafter=make_drafter(kind),
         oracle=lambda admitted: truth[admitted.prompt_token_ids, admitted.params.seed],
     )

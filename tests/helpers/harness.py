@@ -42,7 +42,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a test engine; small enough that every limit is met."""
+    """Sizes of a test engine; small enough that every limit is met.
+
+    With ``captures``, draft limits of static steps follow captured shapes.
+    """
 
     num_drafts: int = 3
     steps_in_flight: int = 1
@@ -59,6 +62,7 @@ class Shape:
     cache_emitted: bool = True
     rows_per_weight_read: int = 32
     num_kept_states: int = 0
+    captures: bool = False
 
 
 @dataclass
@@ -172,7 +176,7 @@ def build(
         enable_prefix_caching=shape.prefix_caching,
         cache_emitted_blocks=shape.cache_emitted,
         num_kept_states=shape.num_kept_states,
-        captured_shapes=captured_shapes_of(steps, shape.max_num_seqs, k),
+        captured_shapes=captured_shapes_of(steps, shape.max_num_seqs, k) if shape.captures else (),
     )
     if stream is None:
         stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()

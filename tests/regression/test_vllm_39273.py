@@ -33,7 +33,6 @@ SHAPE = Shape(
     max_model_len=256,
     prefix_caching=False,
     cache_emitted=False,
-    rows_per_weight_read=1000,
 )
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [2, 7, 1, 8, 2, 8, 1, 8], "c": [0, 10] * 6}
 

@@ -76,7 +76,7 @@ def test_the_report_works_in_a_browser(model, tmp_path):
         page = browser.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(page_file.as_uri())
-        assert page.inner_text("#verdict") == found["summary"]
+        assert page.inner_text("#verdict") == found["headline"]
         runs = page.locator("#runs tbody tr")
         assert runs.count() == len(found["comparisons"]) + len(found["repeats"])
         alone = page.locator("#acceptance tbody tr", has_text="alone").locator("td.rate")

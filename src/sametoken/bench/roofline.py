@@ -25,6 +25,7 @@ from sametoken.models.heads.mtp_form import ModuleHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.types.speculative_methods import HEADS
 from sametoken.types.units import in_units
@@ -227,16 +228,15 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwi
     """
     on_cpu = device.type == "cpu"
     num_bytes = num_bytes or (CPU_BYTES if on_cpu else CUDA_BYTES)
-    try:
+    with out_of_memory_as(
+        ConfigError,
+        f"{device} has no {in_units(num_bytes)} free to measure its bandwidth",
+        "end what else uses its memory, or use a device with more",
+    ):
         best = _scan_seconds(device, num_bytes)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{device} has no {in_units(num_bytes)} free to measure its bandwidth",
-            "end what else uses its memory, or use a device with more",
-        ) from error
-    if on_cpu:
-        best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
-    else:
+        if on_cpu:
+            best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
+    if not on_cpu:
         # Return the memory, so that the engine can use all of it.
         torch.cuda.empty_cache()
     method = min(best, key=lambda name: best[name])

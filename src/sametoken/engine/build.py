@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from subprocess import CalledProcessError
 
-import torch
-
 from sametoken.config import EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
@@ -28,6 +26,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
 from sametoken.ops.cache_types import LayerCache, bytes_per_slot, common_window
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
@@ -111,23 +110,21 @@ def _weights(loaded: Loaded, ranks: Ranks) -> Weights:
 def _errors_of_the_machine_explained() -> Iterator[None]:
     """Turn an out-of-memory error into a ``ConfigError``, a missing compiler into its remedy."""
     try:
-        yield
-    except (MemoryError, RuntimeError, CalledProcessError) as error:
-        first_line = str(error).partition("\n")[0]
-        # On a GPU what launches a kernel is C, over Python's headers.
-        if isinstance(error, CalledProcessError) or "C compiler" in first_line:
-            raise UnsupportedError(
-                f"Triton cannot compile what launches its kernels ({first_line})",
-                "install a C compiler and Python's headers, as gcc and python3-dev",
-            ) from error
-        # On a CPU torch raises a plain RuntimeError.
-        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not is_memory and "can't allocate memory" not in first_line:
-            raise
-        raise ConfigError(
-            f"the model does not fit the memory ({first_line or 'MemoryError'})",
+        with out_of_memory_as(
+            ConfigError,
+            "the model does not fit the memory",
             "lower num_kv_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len, "
             "or use a smaller model",
+        ):
+            yield
+    except (RuntimeError, CalledProcessError) as error:
+        first_line = str(error).partition("\n")[0]
+        # On a GPU what launches a kernel is C, over Python's headers.
+        if not isinstance(error, CalledProcessError) and "C compiler" not in first_line:
+            raise
+        raise UnsupportedError(
+            f"Triton cannot compile what launches its kernels ({first_line})",
+            "install a C compiler and Python's headers, as gcc and python3-dev",
         ) from error
 
 

@@ -7,8 +7,8 @@ captured graphs alone hold addresses, so the graphs go too, and are captured aga
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from sametoken.errors import (
 from sametoken.io.pages import drop_pages
 from sametoken.models.decoder import Decoder
 from sametoken.models.in_place import tensors_of
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import StepRunner
 
@@ -170,16 +171,13 @@ class DeviceMemory:
                 self.graphs.capture_all()
 
 
-@contextmanager
-def _out_of_memory_explained() -> Iterator[None]:
+def _out_of_memory_explained() -> AbstractContextManager[None]:
     """Turn an out-of-memory error into a ``RequestError``."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RequestError(
-            f"the device has no room to wake up ({error})",
-            "free memory that other processes took meanwhile, and wake up again",
-        ) from error
+    return out_of_memory_as(
+        RequestError,
+        "the device has no room to wake up",
+        "free memory that other processes took meanwhile, and wake up again",
+    )
 
 
 def whole_storages(tensors: Iterable[Tensor]) -> tuple[tuple[torch.UntypedStorage, int], ...]:

@@ -34,6 +34,7 @@ from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
 from sametoken.models.requantize import left_in_floats, requantized
 from sametoken.ops.backend import Kernels
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.runner.routed_experts import plain_kernels
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.weight_updates import DRAFTER, MODEL
@@ -42,6 +43,8 @@ from sametoken.types.weight_updates import DRAFTER, MODEL
 _MAX_VERSION = 2**63 - 1
 #: Times the weights' bytes that a trainer may send: float64 in place of 16 bits, or of 4.
 _WIDEST, _WIDEST_QUANTIZED = 4, 16
+#: The remedy where there is no memory for an update.
+LEAVE_ROOM = "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes"
 _ALL = "send every tensor of the checkpoint, under its Hugging Face name"
 
 
@@ -88,14 +91,12 @@ class NewWeights:
 def update_errors() -> Iterator[None]:
     """Errors of loading, as those of an update."""
     try:
-        yield
+        with out_of_memory_as(
+            WeightUpdateError, "no memory for a second copy of the weights", LEAVE_ROOM
+        ):
+            yield
     except (CheckpointError, UnsupportedError, DrafterMismatchError) as error:
         raise WeightUpdateError(error.cause, _ALL) from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise WeightUpdateError(
-            f"no memory for a second copy of the weights ({error})",
-            "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
-        ) from error
 
 
 class Weights(Protocol):

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from sametoken.distributed.shared_memory import open_shared
 from sametoken.distributed.trainer_group import TrainerGroup
-from sametoken.engine.weights import NewWeights, Weights
+from sametoken.engine.weights import LEAVE_ROOM, NewWeights, Weights
 from sametoken.errors import SametokenError, WeightUpdateError, shown
 from sametoken.models.load.sent import SentTensors, source_of
 from sametoken.models.load.sources import TensorSource
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.serving.messages import (
     ChangeWeights,
     Command,
@@ -290,10 +291,6 @@ def _require_form(form: TensorForm, handles: Mapping[str, MemoryHandle]) -> None
 
 
 def _room(num_bytes: int, first: TensorForm, device: torch.device) -> Tensor:
-    try:
+    what = f"{in_units(num_bytes)}, {shown(first.name)} and what comes with it"
+    with out_of_memory_as(WeightUpdateError, f"no memory for {what}", LEAVE_ROOM):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except (MemoryError, RuntimeError) as error:
-        raise WeightUpdateError(
-            f"no memory for {in_units(num_bytes)}, {shown(first.name)} and what comes with it",
-            "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes",
-        ) from error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.engine.resolve import resolve_device
 from sametoken.errors import ConfigError
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.train.options import LoopOptions
 
 # The share of a GPU's free memory, and the bytes of a CPU's, that data may take.
@@ -40,18 +40,13 @@ class Compute:
         return int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE)
 
 
-@contextmanager
-def fitting(what: str, remedy: str) -> Iterator[None]:
-    """A context in which a device's lack of memory is an error that says what to do.
-
-    Raises:
-        ConfigError: the device has no memory for it.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        first = str(error).partition(".")[0]
-        raise ConfigError(f"{what} does not fit the device ({first})", remedy) from error
+def enough_memory() -> AbstractContextManager[None]:
+    """A context in which lack of memory for a training is a ``ConfigError``."""
+    return out_of_memory_as(
+        ConfigError,
+        "the training does not fit the memory",
+        "use a smaller model, less text, or a device with more free memory",
+    )
 
 
 def choose_compute(options: LoopOptions) -> Compute:

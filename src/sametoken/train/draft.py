@@ -15,7 +15,7 @@ from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
-from sametoken.train.compute import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute, enough_memory
 from sametoken.train.distillation import (
     Distillation,
     DrafterResult,
@@ -116,7 +116,7 @@ def train_draft(
     """
     began = time.monotonic()
     settings = {"kind": "draft", "model": model.name} | asdict(draft)
-    with output_directory(output, resume=loop.resume):
+    with output_directory(output, resume=loop.resume), enough_memory():
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         files = open_target(model)

@@ -17,7 +17,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.ops.backend import RotaryTable
 from sametoken.train.batches import DraftRows, padded_length
-from sametoken.train.compute import Compute, choose_compute, generator_of
+from sametoken.train.compute import Compute, choose_compute, enough_memory, generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Material,
@@ -175,7 +175,7 @@ def train_eagle3(
     """
     began = time.monotonic()
     settings = {"kind": "eagle3", "model": model.name} | asdict(head)
-    with output_directory(output, resume=loop.resume):
+    with output_directory(output, resume=loop.resume), enough_memory():
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         files, layers, layer = open_for_head(model, head)

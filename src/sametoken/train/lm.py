@@ -18,7 +18,7 @@ from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.models.nemotron_h import LAYER_TYPES
 from sametoken.train.acceptance import Acceptance, count_accepted
-from sametoken.train.compute import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute, enough_memory
 from sametoken.train.corpus import Corpus, Source, encode_corpus
 from sametoken.train.loop import Report, StepLoss, require_same_training, run_loop
 from sametoken.train.networks import DecoderNetwork
@@ -175,7 +175,7 @@ def train_lm(
         _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options) | {"mtp_steps": options.module_steps}
-    with output_directory(output, resume=loop.resume):
+    with output_directory(output, resume=loop.resume), enough_memory():
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from sametoken.engine.caller import DeferredInterrupts
 from sametoken.errors import CheckpointError, ConfigError, NumericalError, in_words
 from sametoken.io.files import replacing
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.train.acceptance import Acceptance
-from sametoken.train.compute import fitting
+from sametoken.train.compute import enough_memory
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
@@ -172,8 +173,9 @@ class _Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._step, self._steps, self._options)
         self._optimizer.zero_grad(set_to_none=True)
-        with fitting(
-            f"a step of batch_tokens={self._options.batch_tokens}",
+        with out_of_memory_as(
+            ConfigError,
+            f"a step of batch_tokens={self._options.batch_tokens} does not fit the device",
             "lower batch_tokens, or max_length where one sequence is longer",
         ):
             found = self._objective.loss(self._step)
@@ -275,7 +277,8 @@ def require_same_training(output: Path, options: LoopOptions, settings: dict[str
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
-        yield
+        with enough_memory():
+            yield
     except ConfigError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.load.files import PICKLED, weight_files
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import read_config
-from sametoken.train.compute import Compute, choose_compute, fitting, generator_of
+from sametoken.train.compute import Compute, choose_compute, enough_memory, generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Run,
@@ -35,7 +35,7 @@ from sametoken.train.networks import (
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
 from sametoken.train.results import output_directory, write_with_module
-from sametoken.train.target import SMALLER_TARGET, TargetStates
+from sametoken.train.target import TargetStates
 from sametoken.train.unrolled import DraftModule
 from sametoken.types.option_values import listed
 
@@ -112,14 +112,13 @@ def train_mtp(
     began = time.monotonic()
     network, source = open_for_module(model, output)
     settings = {"kind": "mtp", "model": model.name} | asdict(module)
-    with output_directory(output, resume=loop.resume):
+    with output_directory(output, resume=loop.resume), enough_memory():
         require_same_training(output, loop, settings)
         compute = choose_compute(loop)
         given = read_text(text, network.config, loop, None)
         load_weights(network, source)
         initialise_module(network, loop.seed)
-        with fitting("the target", SMALLER_TARGET):
-            network = network.to(compute.device)
+        network = network.to(compute.device)
         target = FrozenHybrid(network, compute)
         # One state of the hidden size; no extracted layer is read.
         material = prepare_material(

@@ -13,6 +13,7 @@ from torch import Tensor
 from sametoken.errors import ConfigError
 from sametoken.extraction.shards import ExtractedStates
 from sametoken.models.base import ModelConfig
+from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
 from sametoken.train.text import Sequences, is_trainable
@@ -178,16 +179,15 @@ def read_states(
     hidden, num_aux = target.config.hidden_size, len(opened[0].places) - 1
     entries = [entry for one in opened for entry in one.extracted.manifest.sequences]
     most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
-    try:
+    needed = most * (num_aux + 1) * hidden * target.embedding.dtype.itemsize
+    with out_of_memory_as(
+        ConfigError,
+        f"the states of {most} tokens take {in_units(needed)}, which the device has not",
+        "give fewer directories of states, or lower max_length",
+    ):
         # The last token of a sequence has no state, and no draft needs one.
         auxiliary = target.embedding.new_zeros(most, num_aux * hidden)
         last = target.embedding.new_zeros(most, hidden)
-    except RuntimeError as error:
-        needed = most * (num_aux + 1) * hidden * target.embedding.dtype.itemsize
-        raise ConfigError(
-            f"the states of {most} tokens take {in_units(needed)}, which the device has not",
-            "give fewer directories of states, or lower max_length",
-        ) from error
     pairs, first = [], 0
     for one in opened:
         for index in range(len(one.extracted)):

@@ -22,11 +22,8 @@ from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.loader import open_checkpoint
-from sametoken.train.compute import fitting
 from sametoken.types.option_values import listed
 
-#: The remedy where a target does not fit the device.
-SMALLER_TARGET = "use a smaller target, or a device with more free memory"
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -89,7 +86,6 @@ class FrozenTarget:
         final_norm: [hidden].
 
     Raises:
-        ConfigError: the device has no memory for it.
         CheckpointError: a tensor is not finite.
     """
 
@@ -103,8 +99,7 @@ class FrozenTarget:
         device: torch.device,
     ) -> None:
         self.config = files.config
-        with fitting("the target", SMALLER_TARGET):
-            self._weights = _read(files, dtype, device)
+        self._weights = _read(files, dtype, device)
         self._aux_layers = aux_layers
         self.embedding = self._weights["model.embed_tokens.weight"]
         self.head = self._weights.get(HEAD, self.embedding)

@@ -200,10 +200,17 @@ def test_bandwidth_is_that_of_the_fastest_way_to_read():
     assert bandwidth.method
 
 
-def test_a_device_without_room_to_measure_is_one_error(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda:0", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")),
+        ("cpu", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    ],
+)
+def test_a_device_without_room_to_measure_is_one_error(monkeypatch, device, said):
     def refuse(*shape, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
+        raise said
 
     monkeypatch.setattr(torch, "ones", refuse)
-    with pytest.raises(ConfigError, match=r"cuda:0 has no 4\.0 GiB free"):
-        read_bandwidth(torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match=rf"{device} has no 4\.0 GiB free"):
+        read_bandwidth(torch.device(device), 2**32)

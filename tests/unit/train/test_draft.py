@@ -17,6 +17,7 @@ from sametoken.models.loader import read_config
 from sametoken.train.distillation import TrainingText
 from sametoken.train.draft import train_draft
 from sametoken.train.loop import CHECKPOINT
+from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import DraftOptions
 
 K = 2
@@ -108,3 +109,14 @@ def test_mixed_precision_runs(target, text, tmp_path):
     training.require_mixed_precision(
         lambda name, loop: train(target, tmp_path / name, text, loop=loop), LOOP
     )
+
+
+def test_a_model_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(DecoderNetwork, "to", fail)
+    with pytest.raises(
+        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
+    ):
+        train(target, tmp_path, text)

@@ -383,3 +383,14 @@ def test_prompts_can_be_trained_on_as_well(target, text, tmp_path):
     assert both.coverage == answers.coverage
     first, second = weights(tmp_path / "answers"), weights(tmp_path / "both")
     assert not torch.equal(first["fc.weight"], second["fc.weight"])
+
+
+def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr("sametoken.train.target._read", fail)
+    with pytest.raises(
+        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
+    ):
+        train(target, tmp_path, text)

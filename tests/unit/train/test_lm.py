@@ -15,6 +15,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.train.corpus import Source
 from sametoken.train.lm import train_lm
+from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import LMOptions, LoopOptions
 
 SMALL = LMOptions(
@@ -212,3 +213,14 @@ def test_mixed_precision_runs(sources, tmp_path):
     require_mixed_precision(
         lambda name, loop: train(tmp_path / name, sources, NEMOTRON, loop), LOOP
     )
+
+
+def test_a_model_that_does_not_fit_the_device_is_one_error(sources, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(DecoderNetwork, "to", fail)
+    with pytest.raises(
+        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
+    ):
+        train(tmp_path, sources, LLAMA)

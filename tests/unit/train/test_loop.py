@@ -193,6 +193,17 @@ def test_a_broken_checkpoint_is_named(tmp_path):
         train(Fit(), tmp_path, options(resume=True))
 
 
+def test_a_checkpoint_that_does_not_fit_the_memory_is_not_called_broken(tmp_path, monkeypatch):
+    train(Fit(), tmp_path, options())
+
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(ConfigError, match=r"the training does not fit the memory \(MemoryError\)"):
+        train(Fit(), tmp_path, options(resume=True))
+
+
 def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path, clock):
     timed, again = Fit(clock), Fit()
     for name in "ab":

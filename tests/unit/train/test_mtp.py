@@ -99,7 +99,9 @@ def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_pa
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
     monkeypatch.setattr(DecoderNetwork, "to", fail)
-    with pytest.raises(ConfigError, match=r"the target .* \(CUDA out of memory\)\. use a smaller"):
+    with pytest.raises(
+        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
+    ):
         train(target, tmp_path / "out", text)
 
 

@@ -12,7 +12,6 @@ from helpers.checkpoints import LLAMA, VOCAB, random_weight, write_checkpoint, w
 from sametoken import LLM, SamplingParams
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.extraction.shards import ExtractedStates
-from sametoken.train import target
 from sametoken.train.target import FrozenTarget, open_target, require_layers
 
 CPU = torch.device("cpu")
@@ -125,12 +124,3 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
         FrozenTarget(open_target(tmp_path), dtype=torch.float32, **OPTIONS)
-
-
-def test_a_target_that_does_not_fit_the_device_is_one_error(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
-
-    monkeypatch.setattr(target, "_read", fail)
-    with pytest.raises(ConfigError, match=r"the target .* \(CUDA out of memory\)\. use a smaller"):
-        FrozenTarget(open_target(write_llama(tmp_path)), dtype=torch.float32, **OPTIONS)

@@ -111,12 +111,24 @@ class SharedHead:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftKV:
+    """What a drafter's KV takes, known before anything is loaded.
+
+    Attributes:
+        caches: the declarations of its layers; empty without a model.
+        lookahead_slots: see ``Drafter``.
+    """
+
+    caches: tuple[LayerCache, ...] = ()
+    lookahead_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedDrafter:
     """A drafter with its weights loaded and its KV not allocated yet.
 
     Attributes:
         caches: the declarations of its layers; empty without a model.
-        lookahead_slots: see ``Drafter``; known before it is attached.
         attach: makes the drafter over the memory of ``caches``, which is None if there are none.
         history: texts of earlier requests that it reads; written at admission.
         weights_bytes: bytes of its matrices, without those shared with the target.
@@ -127,7 +139,6 @@ class LoadedDrafter:
     """
 
     caches: tuple[LayerCache, ...]
-    lookahead_slots: int
     attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
     weights_bytes: int = 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from sametoken.config import DUMMY, SpeculativeConfig
-from sametoken.drafters.base import Drafter, LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters import draft_model, eagle
+from sametoken.drafters.base import Drafter, DraftKV, LoadedDrafter, NoDrafter, Placement, named
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import Coupling
-from sametoken.drafters.draft_model import require_fit
 from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.drafters.extract import extracted_layers
 from sametoken.models.base import CausalLM, ModelConfig
@@ -50,6 +52,26 @@ def required_aux_layers(
     return fitting_head(spec, target, target_path, load_format).aux_layers(target.num_layers)
 
 
+def kv_of_drafter(
+    spec: SpeculativeConfig | None,
+    target: ModelConfig,
+    dtype: torch.dtype,
+    target_path: Path = Path(),
+    load_format: str = "auto",
+) -> DraftKV:
+    """What the drafter keeps; known before the target is loaded.
+
+    Arguments and errors as in ``required_aux_layers``; ``dtype`` is that of the weights.
+    """
+    kind = TABLE[spec.method].kind if spec is not None else None
+    if spec is not None and kind is Kind.MODEL:
+        return draft_model.kv_of(spec, dtype, load_format)
+    if spec is not None and kind is Kind.HEAD:
+        head = fitting_head(spec, target, target_path, load_format)
+        return DraftKV(head.caches(dtype), eagle.lookahead_slots(spec.num_model_tokens))
+    return DraftKV()
+
+
 def require_drafter_fits(
     spec: SpeculativeConfig | None, target: ModelConfig, max_model_len: int
 ) -> None:
@@ -63,7 +85,7 @@ def require_drafter_fits(
     if spec is not None and spec.token_map is not None:
         read_token_map(Path(spec.token_map), target.vocab_size)
     if spec is not None and TABLE[spec.method].kind is Kind.MODEL:
-        require_fit(read_config(Path(spec.model or "")), target, max_model_len)
+        draft_model.require_fit(read_config(Path(spec.model or "")), target, max_model_len)
 
 
 def require_drafter_files(spec: SpeculativeConfig | None, load_format: str) -> None:
@@ -91,7 +113,7 @@ def load_drafter(
         DrafterMismatchError: the drafter does not fit the target.
     """
     if spec is None:
-        return LoadedDrafter((), 0, lambda kv_cache, coupling: NoDrafter())
+        return LoadedDrafter((), lambda kv_cache, coupling: NoDrafter())
     own = _loaded(spec.method, spec, target, placement)
     if spec.cascade is None:
         return own

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import (
     Drafter,
+    DraftKV,
     Drafts,
     LoadedDrafter,
     NoDrafter,
@@ -23,7 +25,8 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import WeightReader
-from sametoken.models.loader import load_model
+from sametoken.models.loader import load_model, read_config
+from sametoken.models.registry import model_class
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
@@ -51,8 +54,7 @@ class DraftModelDrafter:
 
     def __init__(self, model: CausalLM, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
-        # Drafts 1 .. k - 1 are run at num_tokens and above.
-        self.lookahead_slots = k - 1
+        self.lookahead_slots = lookahead_slots(k)
         self._model = model
         self._k = k
         self._coupling = coupling
@@ -97,6 +99,22 @@ def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> 
         )
 
 
+def lookahead_slots(k: int) -> int:
+    """See ``Drafter``: drafts 1 .. k - 1 are run at ``num_tokens`` and above."""
+    return k - 1
+
+
+def kv_of(spec: SpeculativeConfig, dtype: torch.dtype, load_format: str) -> DraftKV:
+    """What ``load``'s drafter keeps, from the draft model's config alone.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``load``.
+    """
+    config = read_config(Path(spec.model or ""), load_format=load_format)
+    caches = model_class(config.architecture).caches_of(config, dtype, spec.model or "")
+    return DraftKV(caches, lookahead_slots(spec.num_model_tokens))
+
+
 def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
     """See ``types.speculative_methods.Method``.
 
@@ -128,7 +146,6 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 
     return LoadedDrafter(
         model.caches,
-        k - 1,
         attach,
         weights_bytes=model.weights_bytes,
         model=model,

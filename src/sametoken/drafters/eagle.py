@@ -102,8 +102,7 @@ class EagleDrafter:
 
     def __init__(self, head: EagleHead, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
-        # Drafts 1 .. k - 1 are run, the first of them at num_tokens - 1.
-        self.lookahead_slots = max(k - 2, 0)
+        self.lookahead_slots = lookahead_slots(k)
         self._head = head
         self._k = k
         self._coupling = coupling
@@ -129,6 +128,11 @@ class EagleDrafter:
         logits = self._head.compute_logits(last)
         slots, token_ids = chains.rows.slots, self._head.token_ids
         return self._coupling.choose(logits, slots, chains.following, token_ids)
+
+
+def lookahead_slots(k: int) -> int:
+    """See ``Drafter``: drafts 1 .. k - 1 are run, the first of them at ``num_tokens - 1``."""
+    return max(k - 2, 0)
 
 
 def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
@@ -196,7 +200,6 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
     return LoadedDrafter(
         head.caches,
-        max(k - 2, 0),
         attach,
         weights_bytes=head.nbytes + sum(own),
         model=head,

@@ -99,4 +99,4 @@ def extracted_layers(spec: SpeculativeConfig, num_layers: int) -> tuple[int, ...
 
 def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
     """See ``types.speculative_methods.Method``; what records is attached by ``extraction``."""
-    return LoadedDrafter((), 0, lambda kv_cache, coupling: NoDrafter())
+    return LoadedDrafter((), lambda kv_cache, coupling: NoDrafter())

@@ -49,4 +49,4 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     longest = max(spec.prompt_lookup_max, shortest)
     k = spec.num_speculative_tokens
     drafter = NgramDrafter(k, shortest, longest, placement.backend.ngram)
-    return LoadedDrafter((), 0, lambda kv_cache, coupling: drafter)
+    return LoadedDrafter((), lambda kv_cache, coupling: drafter)

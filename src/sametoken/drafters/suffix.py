@@ -60,4 +60,4 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     num_texts = min(spec.suffix_decoding_max_cached_requests, max_texts)
     history = TokenHistory.allocate(num_texts, placement.max_positions, placement.device)
     drafter = SuffixDrafter(limits, history, placement.backend.suffix)
-    return LoadedDrafter((), 0, lambda kv_cache, coupling: drafter, history=history)
+    return LoadedDrafter((), lambda kv_cache, coupling: drafter, history=history)

@@ -12,8 +12,9 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks
-from sametoken.drafters.base import LoadedDrafter, Placement
+from sametoken.drafters.base import DraftKV, LoadedDrafter, Placement
 from sametoken.drafters.build import (
+    kv_of_drafter,
     load_drafter,
     require_drafter_files,
     require_drafter_fits,
@@ -108,6 +109,15 @@ class Requested:
         return stored_in((one.divided(size) for one in declared), kv_dtype(self.config, dtype))
 
     @property
+    def draft_kv(self) -> DraftKV:
+        """Of the drafter."""
+        spec, (dtype, _) = self.config.speculative_config, self.dtype
+        found = kv_of_drafter(
+            spec, self.architecture, dtype, self.path, self.config.draft_load_format
+        )
+        return replace(found, caches=stored_in(found.caches, kv_dtype(self.config, dtype)))
+
+    @property
     def located(self) -> EngineConfig:
         """The user's options with paths in place of names: they are not looked up again."""
         names = ("speculative_config", "tokenizer")
@@ -199,9 +209,9 @@ def _require_kv(requested: Requested) -> None:
     config, device = requested.config, requested.device
     if device.type == "cpu" or config.kv_cache_memory_bytes is not None:
         budget = resolve_kv_bytes(config, device)
-        # Kept states and a drafter only take from it.
-        alone = replace(config, enable_prefix_caching=False)
-        plan_memory(alone, requested.architecture, requested.caches, 0, budget)
+        caches = (*requested.caches, *requested.draft_kv.caches)
+        lookahead = requested.draft_kv.lookahead_slots
+        plan_memory(config, requested.architecture, caches, lookahead, budget)
 
 
 def _refuse_forks() -> None:
@@ -235,7 +245,7 @@ def load(
     steps = resolve_steps(config, target, drafter.model, dtype, device, num_aux_layers)
     budget = ranks.reduce_min(resolve_kv_bytes(config, device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
-        plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
+        plan_memory(config, architecture, caches, requested.draft_kv.lookahead_slots, budget)
     )
     if memory.max_model_len < requested.max_model_len:
         announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")

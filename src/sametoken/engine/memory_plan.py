@@ -65,7 +65,8 @@ def plan_memory(
     elif config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     else:
-        num_blocks = min(budget // block_bytes, most_useful)
+        # One more is reserved.
+        num_blocks = min(max(budget // block_bytes - 1, 0), most_useful)
         reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
     longest = num_blocks * block_size - extra_tokens
     least = min(max_len, _shortest(config)) if config.max_model_len is None else max_len
@@ -91,14 +92,15 @@ def _too_long(
 ) -> ConfigError:
     """The refusal where ``longest`` tokens fit, and a request must have room for ``least``."""
     needed = -(-(least + extra_tokens) // config.block_size)
-    kv_bytes = needed * bytes_per_block(caches, config.block_size)
-    option, value = "kv_cache_memory_bytes", memory_beside(config, caches, kv_bytes)
+    block_bytes = bytes_per_block(caches, config.block_size)
+    all_bytes = memory_beside(config, caches, (needed + 1) * block_bytes)
+    option, value = "kv_cache_memory_bytes", all_bytes
     if config.num_kv_blocks is not None:
         option, value = "num_kv_blocks", needed
     shorter = f"max_model_len={longest} or less, or " if longest >= _shortest(config) else ""
     even = "even " if config.max_model_len is None else ""
     return ConfigError(
-        f"{even}max_model_len={least} takes {in_units(kv_bytes)} of KV for a request, "
+        f"{even}max_model_len={least} takes {in_units(needed * block_bytes)} of KV for a request, "
         f"and the KV memory holds {longest} tokens",
         f"use {shorter}{option}={value} or more",
     )

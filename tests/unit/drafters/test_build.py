@@ -28,8 +28,13 @@ from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import LoadedDrafter, NoDrafter, Placement, named
-from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
+from sametoken.drafters.base import DraftKV, LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters.build import (
+    kv_of_drafter,
+    load_drafter,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter, read_token_map
@@ -62,11 +67,13 @@ def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
     return SpeculativeConfig(method, k, None if model is None else str(model))
 
 
-def require_drafts(loaded: LoadedDrafter, bench: Bench, kind: type, num_steps: int = 5) -> None:
-    """It is attached as a drafter of this kind, which looks ahead as it said, and runs."""
+def require_drafts(
+    loaded: LoadedDrafter, said: DraftKV, bench: Bench, kind: type, num_steps: int = 5
+) -> None:
+    """It is attached as a drafter of this kind, keeps what configs said of it, and runs."""
     bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, kind)
-    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
+    assert DraftKV(loaded.caches, bench.drafter.lookahead_slots) == said
     bench.run(num_steps, VOCAB, lambda context, drafts: None)
 
 
@@ -88,8 +95,9 @@ def test_methods_without_weights(target_directory, spec, kind):
 def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
     target = load_target(target_directory)
     bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
-    loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
-    require_drafts(loaded, bench, DraftModelDrafter, 15)
+    spec = spec_of("draft_model", target_directory)
+    said = kv_of_drafter(spec, target.config, torch.float32)
+    require_drafts(load_drafter(spec, target, PLACEMENT), said, bench, DraftModelDrafter, 15)
     assert bench.counts.offered > 10
     assert bench.counts.accepted == bench.counts.offered
 
@@ -105,7 +113,8 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
     layers = required_aux_layers(spec, read_config(target_directory))
     assert layers == wanted
     target = load_target(target_directory, layers)
-    require_drafts(load_drafter(spec, target, PLACEMENT), Bench(target, k), EagleDrafter)
+    said = kv_of_drafter(spec, target.config, torch.float32)
+    require_drafts(load_drafter(spec, target, PLACEMENT), said, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -115,7 +124,8 @@ def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
     assert required_aux_layers(spec, read_config(directory), directory) == ()
     target = load_target(directory)
     loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
-    require_drafts(loaded, Bench(target, k), EagleDrafter)
+    said = kv_of_drafter(spec, target.config, torch.float32, directory)
+    require_drafts(loaded, said, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -144,8 +154,9 @@ def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, c
     target = load_target(target_directory, layers)
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.history.texts.shape[0] == cached
-    assert loaded.lookahead_slots <= 2
-    require_drafts(loaded, Bench(target, 6), CascadeDrafter, 8)
+    said = kv_of_drafter(spec, target.config, torch.float32)
+    assert said.lookahead_slots <= 2
+    require_drafts(loaded, said, Bench(target, 6), CascadeDrafter, 8)
 
 
 def test_a_target_without_such_a_module_is_refused(target_directory):

@@ -14,6 +14,7 @@ import torch
 from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
 from helpers.families import write_family
 from helpers.harness import request, run, swapped_by
+from helpers.hybrids import write_hybrid
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -94,6 +95,39 @@ def test_memory_is_accounted_for(target):
         for cache in caches:
             assert cache.reserved_block == core.resolved.num_kv_blocks
     assert plain.resolved.weights_bytes > 0
+
+
+def bytes_kept(core) -> int:
+    """Of KV blocks and of kept states."""
+    runner = core._runner
+    caches = (runner.step.kv, *runner.step.drafter.kv_caches)
+    blocks = [memory for cache in caches for memory in cache.blocks]
+    states = [memory for states in runner.kept_states.caches for memory in states.kept]
+    return sum(memory.nbytes for memory in (*blocks, *states))
+
+
+@pytest.mark.parametrize("option", ["num_kv_blocks", "kv_cache_memory_bytes"])
+@pytest.mark.parametrize("method", [None, "draft_model", "eagle3", "mtp"])
+def test_what_a_refusal_proposes_starts_at_once_and_no_less_does(
+    target, tmp_path, monkeypatch, option, method
+):
+    """Before a weight is read, with the KV of drafters and the states that hybrids keep."""
+    spec, model = {}, target
+    if method == "draft_model":
+        spec = speculative(method, 3, target)
+    if method == "eagle3":
+        spec = speculative(method, 4, write_safeailab(tmp_path / "head", head_tensors()))
+    if method == "mtp":
+        spec, model = speculative(method, 5), write_hybrid(tmp_path / "hybrid")
+    with monkeypatch.context() as patch:
+        patch.delattr("sametoken.engine.load.load_model")
+        with pytest.raises(ConfigError, match="of KV for a request") as caught:
+            build(model, **spec, **{option: 1})
+    least = int(re.search(rf"{option}=(\d+) or more", caught.value.remedy)[1])
+    core = build(model, **spec, **{option: least})
+    assert option == "num_kv_blocks" or bytes_kept(core) <= least
+    with pytest.raises(ConfigError, match="of KV for a request"):
+        build(model, **spec, **{option: least - 1})
 
 
 @pytest.mark.parametrize(("method", "k"), [(None, 0), ("ngram", 5), ("draft_model", 3)])

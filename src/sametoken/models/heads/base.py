@@ -176,6 +176,11 @@ class HeadCheckpoint(ABC, Generic[Head]):
         return ()
 
     @abstractmethod
+    def caches(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
+        """The cache declaration of each layer of a head with weights in ``dtype``."""
+        ...
+
+    @abstractmethod
     def _build(
         self,
         reader: WeightReader,

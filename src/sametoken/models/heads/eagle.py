@@ -91,6 +91,10 @@ class Eagle1Config:
     windows: tuple[int | None, ...]
     fc_bias: bool
 
+    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+        """KV of each layer."""
+        return tuple(attention_cache(self.layer, dtype, window) for window in self.windows)
+
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
     implied = "eagle3" if "draft_vocab_size" in config else "eagle"
@@ -165,8 +169,7 @@ class Eagle1Head:
     @property
     def caches(self) -> tuple[PagedKV, ...]:
         """KV of each layer, in the dtype of its weights."""
-        layer, dtype = self.config.layer, self.layers[0].post_attention_norm.weight.dtype
-        return tuple(attention_cache(layer, dtype, window) for window in self.config.windows)
+        return self.config.caches(self.layers[0].post_attention_norm.weight.dtype)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` does not write to them."""
@@ -212,6 +215,10 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
+
+    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+        """See ``HeadCheckpoint``."""
+        return self.config.caches(dtype)
 
     def _build(
         self,

@@ -127,6 +127,10 @@ class Eagle3Config:
         """Whether ``d2t`` limits it to a part of the target's vocabulary."""
         return self.draft_vocab_size != self.layer.vocab_size
 
+    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+        """KV of the one layer."""
+        return (attention_cache(self.layer, dtype, self.window),)
+
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
     kind = config.get("speculators_model_type", "eagle3")
@@ -212,7 +216,7 @@ class Eagle3Head:
     @property
     def caches(self) -> tuple[PagedKV, ...]:
         """KV of the one layer, in the dtype of its weights."""
-        return (attention_cache(self.config.layer, self.norm.weight.dtype, self.config.window),)
+        return self.config.caches(self.norm.weight.dtype)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, mapped to the head's hidden size."""
@@ -305,6 +309,10 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             ids = (2, n // 2, n - 3)
         require_layers(ids, n)
         return ids
+
+    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+        """See ``HeadCheckpoint``."""
+        return self.config.caches(dtype)
 
     def _build(
         self,

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
@@ -53,6 +54,7 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention
 from sametoken.models.registry import ARCHITECTURES
+from sametoken.ops.cache_types import PagedKV
 
 PREFIX = "mtp"
 
@@ -143,6 +145,10 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
         self._require_module("multi-token-prediction", self.prefix, claimed, self._form.fusion)
         self._form.require(settings)
 
+    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
+        """See ``HeadCheckpoint``."""
+        return (attention_cache(self.config, dtype),)
+
     def _build(
         self,
         reader: WeightReader,
@@ -155,6 +161,6 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
             embedding=shared.embedding,
             module=self._form.load(self.config, reader, max_positions),
             lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
-            caches=(attention_cache(self.config, reader.dtype),),
+            caches=self.caches(reader.dtype),
             token_ids=token_ids,
         )

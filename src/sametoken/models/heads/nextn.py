@@ -43,6 +43,7 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows
+from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
 _EMBEDDING = "model.embed_tokens"
@@ -80,6 +81,10 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         claimed = settings.get("num_nextn_predict_layers", 1)
         self._require_module("NextN", self.prefix, claimed, f"{self.prefix}eh_proj")
 
+    def caches(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
+        """See ``HeadCheckpoint``; the one of the target's last layer."""
+        return self._family.caches_of(self.config, dtype, str(self._directory))[-1:]
+
     def _build(
         self,
         reader: WeightReader,
@@ -89,7 +94,6 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
     ) -> NextNHead:
         config, prefix = self.config, self.prefix
         hidden = config.hidden_size
-        caches = self._family.caches_of(config, reader.dtype, reader.source.location)
         return NextNHead(
             kernels=reader.kernels,
             embedding=self._load_embedding(reader, shared),
@@ -101,7 +105,7 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
                 norm=load_norm(config, reader, f"{prefix}shared_head.norm"),
             ),
             lm_head=self._load_head(reader, shared, token_ids),
-            caches=caches[-1:],
+            caches=self.caches(reader.dtype),
             token_ids=token_ids,
         )
 

@@ -268,7 +268,11 @@ class LLM(NotCopied):
         source = source_of(weights)
         with self._updating:
             new = self._engine.weights.load(source, target)
-            with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            with (
+                new.used_or_dropped(),
+                self._interrupts() as interrupts,
+                self._exclusive.held(interrupts.check),
+            ):
                 return self._engine.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:

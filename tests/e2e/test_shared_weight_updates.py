@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from helpers.updates import tensors_of
 from sametoken import LLM
 from sametoken.distributed.ranks import LeadingRank
 from sametoken.engine.build import build_engine
+from sametoken.engine.shared_weights import LeadingWeights, LoadShare, UseShare
 from sametoken.errors import WeightUpdateError
 from sametoken.models import in_place
 
@@ -127,6 +131,40 @@ def test_an_interrupted_update_leaves_nothing_to_the_next_one(live, targets, tru
     live.update_weights(targets[1])
     assert drive(live._engine) == truths[1]
     live.update_weights(targets[0])
+    assert drive(live._engine) == truths[0]
+
+
+def test_an_update_that_is_interrupted_while_it_waits_is_dropped_by_all(
+    live, targets, truths, monkeypatch
+):
+    """Ctrl-C, while another thread runs a step: no rank keeps a second copy of the weights."""
+    told, load, tell = [], LeadingWeights.load, LeadingRank.tell
+    busy, enough = threading.Event(), threading.Event()
+
+    def occupy():
+        with live._exclusive.held(lambda: None):
+            busy.set()
+            enough.wait(60)
+
+    def loaded(self, source, target):
+        new = load(self, source, target)
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        return new
+
+    def note(self, message):
+        told.append(message)
+        tell(self, message)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as pool:
+        pool.submit(occupy)
+        assert busy.wait(60)
+        patched.setattr(LeadingWeights, "load", loaded)
+        patched.setattr(LeadingRank, "tell", note)
+        with pytest.raises(KeyboardInterrupt):
+            live.update_weights(targets[1])
+        enough.set()
+    assert [type(message) for message in told] == [LoadShare, UseShare]
+    assert told[-1] == UseShare(write=False)
     assert drive(live._engine) == truths[0]
 
 

@@ -61,6 +61,8 @@ class EngineCore:
     def use_weights(self, new: NewWeights, version: int | None = None) -> int:
         """Write new weights from ``weights.load`` over the old ones, between steps.
 
+        Call it in their ``used_or_dropped``.
+
         Returns:
             The version from now on: ``version``, or the next one. Running requests keep their KV.
 

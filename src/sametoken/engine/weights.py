@@ -65,12 +65,21 @@ class NewWeights:
         """The target's own weights, for another version."""
         return cls(Replacement(()), of_target=True)
 
+    @contextmanager
+    def used_or_dropped(self) -> Iterator[None]:
+        """A block that uses them; if it raises, no rank keeps them."""
+        try:
+            yield
+        except BaseException:
+            self.replacement.drop()
+            raise
+
     def version_after(self, current: int, wanted: int | None) -> int:
         """The version once they are in use: the wanted one, or the next; a drafter's keep it.
 
         Raises:
             WeightUpdateError: it is no integer above ``current``, as a version means one set of
-                weights, or a drafter's weights are to have one. The new weights are dropped.
+                weights, or a drafter's weights are to have one.
         """
         if not self.of_target and wanted is None:
             return current
@@ -79,7 +88,6 @@ class NewWeights:
         if wanted is None:
             return current + 1
         if type(wanted) is not int or not current < wanted <= _MAX_VERSION:
-            self.replacement.drop()
             raise WeightUpdateError(
                 f"version={shown(wanted)} does not follow version {current}",
                 "give a larger integer, or none for the next",

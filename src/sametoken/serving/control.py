@@ -141,7 +141,8 @@ class Control:
         elif isinstance(result, NewWeights):
             assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
             try:
-                version, result = self._engine.use_weights(result, command.version), None
+                with result.used_or_dropped():
+                    version, result = self._engine.use_weights(result, command.version), None
             except WeightUpdateError as error:
                 result = error
         self._answer(done.order.ticket, version, result)

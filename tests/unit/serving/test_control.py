@@ -44,13 +44,14 @@ class Engine:
         self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
         self.weights = SimpleNamespace(load=self.load)
         self.resolved = SimpleNamespace(device=torch.device("cpu"))
+        self.dropped: list[str] = []
 
     def load(self, source, target: str) -> NewWeights:
         if target == "broken":
             raise ZeroDivisionError("a defect")
         if target == "bad":
             raise UnsupportedError("weights do not change")
-        return NewWeights(None, target == "model")
+        return NewWeights(SimpleNamespace(drop=lambda: self.dropped.append(target)), of_target=True)
 
     def use_weights(self, new: NewWeights, version: int | None) -> int:
         if version == 0:
@@ -106,7 +107,7 @@ def test_no_pause_is_left_without_an_answer(scene):
     ],
 )
 def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, version, expected):
-    _, control, inbox, answers = scene
+    engine, control, inbox, answers = scene
     control.handle(Order(7, ChangeWeights("anywhere", version, target)))
     loaded = inbox.get(timeout=10)
     assert isinstance(loaded, Done)
@@ -114,6 +115,7 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
     control.handle(loaded)
     (answer,) = answers
     assert answer == expected if isinstance(expected, Answer) else type(answer.error) is expected
+    assert engine.dropped == (["model"] if version == 0 else [])
 
 
 def test_a_sleep_pauses_first_and_its_end_resumes(scene):

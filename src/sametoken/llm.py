@@ -278,7 +278,7 @@ class LLM(NotCopied):
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; updates of weights need no reset (errors as in ``sleep``)."""
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            self._engine.scheduler.forget_prefixes()
+            self._engine.forget_prefixes()
 
     @property
     def is_sleeping(self) -> bool:
@@ -310,6 +310,7 @@ class LLM(NotCopied):
 
         Raises:
             RequestError: no such part, no room for it, or dropped weights have not come back.
+            EngineDeadError: the engine failed.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
             self._engine.wake_up(parts_of(tags))

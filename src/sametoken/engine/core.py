@@ -70,6 +70,7 @@ class EngineCore:
             WeightUpdateError: the version does not fit, or no room is left; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
+        self._require_alive()
         if self._sleep.lacks_weights and not new.of_target:
             raise WeightUpdateError(
                 "a drafter may share weights that were dropped", "update the model first"
@@ -101,7 +102,7 @@ class EngineCore:
         self._guarded(self._land)
         if self.scheduler.num_running or self.scheduler.num_swapped:
             raise RequestError("requests run, whose KV is needed", "let them end first")
-        self.scheduler.forget_prefixes()
+        self.forget_prefixes()
         self._sleep.begin(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -109,8 +110,19 @@ class EngineCore:
 
         Raises:
             RequestError: no such part, no room for it, or weights were dropped and not updated.
+            EngineDeadError: the engine has failed.
         """
+        self._require_alive()
         self._sleep.end(tags)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache in the engine's memory.
+
+        Raises:
+            EngineDeadError: the engine has failed.
+        """
+        self._require_alive()
+        self.scheduler.forget_prefixes()
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.

@@ -90,7 +90,7 @@ class Control:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, ForgetPrefixes):
-            self._engine.scheduler.forget_prefixes()
+            self._engine.forget_prefixes()
         elif isinstance(command, FallAsleep):
             self._engine.sleep(command.level)
         elif isinstance(command, WakeUp):

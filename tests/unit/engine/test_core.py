@@ -105,7 +105,13 @@ def test_a_failure_ends_the_engine(event):
         core.step()
     assert isinstance(caught.value.__cause__, InvariantError)
     so_far = list(scripted.log)
-    for call in (core.step, lambda: core.add_request("x")):
+    for call in (
+        core.step,
+        lambda: core.add_request("x"),
+        core.wake_up,
+        core.forget_prefixes,
+        lambda: core.use_weights(NewWeights.same()),
+    ):
         with pytest.raises(EngineDeadError, match="the engine stopped after") as caught:
             call()
         assert caught.value.remedy == "restart the engine"

@@ -244,9 +244,8 @@ def load(
     num_aux_layers = len(requested.aux_layers)
     steps = resolve_steps(config, target, drafter.model, dtype, device, num_aux_layers)
     budget = ranks.reduce_min(resolve_kv_bytes(config, device, recurrent_bytes, steps))
-    memory = ranks.broadcast_object(
-        plan_memory(config, architecture, caches, requested.draft_kv.lookahead_slots, budget)
-    )
+    lookahead = requested.draft_kv.lookahead_slots
+    memory = ranks.broadcast_object(plan_memory(config, architecture, caches, lookahead, budget))
     if memory.max_model_len < requested.max_model_len:
         announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")
     config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
@@ -275,7 +274,7 @@ def load(
         kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
         request_memory=RequestMemory.of(config.num_speculative_tokens, own, drafter.caches),
     )
-    require_memory(resolved)
+    require_memory(resolved, lookahead)
     return Loaded(
         target, own, drafter, backend, memory, swap, resolved, extraction, requested.all_states
     )

@@ -106,8 +106,12 @@ def _too_long(
     )
 
 
-def require_memory(resolved: ResolvedConfig) -> None:
+def require_memory(resolved: ResolvedConfig, extra_tokens: int) -> None:
     """Refuse caches and tables that exceed the memory, before they are allocated.
+
+    Args:
+        resolved: the engine's settings.
+        extra_tokens: as for ``plan_memory``.
 
     Raises:
         ConfigError: names the number of KV blocks that fit, or the options to lower.
@@ -125,13 +129,14 @@ def require_memory(resolved: ResolvedConfig) -> None:
     block_bytes = resolved.kv_bytes // (num_blocks + 1)
     rest = available - others
     fits = rest // block_bytes - 1 if block_bytes else 0
+    least = (config.max_model_len or _shortest(config)) + extra_tokens
     raise ConfigError(
         f"{num_blocks} KV blocks, max_num_seqs={config.max_num_seqs} with "
         f"max_model_len={resolved.max_model_len}, and a step of {config.max_num_batched_tokens} "
         f"rows need {in_units(needed)}, and {resolved.device.type} memory has "
         f"{in_units(available)}",
         f"use num_kv_blocks={fits} or fewer, or set kv_cache_memory_bytes"
-        if fits > 0
+        if fits * config.block_size >= least
         else "lower max_num_batched_tokens, max_num_seqs or max_model_len",
     )
 

@@ -264,7 +264,7 @@ def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
 
 def sized(num_kv_blocks: int, **options) -> ResolvedConfig:
     return ResolvedConfig(
-        config=EngineConfig(**{"max_num_seqs": 3} | options),
+        config=EngineConfig(**{"max_num_seqs": 3, "block_size": BLOCK} | options),
         model_path=Path("nowhere"),
         model=MODEL,
         dtype=torch.float32,
@@ -284,22 +284,27 @@ def test_caches_fit_the_memory_or_are_refused_with_what_fits(monkeypatch):
     # Tables of 4 slots, 256 positions and 8 bytes, the reserved block, and 10 more.
     memory = {"SC_PHYS_PAGES": 4 * 256 * 8 + BLOCK_BYTES * 11, "SC_PAGE_SIZE": 1}
     monkeypatch.setattr("os.sysconf", memory.__getitem__)
-    require_memory(sized(10))
+    require_memory(sized(10), 0)
     with pytest.raises(ConfigError, match="11 KV blocks") as caught:
-        require_memory(sized(11))
+        require_memory(sized(11), 0)
     assert "num_kv_blocks=10 or fewer" in caught.value.remedy
+    # What is proposed holds a request of the length that is asked for.
+    for extra_tokens, fits in ((5, True), (6, False)):
+        with pytest.raises(ConfigError, match="11 KV blocks") as caught:
+            require_memory(sized(11, max_model_len=155), extra_tokens)
+        assert ("num_kv_blocks=10 or fewer" in caught.value.remedy) == fits
     for name in ("recurrent_bytes", "kept_states_bytes", "step_bytes"):
         with pytest.raises(ConfigError, match="max_num_seqs=3 with max_model_len=255") as caught:
-            require_memory(dataclasses.replace(sized(10), **{name: 10**6}))
+            require_memory(dataclasses.replace(sized(10), **{name: 10**6}), 0)
         assert caught.value.remedy == "lower max_num_batched_tokens, max_num_seqs or max_model_len"
 
 
 def test_on_a_gpu_what_is_free_is_what_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**5, 10**9))
     resolved = dataclasses.replace(sized(10), device=torch.device("cuda"))
-    require_memory(resolved)
+    require_memory(resolved, 0)
     with pytest.raises(ConfigError, match=r"cuda memory has 97\.7 KiB"):
-        require_memory(dataclasses.replace(resolved, kv_bytes=10**5))
+        require_memory(dataclasses.replace(resolved, kv_bytes=10**5), 0)
 
 
 def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use():

@@ -268,11 +268,8 @@ class LLM(NotCopied):
         source = source_of(weights)
         with self._updating:
             new = self._engine.weights.load(source, target)
-            with (
-                new.used_or_dropped(),
-                self._interrupts() as interrupts,
-                self._exclusive.held(interrupts.check),
-            ):
+            interrupts = self._interrupts()
+            with new.used_or_dropped(), interrupts, self._exclusive.held(interrupts.check):
                 return self._engine.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:
@@ -310,7 +307,6 @@ class LLM(NotCopied):
 
         Raises:
             RequestError: no such part, no room for it, or dropped weights have not come back.
-            EngineDeadError: the engine failed.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
             self._engine.wake_up(parts_of(tags))

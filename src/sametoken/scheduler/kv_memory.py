@@ -132,7 +132,8 @@ class KVMemory:
         indices = range(victim.num_dropped, num_saved)
         keys = tuple((victim.admission, index) for index in indices)
         host_blocks = self.swap.save_request(keys)
-        if host_blocks is not None:
+        # Of a window of one row, no block is seen at the end of another.
+        if host_blocks:
             victim.saved = keys
             in_use = tuple(victim.blocks[: len(keys)])
             draft.swap_outs.append(SwapOut(victim.held_slot, in_use, host_blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.errors import InvariantError
+from sametoken.scheduler.plan_draft import PlanDraft
 from sametoken.scheduler.request_state import Status
 
 PROMPT = tuple(range(100, 113))  # three full blocks of 4, and one token
@@ -529,3 +530,16 @@ def test_a_poisoned_request_takes_blocks_back_that_it_left_when_it_was_preempted
         kit.step(scheduler)
     scheduler.release("old")
     assert cached_after_a_failure(kit, scheduler) == 0
+
+
+def test_who_sees_no_block_is_swapped_out_without_a_copy(kit):
+    """Such a request restarts; an empty copy in a plan would be nobody's."""
+    scheduler = kit.scheduler(sliding_window=1, longest_chunk=4)
+    scheduler.add(kit.request("r", 12))
+    kit.step(scheduler)
+    [victim], memory, draft = scheduler._running.values(), scheduler._memory, PlanDraft(1)
+    memory.drop_behind(victim)
+    memory.swap_out(victim, draft)
+    assert draft.swap_outs == []
+    assert memory.may_return(victim)
+    assert victim.replays

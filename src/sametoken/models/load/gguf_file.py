@@ -26,6 +26,8 @@ MAX_DIMENSIONS = 4
 #: Limits of a header: at least three times what a vocabulary of 260,000 tokens needs.
 MAX_HEADER_BYTES = 2**27
 MAX_VALUES = 2**22
+#: Of keys, and of tensors: each costs some twenty times its bytes. Models have up to a thousand.
+MAX_ENTRIES = 2**14
 
 _UINT64 = struct.Struct("<Q")
 _TYPES = frozenset(int(one) for one in GGML_QUANT_SIZES)
@@ -169,10 +171,12 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
     version = cursor.uint32()
     if version not in VERSIONS:
         raise ValueError(f"version {version} is not one of {VERSIONS}, little endian")
-    num_tensors, num_values = cursor.uint64(), cursor.uint64()
-    cursor.count(num_tensors + num_values)
+    num_tensors, num_keys = cursor.uint64(), cursor.uint64()
+    for count, what in ((num_tensors, "tensors"), (num_keys, "keys")):
+        if count > MAX_ENTRIES:
+            raise ValueError(f"its header has more than {MAX_ENTRIES} {what}")
     metadata = {}
-    for _ in range(num_values):
+    for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(GGUFValueType(cursor.uint32()))
     tensors = [_tensor(path, cursor) for _ in range(num_tensors)]

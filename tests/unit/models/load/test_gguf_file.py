@@ -96,7 +96,8 @@ def entry(value_type, payload):
         (header(entry(8, struct.pack("<Q", 2**63))), "ends inside its header"),
         (header(entry(9, struct.pack("<IQ", 9, 1))), "array of arrays"),
         (header(entry(99, b"")), "99"),
-        (header(tensors=2**60), "more than 4194304 values"),
+        (header(tensors=2**14 + 1), "more than 16384 tensors"),
+        (header(*[entry(0, b"0")] * (2**14 + 1)), "more than 16384 keys"),
         (header(tensors=9), "ends inside its header"),
     ],
 )

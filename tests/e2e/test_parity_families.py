@@ -24,7 +24,7 @@ from helpers.families import (
 )
 from helpers.forward import Bench, OneRun, load
 from helpers.harness import requests_of, run
-from helpers.latents import LATENTS, drawn_latent, write_latent
+from helpers.latents import LATENTS, drawn_latent, fixed_latent, write_latent
 from helpers.parity import (
     BACKENDS,
     drawn_models,
@@ -35,6 +35,7 @@ from helpers.parity import (
 )
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.errors import UnsupportedError
 from sametoken.models.mistral import MistralForCausalLM
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.triton import TritonKernels
@@ -78,6 +79,63 @@ def test_mistral_with_layer_types_is_ministral(data):
         ours = load(directory, kernels)
     assert type(ours) is MistralForCausalLM
     require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
+
+
+_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+_WINDOWS = {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}
+_YARN_OF_128 = {"rope_type": "yarn", "factor": 4.0}
+_ORIGINAL_16 = {"original_max_position_embeddings": 16}
+#: Keys that other classes read, by the family whose class passes over them.
+PASSED_OVER = [
+    ("ministral", _WINDOWS | {"layer_types": None}),
+    ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
+    ("phi3", _WINDOWS | {"layer_types": _TYPES}),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": _YARN_OF_128} | _ORIGINAL_16),
+    ("gemma4", {"num_experts_per_tok": 1}),
+    ("deepseek_v2", {"rope_interleave": False}),
+]
+PASSED_OVER_BESIDE_IMAGES = [
+    ("mistral", _WINDOWS | {"layer_types": _TYPES}),
+    ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
+    ("qwen3", _WINDOWS | {"layer_types": _TYPES, "use_sliding_window": True}),
+    ("gemma3", {"final_logit_softcapping": 2.0}),
+]
+
+
+def require_logits_of_edited(directory: Path, theirs, changes: dict) -> None:
+    """Both read the config with ``changes``, and give the same logits."""
+    theirs.save_pretrained(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+    edited = type(theirs).from_pretrained(directory, attn_implementation="eager").eval()
+    require_logits(load(directory, BACKENDS[0]), edited, PROMPT, [7])
+
+
+@pytest.mark.parametrize(("name", "changes"), PASSED_OVER)
+def test_keys_that_transformers_passes_over(tmp_path, name, changes):
+    config = (fixed_latent if name in LATENTS else fixed_config)(name)
+    require_logits_of_edited(tmp_path, random_model(config, seed=2), changes)
+
+
+@pytest.mark.parametrize(("name", "changes"), PASSED_OVER_BESIDE_IMAGES)
+def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, changes):
+    require_logits_of_edited(tmp_path, random_model(SEEING[name](), seed=2), changes)
+
+
+def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tmp_path):
+    path = write_family(tmp_path, "gemma3") / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps(config | {"rope_scaling": {"type": "linear", "factor": 8.0}}))
+    with pytest.raises(UnsupportedError, match=r"rope_scaling=.* is not supported") as caught:
+        load(tmp_path)
+    assert "rope_type" in caught.value.remedy
+    both = {"type": "linear", "rope_type": "linear", "factor": 8.0}
+    path.write_text(json.dumps(config | {"rope_scaling": both}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    require_logits(load(tmp_path), theirs, PROMPT, [7])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

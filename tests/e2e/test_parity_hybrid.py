@@ -191,6 +191,17 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, sparse, tied):
     require_logits(ours, theirs, prompt, [7, 13])
 
 
+def test_qwen3_5_normalises_the_weights_of_experts_whatever_its_config_says(tmp_path):
+    sizes = without_dense_size(TINY) | EXPERTS
+    theirs = transformers_model(Qwen3_5MoeTextConfig(**sizes), seed=2)
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    passed_over = {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | passed_over))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    require_logits(load(tmp_path), theirs, torch.randint(61, (29,)).tolist(), [11])
+
+
 def test_a_config_as_qwen3_next_is_published(tmp_path):
     """Old key names; no ``layer_types``, but an interval; a head that predicts several tokens."""
     sizes = {key: value for key, value in TINY.items() if key != "layer_types"}

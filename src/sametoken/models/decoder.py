@@ -104,6 +104,7 @@ class Decoder:
         unused_prefixes: prefixes of tensor names that the class does not use.
         aliases: other names of keys, as a config.json may have them, with the name read here.
         implied: transformers' defaults for keys that a config.json omits.
+        ignored: keys that other classes read, and that transformers' class passes over.
         local_theta: the rotary base of layers with a sliding window where a config omits it; None:
             all layers share their rotary settings.
         activation: the only activation of MLPs.
@@ -123,6 +124,7 @@ class Decoder:
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
     local_theta: ClassVar[float | None] = None
     activation: ClassVar[str] = "silu"
     refused: ClassVar[tuple[str, ...]] = REFUSED

@@ -331,6 +331,8 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
         "moe_intermediate_size": 1407,
         "topk_method": "greedy",
     }
+    #: Neighbouring elements are always a pair.
+    ignored = ("rope_interleave",)
     corrected = False
 
     @staticmethod

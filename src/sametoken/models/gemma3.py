@@ -21,7 +21,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_centred_head_norms, load_centred_norm, load_mlp
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.gemma import GemmaDecoder, full_every
-from sametoken.models.load.settings import Settings
+from sametoken.models.load.settings import Settings, unsupported
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
 from sametoken.ops.cache_types import LayerCache
@@ -47,6 +47,20 @@ class Gemma3ForCausalLM(GemmaDecoder):
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """No key; a scaled rope without ``rope_type`` is refused, as transformers runs it unscaled.
+
+        Raises:
+            UnsupportedError: the config has one.
+        """
+        scaling = settings.nested("rope_scaling")
+        named = "rope_type" in scaling or settings.nested("rope_parameters")
+        if scaling.get("type", "default") != "default" and not named:
+            remedy = 'give "rope_type" too if it shall be scaled, or leave rope_scaling out'
+            raise unsupported(settings, "rope_scaling", remedy)
+        return {}
 
     @classmethod
     def caches_of(
@@ -83,3 +97,9 @@ class Gemma3ForCausalLM(GemmaDecoder):
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         return load_centred_norm(self.config, weights, name)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The same decoder, whose logits transformers does not cap beside an encoder of images."""
+
+    ignored = (*Gemma3ForCausalLM.ignored, "final_logit_softcapping")

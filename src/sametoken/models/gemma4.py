@@ -114,6 +114,8 @@ class Gemma4ForCausalLM(GemmaDecoder):
     """
 
     refused = ("use_bidirectional_attention",)
+    #: ``top_k_experts`` has this name here.
+    ignored = (*GemmaDecoder.ignored, "num_experts_per_tok")
     aliases: ClassVar[Mapping[str, str]] = {
         **GemmaDecoder.aliases,
         "top_k_experts": "num_experts_per_tok",

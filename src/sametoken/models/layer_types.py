@@ -12,6 +12,8 @@ from sametoken.models.load.settings import ANOTHER, COMPARE, Settings
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 #: The ``layer_types`` of a class with sliding windows.
 WINDOWED = frozenset((FULL, SLIDING))
+#: Keys that divide layers into those with a window and those without.
+DIVIDING = ("use_sliding_window", "max_window_layers", "layer_types")
 #: Settings that no class implements unless it says so.
 REFUSED = ("mlp_bias",)
 

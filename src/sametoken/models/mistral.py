@@ -17,7 +17,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.layers.attention import PositionScaledAttention
 from sametoken.layers.residual import Block
 from sametoken.models.decoder import Decoder
-from sametoken.models.layer_types import WINDOWED
+from sametoken.models.layer_types import DIVIDING, WINDOWED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
@@ -42,6 +42,8 @@ class MistralForCausalLM(Decoder):
 
     layer_types = WINDOWED
     implied: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+    #: A window is that of all layers, or of those that Ministral's ``layer_types`` say.
+    ignored: ClassVar[tuple[str, ...]] = ("use_sliding_window", "max_window_layers")
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention = self._self_attention(weights, index, rotary)
@@ -65,6 +67,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
     }
+    ignored = DIVIDING
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
@@ -102,4 +105,6 @@ class Mistral3ForConditionalGeneration(MistralForCausalLM):
             )
         own = _TEXT_DECODERS[kind]
         absent = {key: own.implied[key] for key in own.implied.keys() - settings.values.keys()}
-        return absent | own.renamed(settings)
+        # Only a whole config of Mistral's with layer types is read as Ministral's.
+        types = settings.get("layer_types") if kind == "ministral" else None
+        return absent | own.renamed(settings) | {"layer_types": types}

@@ -11,7 +11,7 @@ from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_shapes
 from sametoken.models.decoder import Decoder
-from sametoken.models.layer_types import WINDOWED
+from sametoken.models.layer_types import DIVIDING, WINDOWED
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable
 
@@ -25,6 +25,8 @@ class Phi3ForCausalLM(Decoder):
         "rms_norm_eps": 1e-5,
         "original_max_position_embeddings": 4096,
     }
+    #: A window is that of all layers.
+    ignored = DIVIDING
 
     @staticmethod
     def load_layer_mlp(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sametoken.models.blocks import load_head_norms
 from sametoken.models.decoder import Decoder
-from sametoken.models.layer_types import WINDOWED
+from sametoken.models.layer_types import DIVIDING, WINDOWED
 
 
 class Qwen3ForCausalLM(Decoder):
@@ -26,6 +26,7 @@ class Qwen3ForCausalLM(Decoder):
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """The same decoder, with another default."""
+    """The same decoder without windows, and with another default."""
 
     implied: ClassVar[Mapping[str, Any]] = {**Qwen3ForCausalLM.implied, "rope_theta": 500_000.0}
+    ignored = DIVIDING

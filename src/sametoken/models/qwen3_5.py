@@ -231,6 +231,9 @@ class HybridDecoder(Decoder, ABC):
 class Qwen3_5MoeForCausalLM(HybridDecoder):
     """Tensors ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
 
+    #: All layers have experts, whose weights are normalised.
+    ignored = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+
     @staticmethod
     def load_projection(
         rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int

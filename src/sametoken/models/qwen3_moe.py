@@ -28,11 +28,8 @@ class Qwen3MoeForCausalLM(Decoder):
         "num_experts": 128,
         "num_experts_per_tok": 8,
     }
-
-    @classmethod
-    def renamed(cls, settings: Settings) -> dict[str, Any]:
-        """As in transformers, a window is that of all layers, ``max_window_layers`` or not."""
-        return {"max_window_layers": None, "layer_types": None}
+    #: A window is that of all layers.
+    ignored = ("max_window_layers", "layer_types")
 
     load_qk_norm = staticmethod(load_head_norms)
 

@@ -10,7 +10,7 @@ from sametoken.models.deepseek import (
     DeepseekV3ForCausalLM,
     Glm4MoeLiteForCausalLM,
 )
-from sametoken.models.gemma3 import Gemma3ForCausalLM
+from sametoken.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from sametoken.models.gemma4 import Gemma4ForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,

@@ -129,7 +129,8 @@ def model_config(
     read_quantization(config, location)
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
-    named = {family.aliases.get(key, key): value for key, value in config.items()}
+    own = {key: value for key, value in config.items() if key not in family.ignored}
+    named = {family.aliases.get(key, key): value for key, value in own.items()}
     # A number may be null for none, as sliding_window; a switch that is null is as good as absent.
     unset = {
         key: on

@@ -109,7 +109,11 @@ def require_logits_of_edited(directory: Path, theirs, changes: dict) -> None:
     config = json.loads(path.read_text())
     config.get("text_config", config).update(changes)
     path.write_text(json.dumps(config))
-    edited = type(theirs).from_pretrained(directory, attn_implementation="eager").eval()
+    edited = (
+        type(theirs)
+        .from_pretrained(directory, attn_implementation="eager", trust_remote_code=False)
+        .eval()
+    )
     require_logits(load(directory, BACKENDS[0]), edited, PROMPT, [7])
 
 
@@ -134,7 +138,9 @@ def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tm
     assert "rope_type" in caught.value.remedy
     both = {"type": "linear", "rope_type": "linear", "factor": 8.0}
     path.write_text(json.dumps(config | {"rope_scaling": both}))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", trust_remote_code=False
+    ).eval()
     require_logits(load(tmp_path), theirs, PROMPT, [7])
 
 

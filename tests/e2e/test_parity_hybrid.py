@@ -198,7 +198,9 @@ def test_qwen3_5_normalises_the_weights_of_experts_whatever_its_config_says(tmp_
     path = tmp_path / "config.json"
     passed_over = {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
     path.write_text(json.dumps(json.loads(path.read_text()) | passed_over))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", trust_remote_code=False
+    ).eval()
     require_logits(load(tmp_path), theirs, torch.randint(61, (29,)).tolist(), [11])
 
 

@@ -12,7 +12,7 @@ from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes, m
 from sametoken.engine.resolve import ResolvedConfig, resolve_max_model_len
 from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
-from sametoken.ops.cache_types import LayerCache, bytes_per_block
+from sametoken.ops.cache_types import LayerCache, blocks_within, bytes_per_block
 from sametoken.types.units import in_units
 
 
@@ -65,8 +65,7 @@ def plan_memory(
     elif config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     else:
-        # One more is reserved.
-        num_blocks = min(max(budget // block_bytes - 1, 0), most_useful)
+        num_blocks = min(blocks_within(budget, block_bytes), most_useful)
         reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
     longest = num_blocks * block_size - extra_tokens
     least = min(max_len, _shortest(config)) if config.max_model_len is None else max_len

@@ -17,6 +17,7 @@ from sametoken.models.load.quantization import SCHEME, kv_strategy
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import (
     LayerCache,
+    blocks_within,
     bytes_per_block,
     bytes_per_slot,
     state_bytes,
@@ -411,7 +412,7 @@ def reachable_positions(
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     elif block_bytes:
-        num_blocks = _most_kv_bytes(config, device) // block_bytes
+        num_blocks = blocks_within(_most_kv_bytes(config, device), block_bytes)
     else:
         return max_len
     return min(max_len, max(num_blocks, 1) * config.block_size)

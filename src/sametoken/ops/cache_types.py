@@ -188,6 +188,11 @@ def bytes_per_block(caches: Iterable[LayerCache], block_size: int) -> int:
     return sum(one.nbytes for cache in caches for one in cache.block_shapes(block_size))
 
 
+def blocks_within(num_bytes: int, block_bytes: int) -> int:
+    """Blocks that these bytes hold beside the reserved one."""
+    return max(num_bytes // block_bytes - 1, 0)
+
+
 def common_window(caches: Iterable[LayerCache]) -> int | None:
     """The widest window of the layers that share a block table; None if a layer sees all.
 

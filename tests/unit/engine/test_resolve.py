@@ -330,7 +330,7 @@ def test_no_claim_leads_beyond_what_angles_are_exact_for():
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"kv_cache_memory_bytes": 3 * BLOCK_BYTES}, 48),
+        ({"kv_cache_memory_bytes": 3 * BLOCK_BYTES}, 32),
         ({"kv_cache_memory_bytes": 1}, 16),
         ({"num_kv_blocks": 4}, 64),
         ({"kv_cache_memory_bytes": 2**40}, 512),

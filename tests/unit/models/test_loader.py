@@ -263,22 +263,26 @@ def test_unsupported_arithmetic_is_refused_by_name(checkpoint, changes, message)
         load(checkpoint)
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 16}
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("family", "changes", "error", "message"),
     [
-        ({"sliding_window": 0}, CheckpointError, "sliding_window=0"),
-        ({"sliding_window": "16"}, CheckpointError, "sliding_window='16'"),
-        ({"layer_types": ["sliding_attention"] * 9}, CheckpointError, "9 layer_types"),
-        ({"max_window_layers": -1}, CheckpointError, "max_window_layers=-1"),
+        ("Mistral", {"sliding_window": 0}, CheckpointError, "sliding_window=0"),
+        ("Mistral", {"sliding_window": "16"}, CheckpointError, "sliding_window='16'"),
+        ("Mistral", {"layer_types": ["sliding_attention"] * 9}, CheckpointError, "9 layer_types"),
+        ("Qwen3", WINDOWED | {"max_window_layers": -1}, CheckpointError, "max_window_layers=-1"),
         (
+            "Qwen3",
             {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
             UnsupportedError,
             "layer_types=",
         ),
     ],
 )
-def test_impossible_windows_are_refused_by_name(changes, error, message, checkpoint):
-    change_config(checkpoint, architectures=["MistralForCausalLM"], **changes)
+def test_impossible_windows_are_refused_by_name(family, changes, error, message, checkpoint):
+    change_config(checkpoint, architectures=[f"{family}ForCausalLM"], **changes)
     with pytest.raises(error, match=message):
         load(checkpoint)
 

@@ -215,6 +215,7 @@ def test_the_likeliest_drafts_take_the_place_of_a_captured_step_s_padding(kit):
     shapes = captured(15, 30), captured(16, 27), captured(16, 29), captured(16, 34)
     assert planned(kit, records, *shapes) == [3] * 4 + [0] * 8 + [1] + [0] * 3
     assert planned(kit, records, captured(64, 256)) == [3] * 4 + [1] * 12
+    assert planned(kit, records, captured(64, 256, longest=9)) == [3] * 4 + [1] * 12
     # Logits of fewer rows than there are.
     assert sum(planned(kit, records, replace(captured(16, 34), num_sampled=30))) == 14
 

@@ -90,6 +90,19 @@ def require_refused_early(train: Callable, target: Path, directory: Path, row, s
         train(unreadable, directory / "out", TrainingText(file=directory / "text.jsonl"))
 
 
+def require_one_error_without_memory(train: Callable, owner: object, name: str) -> None:
+    """That ``train()`` ends in one error where ``owner``'s function of this name has no memory."""
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    words = r"the training .* \(CUDA out of memory\)\. use a smaller"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(ConfigError, match=words):
+            train()
+
+
 def require_mixed_precision(train: Callable, loop: LoopOptions) -> None:
     """That ``train(name, loop)`` in bf16 has nearly the loss of fp32; its weights stay in fp32."""
     linear, seen = functional.linear, set()

@@ -82,6 +82,7 @@ class Requested:
         path: the target's checkpoint.
         dtype: dtype of weights and activations, and the reason.
         aux_layers: the target's layers whose inputs the drafter reads.
+        draft_kv: what the drafter keeps, in the dtype of the weights.
         reasons: options that were turned off or filled in, and why.
     """
 
@@ -92,6 +93,7 @@ class Requested:
     architecture: ModelConfig
     dtype: tuple[torch.dtype, str]
     aux_layers: tuple[int, ...]
+    draft_kv: DraftKV
     reasons: dict[str, str]
 
     @property
@@ -107,15 +109,6 @@ class Requested:
         declared = family.caches_of(architecture, dtype, str(self.path))
         size = self.config.tensor_parallel_size
         return stored_in((one.divided(size) for one in declared), kv_dtype(self.config, dtype))
-
-    @property
-    def draft_kv(self) -> DraftKV:
-        """Of the drafter."""
-        spec, (dtype, _) = self.config.speculative_config, self.dtype
-        found = kv_of_drafter(
-            spec, self.architecture, dtype, self.path, self.config.draft_load_format
-        )
-        return replace(found, caches=stored_in(found.caches, kv_dtype(self.config, dtype)))
 
     @property
     def located(self) -> EngineConfig:
@@ -165,7 +158,10 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     spec, draft_format = config.speculative_config, config.draft_load_format
     layers = required_aux_layers(spec, architecture, path, draft_format)
     require_drafter_files(spec, draft_format)
-    requested = Requested(given, config, device, path, architecture, dtype, layers, reasons)
+    draft_kv = kv_of_drafter(spec, architecture, dtype[0], path, draft_format)
+    requested = Requested(
+        given, config, device, path, architecture, dtype, layers, draft_kv, reasons
+    )
     _require_kv(requested)
     _builders.add(os.getpid())
     return requested
@@ -209,9 +205,9 @@ def _require_kv(requested: Requested) -> None:
     config, device = requested.config, requested.device
     if device.type == "cpu" or config.kv_cache_memory_bytes is not None:
         budget = resolve_kv_bytes(config, device)
-        caches = (*requested.caches, *requested.draft_kv.caches)
-        lookahead = requested.draft_kv.lookahead_slots
-        plan_memory(config, requested.architecture, caches, lookahead, budget)
+        draft_kv, dtype = requested.draft_kv, kv_dtype(config, requested.dtype[0])
+        caches = (*requested.caches, *stored_in(draft_kv.caches, dtype))
+        plan_memory(config, requested.architecture, caches, draft_kv.lookahead_slots, budget)
 
 
 def _refuse_forks() -> None:

@@ -127,7 +127,7 @@ def require_memory(resolved: ResolvedConfig, extra_tokens: int) -> None:
         return
     block_bytes = resolved.kv_bytes // (num_blocks + 1)
     rest = available - others
-    fits = rest // block_bytes - 1 if block_bytes else 0
+    fits = blocks_within(rest, block_bytes) if block_bytes else 0
     least = (config.max_model_len or _shortest(config)) + extra_tokens
     raise ConfigError(
         f"{num_blocks} KV blocks, max_num_seqs={config.max_num_seqs} with "

@@ -17,6 +17,7 @@ from helpers.harness import request, run, swapped_by
 from helpers.hybrids import write_hybrid
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
+from sametoken.drafters.base import DraftKV
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import Requested
 from sametoken.engine.summary import explanation
@@ -80,7 +81,7 @@ def test_who_reads_the_last_layer_s_states_of_all_rows(options, expected):
 def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:
     dtype, aux_layers = (torch.float32, ""), ()
     cpu = torch.device("cpu")
-    return Requested(config, config, cpu, Path(), architecture, dtype, aux_layers, {})
+    return Requested(config, config, cpu, Path(), architecture, dtype, aux_layers, DraftKV(), {})
 
 
 def test_memory_is_accounted_for(target):

@@ -111,12 +111,7 @@ def test_mixed_precision_runs(target, text, tmp_path):
     )
 
 
-def test_a_model_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
-
-    monkeypatch.setattr(DecoderNetwork, "to", fail)
-    with pytest.raises(
-        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
-    ):
-        train(target, tmp_path, text)
+def test_a_model_that_does_not_fit_the_device_is_one_error(target, text, tmp_path):
+    training.require_one_error_without_memory(
+        lambda: train(target, tmp_path, text), DecoderNetwork, "to"
+    )

@@ -28,6 +28,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.train import distillation, eagle3
+from sametoken.train import target as frozen
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3
 from sametoken.train.loop import CHECKPOINT
@@ -385,12 +386,7 @@ def test_prompts_can_be_trained_on_as_well(target, text, tmp_path):
     assert not torch.equal(first["fc.weight"], second["fc.weight"])
 
 
-def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
-
-    monkeypatch.setattr("sametoken.train.target._read", fail)
-    with pytest.raises(
-        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
-    ):
-        train(target, tmp_path, text)
+def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path):
+    training.require_one_error_without_memory(
+        lambda: train(target, tmp_path, text), frozen, "_read"
+    )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers.training import require_mixed_precision
+from helpers.training import require_mixed_precision, require_one_error_without_memory
 from sametoken import LLM, SamplingParams
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.train.corpus import Source
@@ -215,12 +215,5 @@ def test_mixed_precision_runs(sources, tmp_path):
     )
 
 
-def test_a_model_that_does_not_fit_the_device_is_one_error(sources, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
-
-    monkeypatch.setattr(DecoderNetwork, "to", fail)
-    with pytest.raises(
-        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
-    ):
-        train(tmp_path, sources, LLAMA)
+def test_a_model_that_does_not_fit_the_device_is_one_error(sources, tmp_path):
+    require_one_error_without_memory(lambda: train(tmp_path, sources, LLAMA), DecoderNetwork, "to")

@@ -18,6 +18,7 @@ from helpers.training import (
     open_llm,
     require_accepted,
     require_mixed_precision,
+    require_one_error_without_memory,
     require_refused_early,
     write_own_text,
 )
@@ -94,15 +95,10 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path, monkeypatch):
-    def fail(network, device):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
-
-    monkeypatch.setattr(DecoderNetwork, "to", fail)
-    with pytest.raises(
-        ConfigError, match=r"the training .* \(CUDA out of memory\)\. use a smaller"
-    ):
-        train(target, tmp_path / "out", text)
+def test_a_target_that_does_not_fit_the_device_is_one_error(target, text, tmp_path):
+    require_one_error_without_memory(
+        lambda: train(target, tmp_path / "out", text), DecoderNetwork, "to"
+    )
 
 
 def test_what_has_no_module_is_refused(target, text, tmp_path):

@@ -29,6 +29,7 @@ from helpers.parity import (
     BACKENDS,
     drawn_models,
     require_logits,
+    require_logits_of_edited,
     require_parity,
     require_parity_of_ranks,
     saved_and_loaded,
@@ -102,30 +103,16 @@ PASSED_OVER_BESIDE_IMAGES = [
 ]
 
 
-def require_logits_of_edited(directory: Path, theirs, changes: dict) -> None:
-    """Both read the config with ``changes``, and give the same logits."""
-    theirs.save_pretrained(directory)
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    config.get("text_config", config).update(changes)
-    path.write_text(json.dumps(config))
-    edited = (
-        type(theirs)
-        .from_pretrained(directory, attn_implementation="eager", trust_remote_code=False)
-        .eval()
-    )
-    require_logits(load(directory, BACKENDS[0]), edited, PROMPT, [7])
-
-
 @pytest.mark.parametrize(("name", "changes"), PASSED_OVER)
 def test_keys_that_transformers_passes_over(tmp_path, name, changes):
     config = (fixed_latent if name in LATENTS else fixed_config)(name)
-    require_logits_of_edited(tmp_path, random_model(config, seed=2), changes)
+    require_logits_of_edited(tmp_path, random_model(config, seed=2), changes, PROMPT, [7])
 
 
 @pytest.mark.parametrize(("name", "changes"), PASSED_OVER_BESIDE_IMAGES)
 def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, changes):
-    require_logits_of_edited(tmp_path, random_model(SEEING[name](), seed=2), changes)
+    theirs = random_model(SEEING[name](), seed=2)
+    require_logits_of_edited(tmp_path, theirs, changes, PROMPT, [7])
 
 
 def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tmp_path):

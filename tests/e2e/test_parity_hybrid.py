@@ -24,7 +24,14 @@ from transformers import (
 
 from helpers.forward import Bench, load
 from helpers.hybrids import merged_experts
-from helpers.parity import BACKENDS, drawn_models, require_logits, require_parity, saved_and_loaded
+from helpers.parity import (
+    BACKENDS,
+    drawn_models,
+    require_logits,
+    require_logits_of_edited,
+    require_parity,
+    saved_and_loaded,
+)
 from helpers.rows import ragged_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -194,14 +201,9 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, sparse, tied):
 def test_qwen3_5_normalises_the_weights_of_experts_whatever_its_config_says(tmp_path):
     sizes = without_dense_size(TINY) | EXPERTS
     theirs = transformers_model(Qwen3_5MoeTextConfig(**sizes), seed=2)
-    theirs.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
     passed_over = {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | passed_over))
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", trust_remote_code=False
-    ).eval()
-    require_logits(load(tmp_path), theirs, torch.randint(61, (29,)).tolist(), [11])
+    prompt = torch.randint(61, (29,)).tolist()
+    require_logits_of_edited(tmp_path, theirs, passed_over, prompt, [11])
 
 
 def test_a_config_as_qwen3_next_is_published(tmp_path):

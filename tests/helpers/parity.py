@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,21 @@ def their_logits(theirs, prompt: list[int]) -> torch.Tensor:
 def require_logits(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
     found = Bench(ours).logits(prompt, chunks)
     assert (found - their_logits(theirs, prompt)).abs().max() < 1e-4
+
+
+def require_logits_of_edited(
+    directory: Path, theirs, changes: dict, prompt: list[int], chunks: list[int]
+) -> None:
+    """The same logits where both read the (text) config with ``changes``."""
+    theirs.save_pretrained(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+    edited = type(theirs).from_pretrained(
+        directory, attn_implementation="eager", trust_remote_code=False
+    )
+    require_logits(load(directory), edited.eval(), prompt, chunks)
 
 
 def require_kept_rows(model, prompt: list[int]) -> None:

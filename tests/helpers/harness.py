@@ -27,6 +27,7 @@ from sametoken.runner.step import Step
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import SlotGrammars
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.scheduler.swap_space import BlockFile
@@ -167,7 +168,7 @@ def build(
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
         adaptive_drafts=True,
-        rows_per_weight_read=shape.rows_per_weight_read,
+        reads=StepReads(shape.rows_per_weight_read),
         busy_rows=10 * shape.rows_per_weight_read,
         usual_rows=shape.usual_rows or shape.max_num_batched_tokens,
         lookahead_slots=drafter.lookahead_slots,

@@ -25,7 +25,13 @@ from sametoken.engine.weights import Weights, weights_of
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
-from sametoken.ops.cache_types import LayerCache, bytes_per_slot, common_window
+from sametoken.ops.cache_types import (
+    LayerCache,
+    bytes_per_block,
+    bytes_per_slot,
+    common_window,
+    state_bytes,
+)
 from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
@@ -36,6 +42,7 @@ from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import SlotGrammars
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
@@ -242,6 +249,17 @@ def _busy_rows(loaded: Loaded) -> int:
     return READS_OF_A_BUSY_STEP * ROWS_PER_WEIGHT_READ[device.type]
 
 
+def _reads(loaded: Loaded) -> StepReads:
+    resolved = loaded.resolved
+    unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
+    return StepReads(
+        rows_per_weight_read=ROWS_PER_WEIGHT_READ[resolved.device.type],
+        weights_bytes=resolved.weights_bytes,
+        kv_bytes=bytes_per_block(unbounded, 1),
+        state_bytes=state_bytes(unbounded),
+    )
+
+
 def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
     config, memory, drafter = loaded.resolved.config, loaded.memory, runner.step.drafter
     speculative = config.speculative_config
@@ -256,7 +274,7 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
-        rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
+        reads=_reads(loaded),
         busy_rows=_busy_rows(loaded),
         usual_rows=loaded.resolved.usual_rows,
         lookahead_slots=drafter.lookahead_slots,

@@ -1,18 +1,15 @@
 """Draft limits per request, adapted to the load and to the request's recent acceptance.
 
-A step takes about as long as reading the weights plus computing its rows. If A rows are computed
-in the time of that read, n decoding requests emit n tokens in the time of n + A rows. One more
-row pays off if its probability of a token is at least n / (n + A). The limits change how much is
-computed, never which token is emitted.
+A step takes about as long as what it reads whatever its rows, and computing its rows. If A rows are
+computed in the time of these reads, n decoding requests emit n tokens in the time of n + A rows.
+One more row pays off if its probability of a token is at least n / (n + A). The limits change how
+much is computed, never which token is emitted.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
-
-from sametoken.scheduler.limits import SchedulerLimits
 
 #: Steps of up to this many rows take as long as a step of one row.
 FREE_ROWS = 16
@@ -55,6 +52,17 @@ class DraftRecord:
         """Estimated number of accepted drafts of a window with this number of them."""
         return self.rate * (1 - self.chance(num_drafts)) / (1 - self.rate)
 
+    def limit(self, most: int, least_chance: float) -> int:
+        """Drafts of the next window: as many of ``most`` as have this chance or more.
+
+        Without a proposal in the newest window there are none, unless any chance will do.
+        """
+        if not least_chance:
+            return most
+        if not self.proposes:
+            return 0
+        return min(most, int(math.log(least_chance) / math.log(self.rate)))
+
     def after(self, num_drafts: int, num_proposed: int, num_accepted: int) -> DraftRecord:
         """The record after one more window; counts are as in ``RequestResult``."""
         verified = num_accepted + (num_accepted < num_drafts)
@@ -65,52 +73,29 @@ class DraftRecord:
         )
 
 
-def least_chance(num_decoding: int, rows_per_weight_read: int) -> float:
-    """The chance of acceptance from which a draft is worth its row."""
-    return num_decoding / (num_decoding + rows_per_weight_read)
-
-
-class DraftLimits(Protocol):
-    """The policy that limits the drafts of a window."""
-
-    def limit(self, record: DraftRecord, num_decoding: int) -> int:
-        """The limit of a request in a step with ``num_decoding`` requests, itself included."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class FixedLimits:
-    """Every window may have k drafts."""
+class StepReads:
+    """What a step reads whatever its rows: the weights, and caches of its decoding requests.
 
-    num_speculative_tokens: int
+    Attributes:
+        rows_per_weight_read: rows that the device computes while it reads the weights once.
+        weights_bytes: of the target.
+        kv_bytes: of a position, in the layers that see all of them.
+        state_bytes: of a request's recurrent state.
+    """
 
-    def limit(self, record: DraftRecord, num_decoding: int) -> int:
-        """As ``DraftLimits``."""
-        return self.num_speculative_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveLimits:
-    """Every window may have the drafts that pay off; none if the drafter proposed none."""
-
-    num_speculative_tokens: int
     rows_per_weight_read: int
+    weights_bytes: int = 1
+    kv_bytes: int = 0
+    state_bytes: int = 0
 
-    def limit(self, record: DraftRecord, num_decoding: int) -> int:
-        """As ``DraftLimits``."""
-        k = self.num_speculative_tokens
-        if num_decoding * (k + 1) <= FREE_ROWS:
-            return k
-        if not record.proposes:
-            return 0
-        least = least_chance(num_decoding, self.rows_per_weight_read)
-        # The most drafts with ``chance`` of that or more.
-        return min(k, int(math.log(least) / math.log(record.rate)))
+    def least_chance(self, num_decoding: int, num_positions: int) -> float:
+        """The chance of acceptance from which a draft is worth its row.
 
-
-def draft_limits(limits: SchedulerLimits) -> DraftLimits:
-    """The configured policy."""
-    k = limits.num_speculative_tokens
-    if not limits.adaptive_drafts:
-        return FixedLimits(k)
-    return AdaptiveLimits(k, limits.rows_per_weight_read)
+        Args:
+            num_decoding: decoding requests of the step.
+            num_positions: positions of all of them.
+        """
+        caches = num_positions * self.kv_bytes + num_decoding * self.state_bytes
+        rows = self.rows_per_weight_read * (1 + caches / self.weights_bytes)
+        return num_decoding / (num_decoding + rows)

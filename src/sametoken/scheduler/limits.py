@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from sametoken.errors import ConfigError, RequestError
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.types.layout import StepShape
 from sametoken.types.request import EngineRequest
 
@@ -14,7 +15,6 @@ _AT_LEAST_ONE = (
     "longest_chunk",
     "block_size",
     "num_blocks",
-    "rows_per_weight_read",
     "busy_rows",
     "usual_rows",
 )
@@ -35,7 +35,7 @@ class SchedulerLimits:
         max_model_len: maximum length of prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
         adaptive_drafts: whether draft limits follow load and acceptance, or are always k.
-        rows_per_weight_read: rows that the device computes while it reads the weights once.
+        reads: what a step reads whatever its rows.
         busy_rows: rows of prompts from which a step gains little time a row by more.
         usual_rows: maximum rows per step, unless crowds of prompts wait or of requests decode.
         lookahead_slots: positions from ``num_tokens`` on that the drafter writes KV to.
@@ -62,7 +62,7 @@ class SchedulerLimits:
     max_model_len: int
     num_speculative_tokens: int
     adaptive_drafts: bool
-    rows_per_weight_read: int
+    reads: StepReads
     busy_rows: int
     usual_rows: int
     lookahead_slots: int

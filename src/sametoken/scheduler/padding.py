@@ -7,7 +7,6 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
-from sametoken.scheduler.draft_limits import least_chance
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.types.layout import StepShape
 
@@ -15,20 +14,23 @@ if TYPE_CHECKING:
     from sametoken.scheduler.plan_draft import Turn
 
 
-def fit_to_captured(turns: Sequence[Turn], limits: SchedulerLimits) -> list[Turn]:
+def fit_to_captured(
+    turns: Sequence[Turn], limits: SchedulerLimits, least_chance: float
+) -> list[Turn]:
     """The turns of a step, with the drafts that its captured shape makes worth their rows.
 
     Padding's rows go to the likeliest further drafts, one a request at most. No window has a draft
-    if all of them are not worth the rows that the step would do without.
+    if all of them are not worth the rows that the step would do without, each the ``least_chance``
+    of a token. Where that is 0 nothing changes.
     """
-    if not (limits.adaptive_drafts and limits.captured_shapes):
+    if not (least_chance and limits.captured_shapes):
         return list(turns)
     needed = shape_of(turns)
     shape = _captured(needed, limits)
     fitted = _filled(turns, needed, shape, limits.num_speculative_tokens)
     more_rows = shape.num_rows - _captured(_without_drafts(needed, turns), limits).num_rows
     expected = sum(turn.request.drafts.expected(turn.draft_limit) for turn in fitted)
-    if expected < more_rows * least_chance(needed.num_windows, limits.rows_per_weight_read):
+    if expected < more_rows * least_chance:
         return [replace(turn, draft_limit=0) for turn in turns]
     return fitted
 

@@ -202,8 +202,22 @@ def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
     spec = {"method": "ngram", "num_speculative_tokens": 4} | asked
     scheduler = build(target, speculative_config=spec, prefill_chunk_size=0).scheduler
     assert scheduler.limits.adaptive_drafts == limits
-    assert scheduler.limits.rows_per_weight_read == 32
     assert scheduler.limits.longest_chunk == 2048
+
+
+def test_the_scheduler_is_told_what_steps_read(target, tmp_path):
+    """Weights, KV of layers without a window, and a request's recurrent state."""
+    hybrid = write_hybrid(tmp_path / "hybrid", "qwen3_5")
+    windows = write_family(tmp_path / "windows", "gpt_oss")
+    for path in (target, hybrid, windows):
+        core = build(path)
+        reads, resolved = core.scheduler.limits.reads, core.resolved
+        assert (reads.rows_per_weight_read, reads.weights_bytes) == (32, resolved.weights_bytes)
+        memory = resolved.request_memory
+        assert reads.state_bytes == memory.recurrent_state
+        # Two of its three layers have a window.
+        assert reads.kv_bytes * (3 if path is windows else 1) == memory.kv_per_token > 0
+    assert build(hybrid).scheduler.limits.reads.state_bytes > 0
 
 
 def test_the_scheduler_knows_what_is_captured(target, monkeypatch):

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.outputs import RequestResult, StepResult
@@ -19,7 +20,7 @@ DEFAULTS = {
     "max_model_len": 64,
     "num_speculative_tokens": 0,
     "adaptive_drafts": False,
-    "rows_per_weight_read": 32,
+    "reads": StepReads(32),
     "busy_rows": 10_000,
     "usual_rows": 10_000,
     "lookahead_slots": 0,

@@ -8,15 +8,13 @@ from sametoken.scheduler import padding
 from sametoken.scheduler.draft_limits import (
     FREE_ROWS,
     PRIOR_RATE,
-    AdaptiveLimits,
     DraftRecord,
-    FixedLimits,
-    draft_limits,
+    StepReads,
 )
 from sametoken.types.layout import StepLayout, StepShape
 
 K = 8
-GPU = AdaptiveLimits(K, 200)
+GPU = StepReads(200)
 
 
 def record_of(windows, record=None):
@@ -27,42 +25,46 @@ def record_of(windows, record=None):
     return record
 
 
+def limit(record, num_decoding, reads=GPU, most=K):
+    """The limit in a step of decoding requests without caches."""
+    return record.limit(most, reads.least_chance(num_decoding, 0))
+
+
 def test_before_any_result_the_prior_holds():
     assert DraftRecord().rate == PRIOR_RATE
     # 0.8 ** 6 is 0.26, and 64 of 264 is 0.24.
-    assert GPU.limit(DraftRecord(), 64) == 6
+    assert limit(DraftRecord(), 64) == 6
 
 
 def test_the_limit_is_the_most_drafts_that_are_likely_enough():
     for rate_of in ([], [(4, 4, 4)] * 5, [(4, 4, 2)] * 5, [(4, 4, 0)] * 5):
         record = record_of(rate_of)
         for num_decoding in (2, 16, 64, 256, 1000):
-            limit = GPU.limit(record, num_decoding)
+            most = limit(record, num_decoding)
             least = num_decoding / (num_decoding + 200)
-            assert limit == 0 or record.rate**limit >= least
-            assert limit == K or record.rate ** (limit + 1) < least
+            assert most == 0 or record.rate**most >= least
+            assert most == K or record.rate ** (most + 1) < least
 
 
 def test_a_drafter_that_is_right_keeps_k_under_load():
     record = record_of([(K, K, K)] * 10)
-    assert [GPU.limit(record, n) for n in (1, 64, 256)] == [K, K, K]
-    assert AdaptiveLimits(64, 200).limit(record_of([(64, 64, 64)] * 10), 64) == 64
+    assert [limit(record, n) for n in (1, 64, 256)] == [K, K, K]
+    assert limit(record_of([(64, 64, 64)] * 10), 64, most=64) == 64
 
 
 def test_a_drafter_that_is_wrong_has_no_drafts_under_load_and_some_alone():
     record = record_of([(K, K, 0)] * 10)
-    assert GPU.limit(record, 64) == 0
-    assert GPU.limit(record, 2) == 2
-    assert GPU.limit(record, 1) == K
+    assert limit(record, 64) == 0
+    assert limit(record, 2) == 2
 
 
 def test_more_load_means_fewer_drafts_and_a_device_that_computes_more_rows_has_more():
     record = record_of([(K, K, 3)] * 10)
-    by_load = [GPU.limit(record, n) for n in (2, 8, 32, 128, 512)]
+    by_load = [limit(record, n) for n in (2, 8, 32, 128, 512)]
     assert by_load == sorted(by_load, reverse=True)
     assert by_load[0] == K
     assert by_load[-1] < 2
-    by_device = [AdaptiveLimits(K, rows).limit(record, 32) for rows in (1, 32, 200, 2000)]
+    by_device = [limit(record, 32, StepReads(rows)) for rows in (1, 32, 200, 2000)]
     assert by_device == sorted(by_device)
     assert by_device[0] < by_device[-1]
 
@@ -70,30 +72,29 @@ def test_more_load_means_fewer_drafts_and_a_device_that_computes_more_rows_has_m
 def test_without_a_match_there_are_no_drafts():
     good = record_of([(K, K, K)] * 10)
     without = good.after(0, 0, 0)
-    assert GPU.limit(good, 64) == K
-    assert GPU.limit(without, 64) == 0
+    assert limit(good, 64) == K
+    assert limit(without, 64) == 0
     # What is proposed counts, offered or not.
-    assert GPU.limit(without.after(0, 3, 0), 64) == K
+    assert limit(without.after(0, 3, 0), 64) == K
 
 
-def test_small_steps_are_free():
-    hopeless = record_of([(K, K, 0)] * 20 + [(0, 0, 0)])
-    assert FREE_ROWS // (K + 1) == 1
-    assert [GPU.limit(hopeless, n) for n in (1, 2)] == [K, 0]
-    assert AdaptiveLimits(3, 200).limit(hopeless, 4) == 3
-    assert AdaptiveLimits(3, 200).limit(hopeless, 5) == 0
+def test_small_steps_are_free(kit):
+    assert FREE_ROWS == 16
+    hopeless = record_of([(3, 3, 0)] * 20 + [(0, 0, 0)])
+    assert planned(kit, [hopeless] * 4) == [3] * 4
+    assert planned(kit, [hopeless] * 5) == [0] * 5
 
 
 def test_evidence_fades_and_a_refused_request_is_tried_again():
     record = record_of([(K, K, 0)] * 20)
     waited = 0
-    while not GPU.limit(record, 64):
+    while not limit(record, 64):
         record = record.after(0, K, 0)
         waited += 1
     assert 5 < waited < 30
     # One more failure, and it waits again, less long: the load says how often it may try.
     record = record.after(1, K, 0)
-    assert GPU.limit(record, 64) == 0
+    assert limit(record, 64) == 0
     for _ in range(200):
         record = record.after(0, K, 0)
     assert record.rate == pytest.approx(PRIOR_RATE)
@@ -103,31 +104,54 @@ def test_a_request_that_turns_good_is_believed_within_a_few_windows():
     record = record_of([(K, K, 0)] * 20 + [(0, K, 0)] * 20)
     limits = []
     for _ in range(10):
-        limit = GPU.limit(record, 64)
-        record = record.after(limit, K, limit)
-        limits.append(limit)
+        limits.append(limit(record, 64))
+        record = record.after(limits[-1], K, limits[-1])
     assert limits == sorted(limits)
     assert limits[-1] == K
 
 
+def test_a_row_s_worth_grows_with_what_a_step_reads():
+    """Here a position's KV is a hundredth of the weights, and a state a tenth."""
+    reads = StepReads(200, weights_bytes=1000, kv_bytes=10, state_bytes=100)
+    assert reads.least_chance(50, 0) == 50 / (50 + 200 * 6)
+    assert reads.least_chance(50, 300) == 50 / (50 + 200 * 9)
+    assert StepReads(200, 1000, 10).least_chance(50, 300) == 50 / (50 + 200 * 4)
+    assert StepReads(200, 1000).least_chance(50, 300) == GPU.least_chance(50, 300) == 0.2
+
+
+def test_requests_of_long_contexts_have_more_drafts(kit):
+    fair = record_of([(K, K, 3)] * 10)
+    reads = StepReads(32, weights_bytes=256, kv_bytes=1)
+    limits = []
+    for prompt_len in (3, 40):
+        sizes = {"max_model_len": 128, "reads": reads, "num_blocks": 1024}
+        scheduler = crowd(kit, 32, prompt_len, max_num_batched_tokens=2048, **sizes)
+        for state in scheduler._running.values():
+            state.drafts = fair
+        least = reads.least_chance(32, 32 * (prompt_len + 1))
+        limits.append(limits_of(scheduler.plan()))
+        assert limits[-1] == {fair.limit(K, least)}
+    assert max(limits[0]) < min(limits[1]) < K
+
+
 def test_fixed_limits_are_k_whatever_happens(kit):
-    limits = draft_limits(kit.limits(num_speculative_tokens=5, adaptive_drafts=False))
-    assert limits == FixedLimits(5)
-    assert limits.limit(record_of([(5, 5, 0)] * 9 + [(0, 0, 0)]), 1000) == 5
+    hopeless = record_of([(3, 3, 0)] * 9 + [(0, 0, 0)])
+    assert planned(kit, [hopeless] * 40, adaptive=False) == [3] * 40
 
 
 def test_plain_decoding_has_none(kit):
-    limits = draft_limits(kit.limits(num_speculative_tokens=0, adaptive_drafts=True))
-    assert [limits.limit(DraftRecord(), n) for n in (1, 17, 500)] == [0, 0, 0]
+    for count in (1, 17, 40):
+        scheduler = crowd(kit, count, num_speculative_tokens=0)
+        assert limits_of(scheduler.plan()) == {0}
 
 
-def crowd(kit, count, **overrides):
+def crowd(kit, count, prompt_len=3, **overrides):
     sizes = {"max_num_seqs": count, "max_num_batched_tokens": 9 * count, "num_blocks": 16 * count}
     scheduler = kit.scheduler(
         **sizes | {"adaptive_drafts": True, "num_speculative_tokens": K} | overrides
     )
     for index in range(count):
-        scheduler.add(kit.request(f"r{index}", 3, max_total=60))
+        scheduler.add(kit.request(f"r{index}", prompt_len, max_total=60))
     kit.step(scheduler, proposed=0)
     return scheduler
 
@@ -137,7 +161,7 @@ def limits_of(plan):
 
 
 def test_of_64_requests_without_matches_none_has_rows_for_drafts_until_one_matches(kit):
-    scheduler = crowd(kit, 64, rows_per_weight_read=200)
+    scheduler = crowd(kit, 64, reads=StepReads(200))
     # Right after the prompts nothing is known, and each may have what the prior says.
     assert limits_of(kit.step(scheduler, proposed=0)[0]) == {6}
     for _ in range(5):
@@ -149,7 +173,7 @@ def test_of_64_requests_without_matches_none_has_rows_for_drafts_until_one_match
 
 
 def test_matches_are_seen_as_late_as_results_come(kit):
-    scheduler = crowd(kit, 64, rows_per_weight_read=200)
+    scheduler = crowd(kit, 64, reads=StepReads(200))
     for _ in range(3):
         kit.step(scheduler, proposed=0)
     plans = [scheduler.plan() for _ in range(2)]
@@ -169,7 +193,7 @@ def test_the_end_of_a_prompt_says_nothing_of_drafts(kit):
 
 
 def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
-    scheduler = crowd(kit, 16, rows_per_weight_read=32)
+    scheduler = crowd(kit, 16, reads=StepReads(32))
     for _ in range(4):
         plan = scheduler.plan()
         results = [kit.result(plan, accept=a).requests for a in (0, K)]
@@ -195,7 +219,7 @@ def planned(kit, records, *shapes, adaptive=True):
         kit,
         len(records),
         num_speculative_tokens=3,
-        rows_per_weight_read=32,
+        reads=StepReads(32),
         adaptive_drafts=adaptive,
         captured_shapes=shapes,
     )
@@ -248,13 +272,16 @@ def test_the_sizes_of_turns_are_those_of_their_plan_s_layout(kit, monkeypatch):
     monkeypatch.setattr(padding, "shape_of", lambda turns: found.append(of(turns)) or found[-1])
     scheduler = kit.scheduler(
         max_num_seqs=8, max_num_batched_tokens=24, longest_chunk=9, num_blocks=99,
-        num_speculative_tokens=3, adaptive_drafts=True, captured_shapes=(captured(0, 0),),
+        num_speculative_tokens=FREE_ROWS, adaptive_drafts=True, captured_shapes=(captured(0, 0),),
     )  # fmt: skip
-    for length in (1, 3, 30, 5, 1, 12):
-        scheduler.add(kit.request(f"r{length}{len(found)}", length, max_total=length + 6))
+    shapes = []
+    for length in (1, 3, 30, 5, 1, 12, 0, 0, 0):
+        if length:
+            scheduler.add(kit.request(f"r{length}{len(shapes)}", length, max_total=length + 6))
         plan, _ = kit.step(scheduler, accept=1)
-        assert found[-1] == StepLayout.of(plan).shape
-        assert len(found) == plan.step_id + 1
+        shapes.append(StepLayout.of(plan).shape)
+    # Nobody decodes in the first.
+    assert found == shapes[1:]
     assert {shape.num_chunks for shape in found} >= {0, 1}
 
 

@@ -17,7 +17,6 @@ from sametoken.errors import ConfigError, RequestError
         ("num_blocks", 0),
         ("max_model_len", 1),
         ("num_speculative_tokens", -1),
-        ("rows_per_weight_read", 0),
         ("lookahead_slots", -1),
         ("lookahead_tokens", -1),
     ],

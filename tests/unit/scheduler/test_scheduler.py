@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sametoken.scheduler import kept_states
 from sametoken.scheduler.block_pool import block_keys
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.layout import StepShape
@@ -473,7 +474,7 @@ def draw_limits(rng):
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
         adaptive_drafts=rng.random() < 0.5,
-        rows_per_weight_read=rng.choice([1, 4, 32]),
+        reads=StepReads(rng.choice([1, 4, 32])),
         busy_rows=rng.choice([rows, rows, 3]),
         usual_rows=rng.choice([rows, rows, rows // 2 or 1]),
         lookahead_slots=rng.choice([0, 1, 3]),

@@ -21,6 +21,7 @@ from sametoken.errors import (
     OverloadedError,
     RequestError,
 )
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.limits import ServingLimits
@@ -55,7 +56,7 @@ LIMITS = SchedulerLimits(
     max_model_len=64,
     num_speculative_tokens=8,
     adaptive_drafts=True,
-    rows_per_weight_read=32,
+    reads=StepReads(32),
     busy_rows=32,
     usual_rows=16,
     lookahead_slots=0,

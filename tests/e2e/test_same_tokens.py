@@ -279,7 +279,7 @@ def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
         max_num_batched_tokens=48,
         prefill_chunk_size=48,
         num_blocks=120,
-        rows_per_weight_read=4,
+        rows_per_weight_read=12,
     )
     core = build(
         MODEL,

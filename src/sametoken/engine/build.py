@@ -14,11 +14,7 @@ from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import Loaded, Requested, load, validate
-from sametoken.engine.resolve import (
-    READS_OF_A_BUSY_STEP,
-    ROWS_PER_WEIGHT_READ,
-    ResolvedConfig,
-)
+from sametoken.engine.resolve import BUSY_ROWS, ROWS_PER_WEIGHT_READ, ResolvedConfig
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.weights import Weights, weights_of
@@ -246,7 +242,7 @@ def _busy_rows(loaded: Loaded) -> int:
     config, device = loaded.resolved.config, loaded.resolved.device
     if any(router for layer in loaded.target.layers for router in routers_of(layer)):
         return config.max_num_batched_tokens
-    return READS_OF_A_BUSY_STEP * ROWS_PER_WEIGHT_READ[device.type]
+    return BUSY_ROWS[device.type]
 
 
 def _reads(loaded: Loaded) -> StepReads:

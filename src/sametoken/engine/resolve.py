@@ -188,10 +188,10 @@ DEVICE_DEFAULTS = {
 USUAL_ROWS = {"cpu": 2048, "cuda": 4096}
 
 #: Approximate number of rows that a device computes in the time of one read of the weights.
-ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
+ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 250}
 
-#: Reads of the weights that take the time of a step whose rows hide all else that it does.
-READS_OF_A_BUSY_STEP = 10
+#: Rows from which on they hide all else that a step does.
+BUSY_ROWS = {"cpu": 320, "cuda": 2000}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -1,14 +1,15 @@
 """Draft limits per request, adapted to the load and to the request's recent acceptance.
 
 A step takes about as long as what it reads whatever its rows, and computing its rows. If A rows are
-computed in the time of these reads, n decoding requests emit n tokens in the time of n + A rows.
-One more row pays off if its probability of a token is at least n / (n + A). The limits change how
-much is computed, never which token is emitted.
+computed in the time of these reads, a step of r rows takes the time of r + A. A draft is worth its
+row if its probability of a token is at least the step's tokens by r + A: such drafts make the most
+tokens a second. The limits change how much is computed, never which token is emitted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Steps of up to this many rows take as long as a step of one row.
@@ -89,13 +90,33 @@ class StepReads:
     kv_bytes: int = 0
     state_bytes: int = 0
 
-    def least_chance(self, num_decoding: int, num_positions: int) -> float:
-        """The chance of acceptance from which a draft is worth its row.
+    def rows(self, num_requests: int, num_positions: int) -> float:
+        """Rows that are computed in the time of the reads.
 
         Args:
-            num_decoding: decoding requests of the step.
+            num_requests: decoding requests of the step.
             num_positions: positions of all of them.
         """
-        caches = num_positions * self.kv_bytes + num_decoding * self.state_bytes
-        rows = self.rows_per_weight_read * (1 + caches / self.weights_bytes)
-        return num_decoding / (num_decoding + rows)
+        caches = num_positions * self.kv_bytes + num_requests * self.state_bytes
+        return self.rows_per_weight_read * (1 + caches / self.weights_bytes)
+
+
+def draft_limits(windows: Sequence[tuple[DraftRecord, int]], num_read_rows: float) -> list[int]:
+    """Drafts of each window that are worth their rows.
+
+    Args:
+        windows: of each decoding request its record, and the most drafts that it may have.
+        num_read_rows: rows that are computed in the time of what the step reads; infinite: as
+            many more rows as there may be cost nothing.
+    """
+    least = _least_chance(windows, num_read_rows)
+    return [record.limit(most, least) for record, most in windows]
+
+
+def _least_chance(windows: Sequence[tuple[DraftRecord, int]], num_read_rows: float) -> float:
+    """Tokens by the time of a row in a step whose drafts are worth it beside single rows."""
+    num_single = len(windows)
+    single = num_single / (num_single + num_read_rows)
+    drafts = [record.limit(most, single) for record, most in windows]
+    accepted = sum(record.expected(n) for (record, _), n in zip(windows, drafts, strict=True))
+    return (num_single + accepted) / (num_single + sum(drafts) + num_read_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import nlargest
@@ -15,22 +16,22 @@ if TYPE_CHECKING:
 
 
 def fit_to_captured(
-    turns: Sequence[Turn], limits: SchedulerLimits, least_chance: float
+    turns: Sequence[Turn], limits: SchedulerLimits, num_read_rows: float
 ) -> list[Turn]:
     """The turns of a step, with the drafts that its captured shape makes worth their rows.
 
     Padding's rows go to the likeliest further drafts, one a request at most. No window has a draft
-    if all of them are not worth the rows that the step would do without, each the ``least_chance``
-    of a token. Where that is 0 nothing changes.
+    if they all make fewer tokens by the rows that the step would do without than single rows do.
+    ``num_read_rows`` is as in ``draft_limits``; where it is infinite nothing changes.
     """
-    if not (least_chance and limits.captured_shapes):
+    if math.isinf(num_read_rows) or not limits.captured_shapes:
         return list(turns)
     needed = shape_of(turns)
     shape = _captured(needed, limits)
     fitted = _filled(turns, needed, shape, limits.num_speculative_tokens)
     more_rows = shape.num_rows - _captured(_without_drafts(needed, turns), limits).num_rows
     expected = sum(turn.request.drafts.expected(turn.draft_limit) for turn in fitted)
-    if expected < more_rows * least_chance:
+    if expected < more_rows * needed.num_windows / (needed.num_windows + num_read_rows):
         return [replace(turn, draft_limit=0) for turn in turns]
     return fitted
 

@@ -15,11 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.engine.user_inputs import require_level
+from sametoken.engine.user_inputs import memory_stays, require_level
 from sametoken.errors import (
     InvariantError,
     RequestError,
-    UnsupportedError,
     WeightUpdateError,
     shown,
 )
@@ -84,7 +83,7 @@ class FixedMemory:
 
     def require_droppable(self) -> None:
         """Refuse; see ``Memory``."""
-        raise UnsupportedError(f"memory of {self.why} cannot be given back", "stop the engine")
+        raise memory_stays(self.why)
 
     def drop(self, *, weights: bool) -> None:
         """Refuse; see ``Memory``."""

@@ -17,6 +17,7 @@ from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
 from sametoken.engine.user_inputs import (
     Prompt,
     PromptTokens,
+    memory_stays,
     parts_of,
     require_level,
     require_request_id,
@@ -391,6 +392,9 @@ class AsyncLLM(NotCopied):
         require_level(level)
         if mode == "keep":
             raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
+        if self.resolved.world_size > 1:
+            # Before any request ends; the engine would say so after.
+            raise memory_stays("several ranks")
         await self._client.command(FallAsleep(level, self._waits(mode)))
 
     async def wake_up(self, tags: str | Sequence[str] | None = None) -> None:

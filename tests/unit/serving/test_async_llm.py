@@ -34,6 +34,7 @@ from sametoken.errors import (
     EngineRestartingError,
     OverloadedError,
     RequestError,
+    UnsupportedError,
     WeightUpdateError,
 )
 from sametoken.serving import async_llm
@@ -601,13 +602,16 @@ def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline,
     served.run(scenario())
 
 
-def test_a_sleep_of_no_level_ends_no_request(served):
+def test_a_sleep_that_is_refused_ends_no_request(served, monkeypatch):
     async def scenario():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         running = served.llm.generate(WORDS[0], params, "running")
         await anext(running)
         with pytest.raises(RequestError, match="no sleep of level 9"):
             await served.llm.sleep(level=9)
+        monkeypatch.setattr(served.llm, "resolved", replace(served.llm.resolved, world_size=2))
+        with pytest.raises(UnsupportedError, match="memory of several ranks"):
+            await served.llm.sleep()
         assert (await last_of(running)).outputs[0].finish_reason == "length"
 
     served.run(scenario())

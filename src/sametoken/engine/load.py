@@ -203,8 +203,10 @@ def _require_kv(requested: Requested) -> None:
         ConfigError: as ``plan_memory``.
     """
     config, device = requested.config, requested.device
-    if device.type == "cpu" or config.kv_cache_memory_bytes is not None:
-        budget = resolve_kv_bytes(config, device)
+    counted = config.num_kv_blocks is not None
+    if counted or device.type == "cpu" or config.kv_cache_memory_bytes is not None:
+        # The budget of a GPU follows from weights, and does not matter to blocks that are counted.
+        budget = 0 if counted else resolve_kv_bytes(config, device)
         draft_kv, dtype = requested.draft_kv, kv_dtype(config, requested.dtype[0])
         caches = (*requested.caches, *stored_in(draft_kv.caches, dtype))
         plan_memory(config, requested.architecture, caches, draft_kv.lookahead_slots, budget)

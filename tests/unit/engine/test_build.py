@@ -19,10 +19,11 @@ from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import DraftKV
 from sametoken.engine.build import build_engine
-from sametoken.engine.load import Requested
+from sametoken.engine.load import Requested, _require_kv
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.loader import read_config
 from sametoken.runner.cpu_stream import CpuStream
 from sametoken.runner.runner import EagerLauncher
 from sametoken.runner.stream import LaggingStream
@@ -129,6 +130,16 @@ def test_what_a_refusal_proposes_starts_at_once_and_no_less_does(
     assert option == "num_kv_blocks" or bytes_kept(core) <= least
     with pytest.raises(ConfigError, match="of KV for a request"):
         build(model, **spec, **{option: least - 1})
+
+
+def test_too_few_blocks_are_refused_before_a_gpu_has_weights(target):
+    architecture = read_config(target)
+    config = EngineConfig.from_options(model="any", num_kv_blocks=1, max_model_len=16, block_size=8)
+    requested = replace(requested_of(config, architecture), device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="of KV for a request") as caught:
+        _require_kv(requested)
+    assert caught.value.remedy == "use max_model_len=8 or less, or num_kv_blocks=2 or more"
+    _require_kv(replace(requested, config=replace(config, num_kv_blocks=2)))
 
 
 @pytest.mark.parametrize(("method", "k"), [(None, 0), ("ngram", 5), ("draft_model", 3)])

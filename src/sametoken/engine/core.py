@@ -85,6 +85,17 @@ class EngineCore:
         """Whether some part sleeps, so that ``step`` may not be called."""
         return bool(self._sleep.asleep)
 
+    def require_sleep(self, level: int) -> None:
+        """Refuse what ``sleep`` refuses of any engine like this one, and do nothing else.
+
+        Raises:
+            RequestError: there is no such level.
+            UnsupportedError: this engine's memory cannot be given back.
+        """
+        self._sleep.require_possible(level)
+        if level == DROP_WEIGHTS:
+            self.weights.require_target(MODEL)
+
     def sleep(self, level: int) -> None:
         """Give memory back until ``wake_up``; requests that wait go on waiting.
 
@@ -96,9 +107,7 @@ class EngineCore:
             UnsupportedError: this engine's memory cannot be given back.
             EngineDeadError: the engine has failed, or a step fails now.
         """
-        self._sleep.require_possible(level)
-        if level == DROP_WEIGHTS:
-            self.weights.require_target(MODEL)
+        self.require_sleep(level)
         self._guarded(self._land)
         if self.scheduler.num_running or self.scheduler.num_swapped:
             raise RequestError("requests run, whose KV is needed", "let them end first")

@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.engine.user_inputs import memory_stays, require_level
+from sametoken.engine.user_inputs import require_level
 from sametoken.errors import (
     InvariantError,
     RequestError,
+    UnsupportedError,
     WeightUpdateError,
     shown,
 )
@@ -83,7 +84,7 @@ class FixedMemory:
 
     def require_droppable(self) -> None:
         """Refuse; see ``Memory``."""
-        raise memory_stays(self.why)
+        raise UnsupportedError(f"memory of {self.why} cannot be given back", "stop the engine")
 
     def drop(self, *, weights: bool) -> None:
         """Refuse; see ``Memory``."""

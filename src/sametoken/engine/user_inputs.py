@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from sametoken.errors import RequestError, UnsupportedError, require_unicode, shown
+from sametoken.errors import RequestError, require_unicode, shown
 from sametoken.io.json_text import NotFiniteError, parse_json
 from sametoken.text.tokenizer import Messages
 from sametoken.types.outputs import RequestOutput
@@ -262,11 +262,6 @@ def require_level(level: object) -> None:
     """
     if level not in (1, 2):
         raise RequestError(f"there is no sleep of level {shown(level)}", "use 1 or 2")
-
-
-def memory_stays(owner: str) -> UnsupportedError:
-    """Memory of this owner stays while an engine sleeps, so it cannot."""
-    return UnsupportedError(f"memory of {owner} cannot be given back", "stop the engine")
 
 
 def parts_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -17,7 +17,6 @@ from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
 from sametoken.engine.user_inputs import (
     Prompt,
     PromptTokens,
-    memory_stays,
     parts_of,
     require_level,
     require_request_id,
@@ -29,6 +28,7 @@ from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Build,
     ChangeWeights,
+    CheckSleep,
     FallAsleep,
     FinishUpdate,
     ForgetPrefixes,
@@ -386,15 +386,14 @@ class AsyncLLM(NotCopied):
 
         Raises:
             RequestError: there is no such level or mode.
-            UnsupportedError: with several ranks memory cannot be given back.
+            UnsupportedError: memory of this engine cannot be given back.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
         require_level(level)
         if mode == "keep":
             raise RequestError("a sleep keeps no requests", "use the mode abort or wait")
-        if self.resolved.world_size > 1:
-            # Before any request ends; the engine would say so after.
-            raise memory_stays("several ranks")
+        # Before any request ends for it.
+        await self._client.command(CheckSleep(level))
         await self._client.command(FallAsleep(level, self._waits(mode)))
 
     async def wake_up(self, tags: str | Sequence[str] | None = None) -> None:

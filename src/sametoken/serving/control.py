@@ -11,6 +11,7 @@ from sametoken.errors import RequestError, SametokenError, UnsupportedError, Wei
 from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
+    CheckSleep,
     Command,
     FallAsleep,
     FinishUpdate,
@@ -91,6 +92,8 @@ class Control:
     def _obey(self, command: Command) -> None:
         if isinstance(command, ForgetPrefixes):
             self._engine.forget_prefixes()
+        elif isinstance(command, CheckSleep):
+            self._engine.require_sleep(command.level)
         elif isinstance(command, FallAsleep):
             self._engine.sleep(command.level)
         elif isinstance(command, WakeUp):

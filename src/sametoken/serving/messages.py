@@ -95,6 +95,13 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckSleep:
+    """Refuse a sleep of this level if the engine can never have it."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
 class FallAsleep:
     """Pause, with ``wait`` as there, and then give memory back; as ``EngineCore.sleep``."""
 
@@ -170,7 +177,7 @@ class Prepared:
 
 
 WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
-Command = Pause | Resume | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand
+Command = Pause | Resume | CheckSleep | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,8 @@ def test_a_served_engine_and_its_ranks_end_together(path, children, caplog, tmp_
         engine, follower = engine_and_follower(children)
         stream = asked(llm, "second", max_tokens=100)
         await anext(stream)
+        with pytest.raises(UnsupportedError, match="memory of several ranks"):
+            await llm.sleep()
         follower.kill()
         with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL"):
             async for _ in stream:

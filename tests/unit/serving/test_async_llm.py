@@ -40,6 +40,7 @@ from sametoken.errors import (
 from sametoken.serving import async_llm
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
+from sametoken.serving.messages import FallAsleep
 from sametoken.types.structured_outputs import StructuredOutputs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -587,7 +588,8 @@ def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline,
     async def scenario():
         running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
         await anext(running)
-        await cancelled(llm, llm.sleep(mode=mode))
+        # As ``sleep`` does, once the engine has said that it can.
+        await cancelled(llm, llm._client.command(FallAsleep(1, llm._waits(mode))))
         # Answered after the withdrawal.
         await llm.reset_prefix_cache()
         assert llm.is_paused == llm.is_sleeping == (mode == "abort")
@@ -602,19 +604,27 @@ def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline,
     served.run(scenario())
 
 
-def test_a_sleep_that_is_refused_ends_no_request(served, monkeypatch):
+def test_a_sleep_of_no_level_ends_no_request(served):
     async def scenario():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         running = served.llm.generate(WORDS[0], params, "running")
         await anext(running)
         with pytest.raises(RequestError, match="no sleep of level 9"):
             await served.llm.sleep(level=9)
-        monkeypatch.setattr(served.llm, "resolved", replace(served.llm.resolved, world_size=2))
-        with pytest.raises(UnsupportedError, match="memory of several ranks"):
-            await served.llm.sleep()
         assert (await last_of(running)).outputs[0].finish_reason == "length"
 
     served.run(scenario())
+
+
+async def test_a_sleep_that_this_engine_can_never_have_ends_no_request(model, tmp_path):
+    spec = {"method": "extract_hidden_states", "shared_storage_path": str(tmp_path)}
+    config = EngineConfig.from_options(model=model, speculative_config=spec, **SIZES)
+    async with await AsyncLLM.start(config) as llm:
+        running = llm.generate(WORDS[0], SamplingParams(max_tokens=40, ignore_eos=True), "running")
+        await anext(running)
+        with pytest.raises(UnsupportedError, match="under extraction"):
+            await llm.sleep(level=2)
+        assert (await last_of(running)).outputs[0].finish_reason == "length"
 
 
 def test_an_update_that_is_cancelled_has_not_been(served, model):

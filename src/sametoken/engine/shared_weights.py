@@ -166,6 +166,8 @@ class FollowingWeights:
         self._number: int | None = None
         self._loaded: NewWeights | None = None
         self._lock = threading.Lock()
+        # For one copy of the weights: an update may begin while an interrupted one is loaded.
+        self._room = threading.Lock()
 
     def begin(self, message: LoadShare | UseShare) -> Replacement | None:
         """Begin what rank 0 says, as soon as it comes: plans before it may wait for rank 0.
@@ -186,19 +188,23 @@ class FollowingWeights:
         # A thread begins on the first GPU.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
-        error: SametokenError | None = None
+        with self._room:
+            self._send(ShareLoaded(message.number, self._load(message)))
+
+    def _load(self, message: LoadShare) -> SametokenError | None:
+        # A function of its own, so that the thread keeps no weights that nobody wants any more.
         try:
             loaded = self._own.load(message.source(), MODEL)
             with self._lock:
                 if self._number == message.number:
                     self._loaded = loaded
         except SametokenError as refusal:
-            error = refusal
+            return refusal
         except Exception as failure:
-            error = WeightUpdateError(
+            return WeightUpdateError(
                 f"a rank cannot load the new weights: {failure!r}", "see its log"
             )
-        self._send(ShareLoaded(message.number, error))
+        return None
 
 
 def _in_memory(source: TensorSource, number: int) -> tuple[HostMemory, LoadShare]:

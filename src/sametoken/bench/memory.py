@@ -15,7 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
-from sametoken.engine.kept_memory import count_kept_states
+from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
     RequestMemory,
     kv_dtype,
@@ -68,7 +68,8 @@ class Memory:
         max_model_len, max_num_seqs: the longest request, and how many run at once.
         weights, draft_weights: matrices. Those that both share count for the target, an fp8
             copy of them for the drafter.
-        num_kept_states: recurrent states that are kept for prefix caching at most.
+        num_kept_states, kept_states: recurrent states that are kept for prefix caching at most;
+            bytes of all of them and of a reserved one, part of the KV memory.
         request: memory of one request.
         swap: host memory and disk for swapped KV, at most.
         max_num_batched_tokens, step: the rows of the largest step, and its memory while it runs.
@@ -83,6 +84,7 @@ class Memory:
     weights: int
     draft_weights: int
     num_kept_states: int
+    kept_states: int
     request: RequestMemory
     swap: SwapLimits
     max_num_batched_tokens: int
@@ -104,12 +106,6 @@ class Memory:
         return self.request.total(self.max_model_len)
 
     @property
-    def kept_states(self) -> int:
-        """Bytes of all kept states and of a reserved one, part of the KV memory."""
-        count = self.num_kept_states
-        return (count + 1) * self.request.kept_state if count else 0
-
-    @property
     def total(self) -> int:
         """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens.
 
@@ -119,7 +115,7 @@ class Memory:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON values, derived numbers included."""
-        derived = ("kv_per_block", "speculation_per_request", "per_request", "kept_states", "total")
+        derived = ("kv_per_block", "speculation_per_request", "per_request", "total")
         own = asdict(self)
         own["request"] |= {"state_per_draft": self.request.state_per_draft}
         return own | {name: getattr(self, name) for name in derived}
@@ -178,6 +174,7 @@ def measure_memory(
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
         num_kept_states=num_kept_states,
+        kept_states=kept_states_bytes(config, caches, num_kept_states),
         request=RequestMemory.of(config.num_speculative_tokens, own, drafts),
         swap=_swap_limits(config, caches, longest),
         max_num_batched_tokens=config.max_num_batched_tokens,

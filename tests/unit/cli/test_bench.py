@@ -194,6 +194,7 @@ COUNTED = Memory(
     weights=18 * 10**9,
     draft_weights=0,
     num_kept_states=9,
+    kept_states=760_000_000,
     request=RequestMemory(64, 32_768, 51_000_000, pending=25_000_000),
     swap=SwapLimits(4 * 2**30, 0),
     max_num_batched_tokens=2048,

@@ -20,7 +20,7 @@ from helpers.forward import load
 from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import load_drafter, required_aux_layers
+from sametoken.drafters.build import load_drafter, needs_of_drafter
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.reference import ReferenceKernels
@@ -48,8 +48,9 @@ class HeadFiles:
             else:
                 model = str(write_safeailab(folder / "head", head_tensors(**tensors)))
         self.spec = SpeculativeConfig(method, 3, model)
-        layers = required_aux_layers(self.spec, read_config(self.path), self.path)
-        self.target = load(self.path, aux_layers=layers)
+        config = read_config(self.path)
+        needs = needs_of_drafter(self.spec, config, torch.float32, self.path)
+        self.target = load(self.path, aux_layers=needs.aux_layers)
 
     def bench(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Bench:
         """The drafter of the spec with these changes, which nothing spoils."""

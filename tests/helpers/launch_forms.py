@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from helpers.scripts import imported
 from sametoken.config import DUMMY
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import load_drafter, required_aux_layers
+from sametoken.drafters.build import load_drafter, needs_of_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.quantization import read_quantization
@@ -129,7 +129,7 @@ def step_on_meta(
     """The step of a GPU engine for a model's config.json, without memory. In ``recorded``."""
     backend = Backend(TritonKernels(GemmTable(hopper=True)), step_ops, ngram.lookup, suffix.search)
     config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
-    aux_layers = required_aux_layers(spec, config, path, DUMMY)
+    aux_layers = needs_of_drafter(spec, config, dtype, path, DUMMY).aux_layers
     quantization = read_quantization(config.extra, str(path))
     reader = dummy_reader(path, backend.model, dtype, META, quantization=quantization)
     target = model_class(config.architecture)(

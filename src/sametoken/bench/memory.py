@@ -14,7 +14,7 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
+from sametoken.drafters.build import load_drafter, needs_of_drafter, require_drafter_fits
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
     RequestMemory,
@@ -157,7 +157,7 @@ def measure_memory(
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
-    aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
+    aux_layers = needs_of_drafter(spec, architecture, dtype, path, DUMMY).aux_layers
     own, drafts = (stored_in(one.caches, kv_dtype(config, dtype)) for one in (target, drafter))
     steps = resolve_steps(config, target, drafter.model, dtype, device, len(aux_layers))
     caches = (*own, *drafts)

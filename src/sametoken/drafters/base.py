@@ -111,14 +111,16 @@ class SharedHead:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftKV:
-    """What a drafter's KV takes, known before anything is loaded.
+class DrafterNeeds:
+    """What a drafter reads of the target and keeps, known before anything is loaded.
 
     Attributes:
-        caches: the declarations of its layers; empty without a model.
+        aux_layers: the target's layers whose inputs it reads.
+        caches: the declarations of its own layers; empty without a model.
         lookahead_slots: see ``Drafter``.
     """
 
+    aux_layers: tuple[int, ...] = ()
     caches: tuple[LayerCache, ...] = ()
     lookahead_slots: int = 0
 

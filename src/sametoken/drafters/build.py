@@ -12,7 +12,14 @@ import torch
 
 from sametoken.config import DUMMY, SpeculativeConfig
 from sametoken.drafters import draft_model, eagle
-from sametoken.drafters.base import Drafter, DraftKV, LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters.base import (
+    Drafter,
+    DrafterNeeds,
+    LoadedDrafter,
+    NoDrafter,
+    Placement,
+    named,
+)
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.eagle import fitting_head, read_token_map
@@ -21,55 +28,44 @@ from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import open_checkpoint, read_config
 from sametoken.state.caches import ModelCache
-from sametoken.types.speculative_methods import EXTRACT, HEADS, TABLE, Kind
+from sametoken.types.speculative_methods import HEADS, TABLE, Kind
 
 
-def required_aux_layers(
-    spec: SpeculativeConfig | None,
-    target: ModelConfig,
-    target_path: Path = Path(),
-    load_format: str = "auto",
-) -> tuple[int, ...]:
-    """The target's layers whose inputs the drafter reads; known before the target is loaded.
-
-    Args:
-        spec: the speculative config.
-        target: the target's architecture.
-        target_path, load_format: as in ``Placement``.
-
-    Raises:
-        CheckpointError: the head's config.json is missing or malformed, or the target's
-            checkpoint has no head.
-        UnsupportedError: the method or the head is not implemented.
-        DrafterMismatchError: the head was trained for another target.
-        ConfigError: a layer to extract does not exist, or a token map is given for a head with
-            its own.
-    """
-    if spec is not None and spec.method == EXTRACT:
-        return extracted_layers(spec, target.num_layers)
-    if spec is None or spec.method not in HEADS:
-        return ()
-    return fitting_head(spec, target, target_path, load_format).aux_layers(target.num_layers)
-
-
-def kv_of_drafter(
+def needs_of_drafter(
     spec: SpeculativeConfig | None,
     target: ModelConfig,
     dtype: torch.dtype,
     target_path: Path = Path(),
     load_format: str = "auto",
-) -> DraftKV:
-    """What the drafter keeps; known before the target is loaded.
+) -> DrafterNeeds:
+    """What the drafter needs; known before the target is loaded.
 
-    Arguments and errors as in ``required_aux_layers``; ``dtype`` is that of the weights.
+    Args:
+        spec: the speculative config.
+        target: the target's architecture.
+        dtype: of the weights.
+        target_path, load_format: as in ``Placement``.
+
+    Raises:
+        CheckpointError: the drafter's config.json is missing or malformed, or the target's
+            checkpoint has no head.
+        UnsupportedError: the method or the drafter is not implemented.
+        DrafterMismatchError: the head was trained for another target.
+        ConfigError: a layer to extract does not exist, or a token map is given for a head with
+            its own.
     """
-    kind = TABLE[spec.method].kind if spec is not None else None
-    if spec is not None and kind is Kind.MODEL:
-        return draft_model.kv_of(spec, dtype, load_format)
-    if spec is not None and kind is Kind.HEAD:
+    if spec is None:
+        return DrafterNeeds()
+    kind = TABLE[spec.method].kind
+    if kind is Kind.RECORDER:
+        return DrafterNeeds(extracted_layers(spec, target.num_layers))
+    if kind is Kind.MODEL:
+        return draft_model.needs_of(spec, dtype, load_format)
+    if kind is Kind.HEAD:
         head = fitting_head(spec, target, target_path, load_format)
-        return DraftKV(head.caches(dtype), eagle.lookahead_slots(spec.num_model_tokens))
-    return DraftKV()
+        lookahead = eagle.lookahead_slots(spec.num_model_tokens)
+        return DrafterNeeds(head.aux_layers(target.num_layers), head.caches(dtype), lookahead)
+    return DrafterNeeds()
 
 
 def require_drafter_fits(

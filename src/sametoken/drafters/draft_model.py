@@ -10,7 +10,7 @@ from torch import Tensor
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import (
     Drafter,
-    DraftKV,
+    DrafterNeeds,
     Drafts,
     LoadedDrafter,
     NoDrafter,
@@ -104,15 +104,15 @@ def lookahead_slots(k: int) -> int:
     return k - 1
 
 
-def kv_of(spec: SpeculativeConfig, dtype: torch.dtype, load_format: str) -> DraftKV:
-    """What ``load``'s drafter keeps, from the draft model's config alone.
+def needs_of(spec: SpeculativeConfig, dtype: torch.dtype, load_format: str) -> DrafterNeeds:
+    """What ``load``'s drafter needs, from the draft model's config alone.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load``.
     """
     config = read_config(Path(spec.model or ""), load_format=load_format)
     caches = model_class(config.architecture).caches_of(config, dtype, spec.model or "")
-    return DraftKV(caches, lookahead_slots(spec.num_model_tokens))
+    return DrafterNeeds((), caches, lookahead_slots(spec.num_model_tokens))
 
 
 def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:

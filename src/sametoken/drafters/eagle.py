@@ -229,7 +229,7 @@ def fitting_head(
 ) -> Checkpoint:
     """The checkpoint of a method's head, with its config read and its weights not.
 
-    Arguments and errors as in ``drafters.build.required_aux_layers``.
+    Arguments and errors as in ``drafters.build.needs_of_drafter``.
     """
     directory = target_path if spec.model is None else Path(spec.model)
     checkpoint: Checkpoint = named(TABLE[spec.method].head)(directory, load_format=load_format)

@@ -73,7 +73,7 @@ def build_requested(requested: Requested, announce: Callable[[str], None]) -> En
         requested.config.speculative_config,
         requested.path,
         requested.architecture,
-        requested.aux_layers,
+        requested.needs.aux_layers,
         requested.dtype[0],
     )
     try:

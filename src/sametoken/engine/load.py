@@ -12,13 +12,12 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks
-from sametoken.drafters.base import DraftKV, LoadedDrafter, Placement
+from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, Placement
 from sametoken.drafters.build import (
-    kv_of_drafter,
     load_drafter,
+    needs_of_drafter,
     require_drafter_files,
     require_drafter_fits,
-    required_aux_layers,
 )
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
@@ -81,8 +80,7 @@ class Requested:
         config: sizes resolved, the drafter's path in place of its name.
         path: the target's checkpoint.
         dtype: dtype of weights and activations, and the reason.
-        aux_layers: the target's layers whose inputs the drafter reads.
-        draft_kv: what the drafter keeps, in the dtype of the weights.
+        needs: the drafter's; its caches are in the dtype of the weights.
         reasons: options that were turned off or filled in, and why.
     """
 
@@ -92,8 +90,7 @@ class Requested:
     path: Path
     architecture: ModelConfig
     dtype: tuple[torch.dtype, str]
-    aux_layers: tuple[int, ...]
-    draft_kv: DraftKV
+    needs: DrafterNeeds
     reasons: dict[str, str]
 
     @property
@@ -122,7 +119,8 @@ class Requested:
         """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers
         drafter_reads = spec is not None and TABLE[spec.method].reads_last
-        return drafter_reads or last in self.aux_layers or self.config.enable_return_routed_experts
+        records = self.config.enable_return_routed_experts
+        return drafter_reads or last in self.needs.aux_layers or records
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +154,9 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     config, architecture, reasons = _resolve_names(config, device, path, announce)
     dtype = resolve_dtype(config, architecture.dtype)
     spec, draft_format = config.speculative_config, config.draft_load_format
-    layers = required_aux_layers(spec, architecture, path, draft_format)
+    needs = needs_of_drafter(spec, architecture, dtype[0], path, draft_format)
     require_drafter_files(spec, draft_format)
-    draft_kv = kv_of_drafter(spec, architecture, dtype[0], path, draft_format)
-    requested = Requested(
-        given, config, device, path, architecture, dtype, layers, draft_kv, reasons
-    )
+    requested = Requested(given, config, device, path, architecture, dtype, needs, reasons)
     _require_kv(requested)
     _builders.add(os.getpid())
     return requested
@@ -207,9 +202,9 @@ def _require_kv(requested: Requested) -> None:
     if counted or device.type == "cpu" or config.kv_cache_memory_bytes is not None:
         # The budget of a GPU follows from weights, and does not matter to blocks that are counted.
         budget = 0 if counted else resolve_kv_bytes(config, device)
-        draft_kv, dtype = requested.draft_kv, kv_dtype(config, requested.dtype[0])
-        caches = (*requested.caches, *stored_in(draft_kv.caches, dtype))
-        plan_memory(config, requested.architecture, caches, draft_kv.lookahead_slots, budget)
+        needs, dtype = requested.needs, kv_dtype(config, requested.dtype[0])
+        caches = (*requested.caches, *stored_in(needs.caches, dtype))
+        plan_memory(config, requested.architecture, caches, needs.lookahead_slots, budget)
 
 
 def _refuse_forks() -> None:
@@ -239,10 +234,10 @@ def load(
     caches = (*own, *drafter.caches)
     per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
     recurrent_bytes = (config.max_num_seqs + 1) * per_slot
-    num_aux_layers = len(requested.aux_layers)
+    num_aux_layers = len(requested.needs.aux_layers)
     steps = resolve_steps(config, target, drafter.model, dtype, device, num_aux_layers)
     budget = ranks.reduce_min(resolve_kv_bytes(config, device, recurrent_bytes, steps))
-    lookahead = requested.draft_kv.lookahead_slots
+    lookahead = requested.needs.lookahead_slots
     memory = ranks.broadcast_object(plan_memory(config, architecture, caches, lookahead, budget))
     if memory.max_model_len < requested.max_model_len:
         announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")
@@ -295,7 +290,7 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     dtype, _ = requested.dtype
     # Only rank 0 drafts, so only rank 0 loads the drafter.
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
-    layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
+    layers = requested.needs.aux_layers if ranks.parallel.rank == 0 else ()
     max_len, own = requested.max_model_len, requested.caches
     require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS

@@ -28,12 +28,11 @@ from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import DraftKV, LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter, Placement, named
 from sametoken.drafters.build import (
-    kv_of_drafter,
     load_drafter,
+    needs_of_drafter,
     require_drafter_fits,
-    required_aux_layers,
 )
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -68,12 +67,12 @@ def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
 
 
 def require_drafts(
-    loaded: LoadedDrafter, said: DraftKV, bench: Bench, kind: type, num_steps: int = 5
+    loaded: LoadedDrafter, needs: DrafterNeeds, bench: Bench, kind: type, num_steps: int = 5
 ) -> None:
     """It is attached as a drafter of this kind, keeps what configs said of it, and runs."""
     bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, kind)
-    assert DraftKV(loaded.caches, bench.drafter.lookahead_slots) == said
+    assert (loaded.caches, bench.drafter.lookahead_slots) == (needs.caches, needs.lookahead_slots)
     bench.run(num_steps, VOCAB, lambda context, drafts: None)
 
 
@@ -88,7 +87,7 @@ def test_methods_without_weights(target_directory, spec, kind):
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.caches == ()
     assert isinstance(loaded.attach(None, Bench(target, 1).coupling), kind)
-    assert required_aux_layers(spec, target.config) == ()
+    assert needs_of_drafter(spec, target.config, torch.float32) == DrafterNeeds()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -96,8 +95,8 @@ def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
     target = load_target(target_directory)
     bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
     spec = spec_of("draft_model", target_directory)
-    said = kv_of_drafter(spec, target.config, torch.float32)
-    require_drafts(load_drafter(spec, target, PLACEMENT), said, bench, DraftModelDrafter, 15)
+    needs = needs_of_drafter(spec, target.config, torch.float32)
+    require_drafts(load_drafter(spec, target, PLACEMENT), needs, bench, DraftModelDrafter, 15)
     assert bench.counts.offered > 10
     assert bench.counts.accepted == bench.counts.offered
 
@@ -110,22 +109,21 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
     else:
         head = write_safeailab(tmp_path / "head", head_tensors())
     spec = spec_of(method, head, k)
-    layers = required_aux_layers(spec, read_config(target_directory))
-    assert layers == wanted
-    target = load_target(target_directory, layers)
-    said = kv_of_drafter(spec, target.config, torch.float32)
-    require_drafts(load_drafter(spec, target, PLACEMENT), said, Bench(target, k), EagleDrafter)
+    needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
+    assert needs.aux_layers == wanted
+    target = load_target(target_directory, wanted)
+    require_drafts(load_drafter(spec, target, PLACEMENT), needs, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
     directory = write_hybrid(tmp_path, layer_types=[FULL] * 4)
     spec = spec_of("mtp", None, k)
-    assert required_aux_layers(spec, read_config(directory), directory) == ()
+    needs = needs_of_drafter(spec, read_config(directory), torch.float32, directory)
+    assert needs.aux_layers == ()
     target = load_target(directory)
     loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
-    said = kv_of_drafter(spec, target.config, torch.float32, directory)
-    require_drafts(loaded, said, Bench(target, k), EagleDrafter)
+    require_drafts(loaded, needs, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -150,20 +148,19 @@ def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, c
         cascade_model_tokens=3,
         suffix_decoding_max_cached_requests=cached,
     )
-    layers = required_aux_layers(spec, read_config(target_directory))
-    target = load_target(target_directory, layers)
+    needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
+    target = load_target(target_directory, needs.aux_layers)
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.history.texts.shape[0] == cached
-    said = kv_of_drafter(spec, target.config, torch.float32)
-    assert said.lookahead_slots <= 2
-    require_drafts(loaded, said, Bench(target, 6), CascadeDrafter, 8)
+    assert needs.lookahead_slots <= 2
+    require_drafts(loaded, needs, Bench(target, 6), CascadeDrafter, 8)
 
 
 def test_a_target_without_such_a_module_is_refused(target_directory):
     target = load_target(target_directory)
     placement = dataclasses.replace(PLACEMENT, target_path=target_directory)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
-        required_aux_layers(spec_of("mtp"), target.config, target_directory)
+        needs_of_drafter(spec_of("mtp"), target.config, torch.float32, target_directory)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
         load_drafter(spec_of("mtp"), target, placement)
 
@@ -184,7 +181,7 @@ def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
             load_drafter(spec, target, PLACEMENT)
     for spec in (spec_of("eagle3", head), spec_of("eagle", wide)):
         with pytest.raises(DrafterMismatchError, match="32 hidden"):
-            required_aux_layers(spec, target.config)
+            needs_of_drafter(spec, target.config, torch.float32)
 
 
 def test_a_target_that_shares_no_weights_is_refused(tmp_path, target_directory):
@@ -209,7 +206,8 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
         changes["draft_vocab_size"] = 9
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     spec = spec_of(method, tmp_path)
-    target = load_target(target_directory, required_aux_layers(spec, read_config(target_directory)))
+    needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
+    target = load_target(target_directory, needs.aux_layers)
     placement = dataclasses.replace(PLACEMENT, load_format="dummy")
     assert load_drafter(spec, target, placement).caches
     with pytest.raises(CheckpointError, match="no safetensors"):
@@ -401,7 +399,7 @@ def test_a_map_that_is_not_there_is_refused_before_the_target_is_loaded(tmp_path
 def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):
     files = with_map(tmp_path, "eagle3", full_vocab=False)
     with pytest.raises(ConfigError, match="a map of its own") as caught:
-        required_aux_layers(files.spec, read_config(files.path), files.path)
+        needs_of_drafter(files.spec, read_config(files.path), torch.float32, files.path)
     assert caught.value.remedy == 'leave "token_map" out'
     with pytest.raises(ConfigError, match="a map of its own"):
         files.bench()

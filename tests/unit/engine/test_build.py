@@ -17,7 +17,7 @@ from helpers.harness import request, run, swapped_by
 from helpers.hybrids import write_hybrid
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
-from sametoken.drafters.base import DraftKV
+from sametoken.drafters.base import DrafterNeeds
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import Requested, _require_kv
 from sametoken.engine.summary import explanation
@@ -75,14 +75,14 @@ def test_who_reads_the_last_layer_s_states_of_all_rows(options, expected):
     config = EngineConfig.from_options(model="any", **options)
     architecture = toy_config(8)
     assert requested_of(config, architecture).all_states == expected
-    behind_it = replace(requested_of(config, architecture), aux_layers=(architecture.num_layers,))
+    needs = DrafterNeeds((architecture.num_layers,))
+    behind_it = replace(requested_of(config, architecture), needs=needs)
     assert behind_it.all_states
 
 
 def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:
-    dtype, aux_layers = (torch.float32, ""), ()
-    cpu = torch.device("cpu")
-    return Requested(config, config, cpu, Path(), architecture, dtype, aux_layers, DraftKV(), {})
+    dtype, cpu = (torch.float32, ""), torch.device("cpu")
+    return Requested(config, config, cpu, Path(), architecture, dtype, DrafterNeeds(), {})
 
 
 def test_memory_is_accounted_for(target):

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from helpers.checkpoints import write_llama
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.build import required_aux_layers
+from sametoken.drafters.build import needs_of_drafter
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
 from sametoken.models import names as checkout
 from sametoken.models import names as embedded
@@ -259,7 +260,7 @@ def test_a_target_of_another_shape(tmp_path):
     target = read_config(write_llama(tmp_path / "target"))
     spec, _ = resolve_drafter(spec_of(model=HEAD_NAME), tmp_path / "target", silent)
     with pytest.raises(DrafterMismatchError, match="expects a target of 49152") as caught:
-        required_aux_layers(spec, target)
+        needs_of_drafter(spec, target, torch.float32)
     assert "trained for this target" in caught.value.remedy
 
 

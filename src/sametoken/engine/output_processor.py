@@ -186,6 +186,7 @@ class _Completion:
         self._detokenizer = make_detokenizer(
             self._tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
             prompt=request.prompt_token_ids,
         )
         self._stops = StopCursor(stops)

@@ -41,13 +41,19 @@ _MOST_CUT = 3
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer | None, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer | None,
+    *,
+    skip_special_tokens: bool,
+    spaces_between_special_tokens: bool = True,
+    prompt: Sequence[int] = (),
 ) -> Detokenizer:
     """The detokenizer for the tokenizer's decoder.
 
     Args:
         tokenizer: the tokenizer; without one there is no text.
         skip_special_tokens: whether special tokens have no text.
+        spaces_between_special_tokens: whether those that have one keep the spaces that some
+            decoders write between tokens; as in vLLM, all added tokens count, within the output.
         prompt: the tokens before the text; without any, decoders of SentencePiece take the space
             from its beginning.
     """
@@ -55,7 +61,12 @@ def make_detokenizer(
         return NoDetokenizer()
     if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
+    return WindowDetokenizer(
+        tokenizer,
+        skip_special_tokens=skip_special_tokens,
+        joins_added=not (skip_special_tokens or spaces_between_special_tokens),
+        prompt=prompt,
+    )
 
 
 class NoDetokenizer:
@@ -108,10 +119,17 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool,
+        joins_added: bool,
+        prompt: Sequence[int],
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._joined = frozenset(tokenizer.hf.added_tokens_decoder if joins_added else ())
+        self._follows_joined = False
         self._window = self._last_whole(prompt[-_NUM_BEFORE:])
         self._num_shown = len(self._decode())
         self._run = _ByteRun()
@@ -129,6 +147,8 @@ class WindowDetokenizer:
         if token is None or (self._skip and token_id in self._tokenizer.special_ids):
             return ""
         self._window.append(token_id)
+        is_joined = token_id in self._joined
+        follows_joined, self._follows_joined = self._follows_joined, is_joined
         if BYTE_TOKEN.fullmatch(token):
             self._run.append(token)
             self._holds = True
@@ -139,6 +159,8 @@ class WindowDetokenizer:
         # The last character may be a part of one that goes on.
         self._holds = self._cuts_characters and text.endswith("\ufffd")
         piece = text[self._num_shown : len(text) - self._holds]
+        if is_joined and follows_joined:
+            piece = held + token
         self.num_before = len(held) if piece.startswith(held) else 0
         self._window = self._window[-_MOST_CUT:] if self._holds else [token_id]
         self._num_shown = len(self._decode()) - self._holds

@@ -75,6 +75,8 @@ class SamplingParams:
         logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
         logit_bias: added to the logits of these ids.
         allowed_token_ids: every other id is masked.
+        spaces_between_special_tokens: False joins added tokens that follow each other, where they
+            are shown and the tokenizer's decoder would write spaces.
         structured_outputs: constrains the text.
         num_speculative_tokens: limit on drafts per step, up to the engine's; 0 disables
             speculation, None takes the engine's. It changes no token.

@@ -74,6 +74,22 @@ def test_text_and_tokens_accumulate(run, tokenizer):
     assert (second.prompt, second.prompt_token_ids) == ("p", PROMPT)
 
 
+def test_special_tokens_have_spaces_between_them_unless_joined():
+    words = {"<unk>": 0, **{f"w{i}": i for i in range(1, 50)}}
+    backend = Backend(models.WordLevel(words, "<unk>"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+    def text(**params) -> str:
+        output, _ = Run(tokenizer, max_tokens=6, **params).emit(1, 50, 51, 51, 2, 50)
+        return completion(output).text
+
+    shown = {"skip_special_tokens": False}
+    assert text(**shown) == " w1 <s> </s> </s> w2 <s>"
+    assert text(**shown, spaces_between_special_tokens=False) == " w1 <s></s></s> w2 <s>"
+    assert text() == text(spaces_between_special_tokens=False) == " w1 w2"
+
+
 def test_eos_ends_the_request_and_drops_the_rest_of_the_window(run, tokenizer):
     ids = tokenizer.encode("the cat")
     output, released = run().emit(*ids, EOS, *ids)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,16 +14,19 @@ CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def side_by_side():
-    """The script, which parses a file once for all tests."""
-    with imported("code", "side_by_side") as modules, pytest.MonkeyPatch.context() as patch:
-        once = SimpleNamespace(**vars(ast) | {"parse": cache(ast.parse)})
-        patch.setattr(modules.side_by_side, "ast", once)
+    with imported("code", "side_by_side") as modules:
         yield modules.side_by_side
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def listed(side_by_side) -> dict:
     return json.loads(side_by_side.SPECIFICATIONS.read_text())["ours"]
+
+
+@pytest.fixture(scope="module")
+def code(side_by_side, listed):
+    """Our code, which is parsed once for all tests."""
+    return side_by_side.Codebase("ours", CHECKOUT, listed)
 
 
 def names_of(specification: dict) -> set[tuple[str, str]]:
@@ -34,8 +34,7 @@ def names_of(specification: dict) -> set[tuple[str, str]]:
     return {(path, name) for part in parts for path, names in part.items() for name in names}
 
 
-def test_every_function_that_a_token_passes_exists(side_by_side, listed):
-    code = side_by_side.Codebase("ours", CHECKOUT, listed)
+def test_every_function_that_a_token_passes_exists(side_by_side, listed, code):
     defined = {
         (path, name)
         for path, tree in code.trees.items()
@@ -59,11 +58,9 @@ def test_our_column_alone(side_by_side, capsys):
     assert "ours, lines on a cpu: " in shown
 
 
-def test_a_name_that_is_gone_ends_the_comparison(side_by_side, listed):
-    listed["stops"]["shared"]["llm.py"].append("LLM.gone")
-    code = side_by_side.Codebase("ours", CHECKOUT, listed)
+def test_a_name_that_is_gone_ends_the_comparison(side_by_side, code):
     with pytest.raises(SystemExit, match=r"ours: llm\.py has no LLM\.gone"):
-        side_by_side.stops(code, "cpu")
+        side_by_side.stops_in(code, "llm.py", {"LLM.gone"})
 
 
 def test_no_checkout_is_refused(side_by_side, capsys):

@@ -30,6 +30,8 @@ from sametoken.serving.http.run import DrainingServer
 
 HALF = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Half: "
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+#: More than is kept of later requests during an answer, and than a system's buffers hold.
+TOO_MUCH = HEALTH * 500_000
 #: Seconds that nothing here takes on an idle machine; what is measured is a tenth of it or less.
 SOON = 5.0
 
@@ -160,7 +162,7 @@ async def test_requests_at_work_are_not_given_up_for_new_connections():
         assert not await ended((await door.open())[0], 0.05)
 
 
-@pytest.mark.parametrize("ahead", [b"", b"\r\n", HEALTH])
+@pytest.mark.parametrize("ahead", [b"", b"\r\n", HEALTH, TOO_MUCH], ids=len)
 async def test_who_leaves_is_noticed_whatever_was_sent_ahead(ahead):
     engine = FakeEngine("x", endless=True)
     body = b'{"prompt": "x", "max_tokens": 500}'
@@ -175,6 +177,30 @@ async def test_who_leaves_is_noticed_whatever_was_sent_ahead(ahead):
             writer.close()
             while not engine.aborted:
                 await asyncio.sleep(0.01)
+
+
+async def test_too_much_ahead_is_forgotten_and_the_answer_ends_the_connection():
+    may_answer = asyncio.Event()
+
+    async def answering(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        await may_answer.wait()
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async with serving(answering) as door:
+        reader, writer = await door.open()
+        writer.write(HEALTH)
+        await asyncio.sleep(0.05)
+        writer.write(TOO_MUCH)
+        async with asyncio.timeout(SOON):
+            await writer.drain()
+        may_answer.set()
+        status, headers, body = await answer(reader)
+        assert (status, headers["connection"], body) == (200, "close", b"ok")
+        assert await ended(reader)
 
 
 @pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "next"])

@@ -32,7 +32,7 @@ _AT_ONCE = 32
 _PAUSE_S = 0.05
 #: Seconds that a client has to read a response that precedes the end of its request.
 _LINGER_S = 2.0
-#: Bytes of later requests that are read during an answer.
+#: Bytes of later requests that are kept during an answer.
 _MAX_AHEAD = 64 * 1024
 #: Pieces that any body may arrive in, and mean bytes of each further piece.
 _FREE_PIECES, _MEAN_PIECE = 1024, 16
@@ -251,9 +251,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         is_ahead = self.conn.their_state is h11.DONE
         super().data_received(data)
         self._num_ahead = self._num_ahead + len(data) if is_ahead else 0
-        if is_ahead and self._num_ahead <= _MAX_AHEAD:
+        if is_ahead:
             # uvicorn reads no more, and would not see that the client leaves.
             self.flow.resume_reading()
+        if self._num_ahead > _MAX_AHEAD:
+            # What is not kept cannot be answered: the client is to send it again.
+            self._ignores_input, self.cycle.keep_alive = True, False
         self._update_state()
 
     def on_response_complete(self) -> None:
@@ -332,14 +335,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application (ASGI).
 
-        A response before the end of the request ends the connection, and the rest of the request
-        is ignored. The client has time to read the response: closing a socket with unread input
-        resets the connection, and the response may be lost.
+        A response before the end of the request, or after too much beyond it, ends the connection,
+        and the rest is ignored. The client has time to read the response: closing a socket with
+        unread input resets the connection, and the response may be lost.
         """
 
         async def send_on(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
-            if is_start and self.conn.their_state is h11.SEND_BODY:
+            if is_start and (self._ignores_input or self.conn.their_state is h11.SEND_BODY):
                 self._ignores_input = True
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             elif self._ignores_input and not is_start and not message.get("more_body", False):

@@ -86,12 +86,7 @@ class EngineCore:
         return bool(self._sleep.asleep)
 
     def require_sleep(self, level: int) -> None:
-        """Refuse what ``sleep`` refuses of any engine like this one, and do nothing else.
-
-        Raises:
-            RequestError: there is no such level.
-            UnsupportedError: this engine's memory cannot be given back.
-        """
+        """Refuse a sleep that this engine can never have; errors as in ``sleep``."""
         self._sleep.require_possible(level)
         if level == DROP_WEIGHTS:
             self.weights.require_target(MODEL)

@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 # The suite runs several processes on few cores; spinning threads would fight over them.
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
@@ -34,6 +36,9 @@ TESTS = Path(__file__).parent
 # Examples take as long as they take.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+# Typer makes the commands of an application anew, in 50 ms, each time that a test runs one.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 if not torch.cuda.is_available():
     # Forked processes cannot use CUDA where their parent has asked for its devices.

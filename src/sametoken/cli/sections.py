@@ -27,6 +27,8 @@ def as_sentence(text: str) -> str:
     Names at its beginning, such as vLLM and gsm8k, keep their spelling.
     """
     sentence, bracket, default = text.partition(_DEFAULT)
+    # A text that is shown a second time is a sentence already.
+    sentence = sentence.rstrip()
     first, _, _ = sentence.partition(" ")
     start = sentence[:1] if NAME.fullmatch(first) else sentence[:1].upper()
     stop = "." if sentence and sentence[-1] not in ".]" else ""

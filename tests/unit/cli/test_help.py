@@ -126,7 +126,7 @@ def test_every_option_is_explained():
     ],
 )
 def test_sentences(text, sentence):
-    assert as_sentence(text) == sentence
+    assert as_sentence(text) == as_sentence(sentence) == sentence
 
 
 def test_version_has_a_command_and_an_option():

@@ -4,6 +4,8 @@
 # mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -50,12 +52,16 @@ def products(columns, depth=16):
     )
 
 
+#: Of the host, which describes memory at every launch.
+_lines_of_memory = cache(_in_lines)
+
+
 def boxes(memory: Tensor, height: int) -> TensorDescriptor:
     """What one TMA load reads: ``height`` rows [..., columns] of 128 bytes; 0 beyond the last."""
     lines = memory.view(-1, memory.shape[-1])
     assert len(lines) < 2**31
     box = [height, 128 // memory.itemsize]
-    return TensorDescriptor.from_tensor(lines, box, _in_lines(8 * memory.itemsize))
+    return TensorDescriptor.from_tensor(lines, box, _lines_of_memory(8 * memory.itemsize))
 
 
 def boxes_of_halves(memory: Tensor) -> TensorDescriptor:
@@ -67,4 +73,4 @@ def boxes_of_halves(memory: Tensor) -> TensorDescriptor:
     assert len(memory) % 16 == 0
     turns = memory.view(2, rows // 8, 8, columns).transpose(0, 1)
     box = [4, 2, 8, 128 // memory.itemsize]
-    return TensorDescriptor.from_tensor(turns, box, _in_lines(8 * memory.itemsize, 4))
+    return TensorDescriptor.from_tensor(turns, box, _lines_of_memory(8 * memory.itemsize, 4))

@@ -42,8 +42,15 @@ ENGINES = [
 ]
 
 
-def steps_of(engine, count: int, *, all_states: bool = False) -> list[StepShape]:
-    """Shapes of steps with prompts, as an eager launcher pads them."""
+def compiled_shapes(engine, *, all_states: bool = False) -> list[StepShape]:
+    """Of the steps that start-up runs."""
+    sizes = engine[:3]
+    captured = captured_shapes(*sizes, all_states=all_states)
+    return [*captured, *eager_shapes(*sizes, all_states=all_states)]
+
+
+def steps_of(engine, count: int, *, all_states: bool = False) -> set[StepShape]:
+    """Shapes of steps with prompts, as an eager launcher pads them, which start-up does not run."""
     max_num_seqs, k, max_rows, _ = engine
     draw, drawn = random.Random(0), []
     while len(drawn) < count:
@@ -58,7 +65,7 @@ def steps_of(engine, count: int, *, all_states: bool = False) -> list[StepShape]
             requests, widest = windows + prompts, max(drafts, default=0) + 1
             sizes = (requests, rows, sampled, windows, widest, max(lengths))
             drawn.append(padded(StepShape(*sizes, all_states), ROW_MULTIPLE))
-    return drawn
+    return {*drawn} - {*compiled_shapes(engine, all_states=all_states)}
 
 
 def attend(shapes, heads: AttentionShape, engine) -> None:
@@ -83,7 +90,7 @@ def attend(shapes, heads: AttentionShape, engine) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=lambda one: f"{one.num_heads}-{one.num_kv_heads}")
 def test_start_up_compiles_the_attention_of_every_step(heads, engine):
     with recorded() as forms:
-        attend((*captured_shapes(*engine[:3]), *eager_shapes(*engine[:3])), heads, engine)
+        attend(compiled_shapes(engine), heads, engine)
         compiled = set(forms)
         attend(steps_of(engine, 200), heads, engine)
     assert len(compiled) >= 3
@@ -125,8 +132,7 @@ def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine
     with recorded() as forms:
         step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], engine[0], engine[3])
         options = {"all_states": step.all_states}
-        run_on_meta(step, captured_shapes(*engine[:3], **options))
-        run_on_meta(step, eager_shapes(*engine[:3], **options))
+        run_on_meta(step, compiled_shapes(engine, **options))
         compiled = set(forms)
         run_on_meta(step, steps_of(engine, 60, **options))
     assert len({kernel for kernel, _ in compiled}) > 12

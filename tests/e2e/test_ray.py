@@ -17,7 +17,6 @@ import psutil
 import pytest
 import ray
 from openai import OpenAI
-from ray import serve
 
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
@@ -84,11 +83,10 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def served(cluster, engine_config) -> Iterator[ServerConfig]:
+def served(cluster, engine_config) -> ServerConfig:
     config = ServerConfig(port=free_port(), served_model_name=("toy",), log_level="error")
     deploy(engine_config, ServingLimits(), config, RAY_CONFIG)
-    yield config
-    serve.shutdown()
+    return config
 
 
 def free_port() -> int:

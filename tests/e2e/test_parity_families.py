@@ -133,11 +133,13 @@ def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_every_chunk(family, dtype):
+    """Of more rows than three of the reference's products, several windows and blocks have."""
+    prompt = PROMPT[:25]
     for kernels in BACKENDS:
         ours = load(family[1], kernels, dtype=dtype)
-        whole = Bench(ours).logits(PROMPT, [])
-        for chunks in ([3, 11, 1, 1], [1] * len(PROMPT)):
-            assert torch.equal(Bench(ours).logits(PROMPT, chunks), whole)
+        whole = Bench(ours).logits(prompt, [])
+        for chunks in ([3, 11, 1, 1], [1] * len(prompt)):
+            assert torch.equal(Bench(ours).logits(prompt, chunks), whole)
 
 
 def test_queries_of_ministral_3_need_not_grow():

@@ -128,8 +128,6 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
         # Without pydantic's names for the types of a union.
         parts = map(str, fault["loc"])
         where = [part for part in parts if "[" not in part and part not in _FORMS]
-        if not where:
-            raise invalid("the body is no JSON object. Send one as application/json") from error
         raise invalid_field(where, fault) from error
     except ValueError as error:
         message = f"the body cannot be served: {error}. Send less, in finite numbers"

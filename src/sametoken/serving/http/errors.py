@@ -141,7 +141,8 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _validation_error(error.errors()[0]).response()
+        fault = error.errors()[0]
+        return invalid_field([str(part) for part in fault["loc"][1:]], fault).response()
 
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -154,20 +155,15 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http)
 
 
-def _validation_error(first: Mapping[str, Any]) -> ApiError:
-    where = [str(part) for part in first["loc"][1:]]
-    if not where:
-        return invalid("the body is no JSON object. Send one as application/json")
-    return invalid_field(where, first)
-
-
 def invalid_field(where: Sequence[str], fault: Mapping[str, Any]) -> ApiError:
     """The response to an error that pydantic found.
 
     Args:
-        where: the field, and the path to the fault within it.
+        where: the field, and the path to the fault within it; empty if the body is no object.
         fault: one of ``ValidationError.errors()``.
     """
+    if not where:
+        return invalid("the body is no JSON object. Send one as application/json")
     cause = fault.get("ctx", {}).get("error")
     message = str(cause) if isinstance(cause, Exception) else fault["msg"]
     place = clipped(".".join(where), MAX_SHOWN)

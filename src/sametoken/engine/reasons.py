@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from sametoken.config import EngineConfig
-from sametoken.engine.resolve import CPU_KV_BYTES
+from sametoken.engine.resolve import CPU_KV_BYTES, DEVICE_DEFAULTS
 from sametoken.types.units import in_units
 
-_BY_DEVICE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "steps_in_flight")
 _DEFAULTS = {
     "tokenizer": "the model's own",
     "kv_cache_dtype": "the model's",
@@ -32,7 +31,7 @@ def reasons_of_defaults(given: EngineConfig, device_type: str) -> dict[str, str]
     memory, utilization = _KV_MEMORY[device_type]
     reasons = {
         **_DEFAULTS,
-        **dict.fromkeys(_BY_DEVICE, f"the default of a {kind}"),
+        **dict.fromkeys(DEVICE_DEFAULTS[device_type], f"the default of a {kind}"),
         "device": "there is a GPU" if device_type == "cuda" else "there is no GPU",
         "kv_cache_memory_bytes": "num_kv_blocks decides" if given.num_kv_blocks else memory,
         "gpu_memory_utilization": utilization,

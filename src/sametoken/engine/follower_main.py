@@ -89,7 +89,7 @@ class FollowingRank(NoPeers):
         following = FollowingWeights(weights, self._device, self.send)
         work: queue.SimpleQueue[StepPlan | Replacement] = queue.SimpleQueue()
         args = (self._messages, following, work)
-        threading.Thread(target=_sort, args=args, name="messages", daemon=True).start()
+        threading.Thread(target=_begin_or_queue, args=args, name="messages", daemon=True).start()
         self.send(Built())
         while True:
             item = work.get()
@@ -101,7 +101,7 @@ class FollowingRank(NoPeers):
             del item
 
 
-def _sort(
+def _begin_or_queue(
     messages: Iterator[Any],
     following: FollowingWeights,
     work: queue.SimpleQueue[StepPlan | Replacement],

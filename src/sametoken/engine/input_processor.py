@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sametoken.engine.user_inputs import (
-    TOO_LONG,
     Prompt,
     PromptTokens,
     plain_messages,
     require_fitting,
     template_variables,
     text_or_ids,
+    too_long,
 )
 from sametoken.errors import RequestError, shown
 from sametoken.sampling.admission import require_choosable
@@ -218,11 +218,9 @@ class InputProcessor:
         """Refuse a text that is too long for any tokenization, before tokenizing it."""
         most = self._max_model_len * tokenizer.max_token_chars
         if num_characters > most:
-            raise RequestError(
-                f"the prompt has {num_characters} characters and at most {most} can fit "
-                f"max_model_len={self._max_model_len}",
-                "shorten it, or raise max_model_len if the model's context is longer",
-                code=TOO_LONG,
+            raise too_long(
+                f"{num_characters} characters and at most {most} can fit "
+                f"max_model_len={self._max_model_len}"
             )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:

@@ -105,11 +105,16 @@ def require_fitting(num_tokens: int, most: int) -> None:
         RequestError: it has more.
     """
     if num_tokens > most:
-        raise RequestError(
-            f"the prompt has {num_tokens} tokens and at most {most} fit (max_model_len - 1)",
-            "shorten it, or raise max_model_len if the model's context is longer",
-            code=TOO_LONG,
-        )
+        raise too_long(f"{num_tokens} tokens and at most {most} fit (max_model_len - 1)")
+
+
+def too_long(what: str) -> RequestError:
+    """The refusal of a prompt that has ``what``."""
+    return RequestError(
+        f"the prompt has {what}",
+        "shorten it, or raise max_model_len if the model's context is longer",
+        code=TOO_LONG,
+    )
 
 
 def conversations_of(given: Any) -> list[Messages]:

@@ -203,6 +203,30 @@ async def test_too_much_ahead_is_forgotten_and_the_answer_ends_the_connection():
         assert await ended(reader)
 
 
+async def test_what_was_answered_does_not_count_as_ahead(monkeypatch):
+    monkeypatch.setattr(connections, "_MAX_AHEAD", 3 * len(HEALTH))
+    may_answer = asyncio.Semaphore(0)
+
+    async def answering(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        await may_answer.acquire()
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    async with serving(answering) as door:
+        reader, writer = await door.open()
+        writer.write(HEALTH)
+        for _ in range(8):
+            await asyncio.sleep(0.02)
+            writer.write(HEALTH)
+            await asyncio.sleep(0.02)
+            may_answer.release()
+            status, headers, _ = await answer(reader)
+            assert (status, headers.get("connection")) == (200, None)
+
+
 @pytest.mark.parametrize("before", [b"", HEALTH], ids=["first", "next"])
 @pytest.mark.parametrize("drip", [b"x", b"\r\n"], ids=["header", "blank"])
 async def test_headers_must_come_in_time_however_they_drip(before, drip):

@@ -188,8 +188,6 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._reader_timer = Watchdog(limits.write_timeout, self._check_reader)
         # Bytes that the client had not read when its timer was started.
         self._unread = 0
-        # Bytes of later requests that came during an answer.
-        self._num_ahead = 0
         self._ignores_input = False
 
     @property
@@ -250,13 +248,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         is_ahead = self.conn.their_state is h11.DONE
         super().data_received(data)
-        self._num_ahead = self._num_ahead + len(data) if is_ahead else 0
         if is_ahead:
             # uvicorn reads no more, and would not see that the client leaves.
             self.flow.resume_reading()
-        if self._num_ahead > _MAX_AHEAD:
-            # What is not kept cannot be answered: the client is to send it again.
-            self._ignores_input, self.cycle.keep_alive = True, False
+            if len(self.conn.trailing_data[0]) > _MAX_AHEAD:
+                # What is not kept cannot be answered: the client is to send it again.
+                self._ignores_input, self.cycle.keep_alive = True, False
         self._update_state()
 
     def on_response_complete(self) -> None:

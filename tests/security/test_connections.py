@@ -179,25 +179,30 @@ async def test_who_leaves_is_noticed_whatever_was_sent_ahead(ahead):
                 await asyncio.sleep(0.01)
 
 
-async def test_too_much_ahead_is_forgotten_and_the_answer_ends_the_connection():
-    may_answer = asyncio.Event()
+def answering(may_answer: asyncio.Semaphore):
+    """An application that answers a request for each release."""
 
-    async def answering(scope, receive, send):
+    async def application(scope, receive, send):
         if scope["type"] != "http":
             return
-        await may_answer.wait()
+        await may_answer.acquire()
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async with serving(answering) as door:
+    return application
+
+
+async def test_too_much_ahead_is_forgotten_and_the_answer_ends_the_connection():
+    may_answer = asyncio.Semaphore(0)
+    async with serving(answering(may_answer)) as door:
         reader, writer = await door.open()
         writer.write(HEALTH)
         await asyncio.sleep(0.05)
         writer.write(TOO_MUCH)
         async with asyncio.timeout(SOON):
             await writer.drain()
-        may_answer.set()
+        may_answer.release()
         status, headers, body = await answer(reader)
         assert (status, headers["connection"], body) == (200, "close", b"ok")
         assert await ended(reader)
@@ -206,16 +211,7 @@ async def test_too_much_ahead_is_forgotten_and_the_answer_ends_the_connection():
 async def test_what_was_answered_does_not_count_as_ahead(monkeypatch):
     monkeypatch.setattr(connections, "_MAX_AHEAD", 3 * len(HEALTH))
     may_answer = asyncio.Semaphore(0)
-
-    async def answering(scope, receive, send):
-        if scope["type"] != "http":
-            return
-        await may_answer.acquire()
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body"})
-
-    async with serving(answering) as door:
+    async with serving(answering(may_answer)) as door:
         reader, writer = await door.open()
         writer.write(HEALTH)
         for _ in range(8):

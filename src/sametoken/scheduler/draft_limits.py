@@ -56,10 +56,8 @@ class DraftRecord:
     def limit(self, most: int, least_chance: float) -> int:
         """Drafts of the next window: as many of ``most`` as have this chance or more.
 
-        Without a proposal in the newest window there are none, unless any chance will do.
+        Without a proposal in the newest window there are none.
         """
-        if not least_chance:
-            return most
         if not self.proposes:
             return 0
         return min(most, int(math.log(least_chance) / math.log(self.rate)))
@@ -109,6 +107,8 @@ def draft_limits(windows: Sequence[tuple[DraftRecord, int]], num_read_rows: floa
         num_read_rows: rows that are computed in the time of what the step reads; infinite: as
             many more rows as there may be cost nothing.
     """
+    if math.isinf(num_read_rows):
+        return [most for _, most in windows]
     least = _least_chance(windows, num_read_rows)
     return [record.limit(most, least) for record, most in windows]
 

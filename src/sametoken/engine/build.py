@@ -14,7 +14,13 @@ from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import Loaded, Requested, load, validate
-from sametoken.engine.resolve import BUSY_ROWS, ROWS_PER_WEIGHT_READ, ResolvedConfig
+from sametoken.engine.resolve import (
+    BUSY_ROWS,
+    ROUTING_BYTES,
+    ROWS_PER_SPARSE_READ,
+    ROWS_PER_WEIGHT_READ,
+    ResolvedConfig,
+)
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.weights import Weights, weights_of
@@ -33,7 +39,7 @@ from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
-from sametoken.runner.routed_experts import recorder_of, routers_of
+from sametoken.runner.routed_experts import Mixture, mixtures_of, recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
@@ -237,22 +243,32 @@ def _attach_drafter(loaded: Loaded, table: SamplingTable) -> Drafter:
     return loaded.drafter.attach(cache, Coupling(loaded.backend.model.sample, table))
 
 
+def _mixtures(loaded: Loaded) -> list[Mixture]:
+    return [one for layer in loaded.target.layers for one in mixtures_of(layer)]
+
+
 def _busy_rows(loaded: Loaded) -> int:
     """See ``SchedulerLimits``; of sparse models any step's rows share the read of all experts."""
     config, device = loaded.resolved.config, loaded.resolved.device
-    if any(router for layer in loaded.target.layers for router in routers_of(layer)):
-        return config.max_num_batched_tokens
-    return BUSY_ROWS[device.type]
+    return config.max_num_batched_tokens if _mixtures(loaded) else BUSY_ROWS[device.type]
 
 
 def _reads(loaded: Loaded) -> StepReads:
-    resolved = loaded.resolved
+    """A row is computed with the experts that it chooses."""
+    resolved, mixtures = loaded.resolved, _mixtures(loaded)
+    device = resolved.device.type
     unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
+    experts = sum(one.num_bytes for one in mixtures)
+    chosen = sum(one.num_bytes * one.top_k / one.num_experts for one in mixtures)
+    whatever_rows = resolved.weights_bytes - experts
+    rows_per_read = (ROWS_PER_SPARSE_READ if mixtures else ROWS_PER_WEIGHT_READ)[device]
     return StepReads(
-        rows_per_weight_read=ROWS_PER_WEIGHT_READ[resolved.device.type],
-        weights_bytes=resolved.weights_bytes,
+        weights_bytes=whatever_rows + len(mixtures) * ROUTING_BYTES[device],
+        row_bytes=(whatever_rows + chosen) / rows_per_read,
         kv_bytes=bytes_per_block(unbounded, 1),
         state_bytes=state_bytes(unbounded),
+        experts_bytes=experts,
+        experts_share=chosen / experts if experts else 0.0,
     )
 
 

@@ -187,8 +187,13 @@ DEVICE_DEFAULTS = {
 #: Rows of a step while no crowd of prompts waits, unless the user sizes the steps.
 USUAL_ROWS = {"cpu": 2048, "cuda": 4096}
 
-#: Approximate number of rows that a device computes in the time of one read of the weights.
+#: Approximate number of rows that a device computes in the time of one read of the weights, and of
+#: one read of those that a row needs where it chooses experts.
 ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 250}
+ROWS_PER_SPARSE_READ = {"cpu": 32, "cuda": 90}
+
+#: Bytes that the device could read in the time in which rows are sent to their experts, per layer.
+ROUTING_BYTES = {"cpu": 0, "cuda": 130_000_000}
 
 #: Rows from which on they hide all else that a step does.
 BUSY_ROWS = {"cpu": 320, "cuda": 2000}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ class ExpertRecorder:
     def __init__(
         self, target: Decoder, kernels: RecordingKernels, num_rows: int, device: torch.device
     ) -> None:
-        found = {i: one for i, layer in enumerate(target.layers) for one in routers_of(layer)}
+        found = {i: one for i, layer in enumerate(target.layers) for one in mixtures_of(layer)}
         if not found:
             raise UnsupportedError(
                 f"{target.config.architecture} has no experts to return",
@@ -148,7 +148,7 @@ class ExpertRecorder:
         self.config, self.caches = target.config, target.caches
         self._target, self._kernels = target, kernels
         self._layers = tuple(found)
-        ((top_k, num_experts),) = set(found.values())
+        ((top_k, num_experts),) = {(one.top_k, one.num_experts) for one in found.values()}
         in_a_byte = num_experts <= _MAX_IN_A_BYTE
         self._dtypes = (torch.uint8, np.uint8) if in_a_byte else (torch.int16, np.uint16)
         # Captured passes write to it; its address never changes. Layers without experts stay 0.
@@ -213,12 +213,21 @@ def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> ExpertR
     return ExpertRecorder(target, kernels, num_rows + ROW_MULTIPLE, device)
 
 
-def routers_of(node: object) -> Iterator[tuple[int, int]]:
-    """How many experts the routers in a layer choose, and of how many."""
+class Mixture(NamedTuple):
+    """The experts of a layer: how many a row chooses, of how many, and the bytes of all."""
+
+    top_k: int
+    num_experts: int
+    num_bytes: int
+
+
+def mixtures_of(node: object) -> Iterator[Mixture]:
+    """The mixtures of experts in a layer."""
     if not is_dataclass(node):
         return
     parts = {one.name: getattr(node, one.name) for one in fields(node)}
     if "routing" in parts:
-        yield parts["routing"].top_k, parts["router"].weight.out_features
+        num_experts = parts["router"].weight.out_features
+        yield Mixture(parts["routing"].top_k, num_experts, parts["experts"].nbytes)
     for part in parts.values():
-        yield from routers_of(part)
+        yield from mixtures_of(part)

@@ -1,34 +1,38 @@
-"""Draft limits per request, adapted to the load and to the request's recent acceptance.
+"""Draft limits per request, adapted to the load and to recent acceptance.
 
-A step takes about as long as what it reads whatever its rows, and computing its rows. If A rows are
-computed in the time of these reads, a step of r rows takes the time of r + A. A draft is worth its
-row if its probability of a token is at least the step's tokens by r + A: such drafts make the most
-tokens a second. The limits change how much is computed, never which token is emitted.
+A step takes the time of what it reads whatever its rows, of the experts that its rows choose, and
+of computing its rows. A draft is worth its row if its probability of a token is at least what the
+row's time is worth: the step's tokens by its time. Such drafts make the most tokens a second. The
+limits change how much is computed, never which token is emitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-#: Steps of up to this many rows take as long as a step of one row.
+if TYPE_CHECKING:
+    from sametoken.scheduler.request_state import RequestState
+
+#: Steps of up to this many rows take as long as a step of one row, unless they choose experts.
 FREE_ROWS = 16
 
-#: Prior of the acceptance rate, and its weight in verified drafts.
+#: Prior of the acceptance rate, and its weight, in verified drafts a request, in the crowd's.
 PRIOR_RATE = 0.8
-PRIOR_WEIGHT = 1.0
+PRIOR_WEIGHT = 0.5
+
+#: Bounds of the weight, in verified drafts, that the crowd's rate has in a request's own.
+CROWD_WEIGHTS = 1.0, 20.0
 
 #: Exponential decay of the counts per window.
-DECAY = 0.9
+DECAY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
     """Acceptance counts over the processed windows of one request.
-
-    Without new drafts the rate decays to the prior, so that a request with a limit of 0 gets
-    drafts again.
 
     Attributes:
         accepted: accepted drafts, exponentially decayed.
@@ -40,28 +44,6 @@ class DraftRecord:
     verified: float = 0.0
     proposes: bool = True
 
-    @property
-    def rate(self) -> float:
-        """Estimated probability that a draft is accepted if all before it are; below 1."""
-        return (PRIOR_RATE * PRIOR_WEIGHT + self.accepted) / (PRIOR_WEIGHT + self.verified)
-
-    def chance(self, num_drafts: int) -> float:
-        """Estimated probability that this number of drafts is accepted."""
-        return self.rate**num_drafts
-
-    def expected(self, num_drafts: int) -> float:
-        """Estimated number of accepted drafts of a window with this number of them."""
-        return self.rate * (1 - self.chance(num_drafts)) / (1 - self.rate)
-
-    def limit(self, most: int, least_chance: float) -> int:
-        """Drafts of the next window: as many of ``most`` as have this chance or more.
-
-        Without a proposal in the newest window there are none.
-        """
-        if not self.proposes:
-            return 0
-        return min(most, int(math.log(least_chance) / math.log(self.rate)))
-
     def after(self, num_drafts: int, num_proposed: int, num_accepted: int) -> DraftRecord:
         """The record after one more window; counts are as in ``RequestResult``."""
         verified = num_accepted + (num_accepted < num_drafts)
@@ -72,51 +54,167 @@ class DraftRecord:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepReads:
-    """What a step reads whatever its rows: the weights, and caches of its decoding requests.
+class Window(NamedTuple):
+    """A decoding request's next window.
 
     Attributes:
-        rows_per_weight_read: rows that the device computes while it reads the weights once.
-        weights_bytes: of the target.
-        kv_bytes: of a position, in the layers that see all of them.
-        state_bytes: of a request's recurrent state.
+        rate: estimated probability that a draft is accepted if all before it are; below 1.
+        most: drafts that it may have.
     """
 
-    rows_per_weight_read: int
-    weights_bytes: int = 1
-    kv_bytes: int = 0
-    state_bytes: int = 0
+    rate: float
+    most: int
 
-    def rows(self, num_requests: int, num_positions: int) -> float:
-        """Rows that are computed in the time of the reads.
+    def chance(self, num_drafts: int) -> float:
+        """Estimated probability that this number of drafts is accepted."""
+        return self.rate**num_drafts
 
-        Args:
-            num_requests: decoding requests of the step.
-            num_positions: positions of all of them.
-        """
-        caches = num_positions * self.kv_bytes + num_requests * self.state_bytes
-        return self.rows_per_weight_read * (1 + caches / self.weights_bytes)
+    def expected(self, num_drafts: int) -> float:
+        """Estimated number of accepted drafts of a window with this number of them."""
+        return self.rate * (1 - self.chance(num_drafts)) / (1 - self.rate)
+
+    def limit(self, least_chance: float) -> int:
+        """Its drafts that have this chance or more; the chance is above 0."""
+        if least_chance > self.rate:
+            return 0
+        return min(self.most, int(math.log(least_chance) / math.log(self.rate)))
 
 
-def draft_limits(windows: Sequence[tuple[DraftRecord, int]], num_read_rows: float) -> list[int]:
-    """Drafts of each window that are worth their rows.
+def windows_of(
+    requests: Mapping[RequestState, tuple[DraftRecord, int]],
+) -> dict[RequestState, Window]:
+    """The windows of a step's decoding requests.
+
+    A request's rate is a mean of its own and the crowd's, as an empirical Bayes estimate has it:
+    the less the requests differ beyond what chance explains, the more weight the crowd's has.
+    Without new drafts the counts fade, so that a request with a limit of 0 gets drafts again.
+    Without a proposal in the newest window there are none.
 
     Args:
-        windows: of each decoding request its record, and the most drafts that it may have.
-        num_read_rows: rows that are computed in the time of what the step reads; infinite: as
-            many more rows as there may be cost nothing.
+        requests: the record of each, and the drafts that it may have.
     """
-    if math.isinf(num_read_rows):
-        return [most for _, most in windows]
-    least = _least_chance(windows, num_read_rows)
-    return [record.limit(most, least) for record, most in windows]
+    records = [record for record, _ in requests.values()]
+    prior = PRIOR_WEIGHT * len(records)
+    accepted = sum(record.accepted for record in records)
+    verified = sum(record.verified for record in records)
+    rate = (prior * PRIOR_RATE + accepted) / (prior + verified)
+    weight = _crowd_weight(records, rate)
+    return {
+        request: Window(
+            (weight * rate + record.accepted) / (weight + record.verified),
+            most if record.proposes else 0,
+        )
+        for request, (record, most) in requests.items()
+    }
 
 
-def _least_chance(windows: Sequence[tuple[DraftRecord, int]], num_read_rows: float) -> float:
-    """Tokens by the time of a row in a step whose drafts are worth it beside single rows."""
-    num_single = len(windows)
-    single = num_single / (num_single + num_read_rows)
-    drafts = [record.limit(most, single) for record, most in windows]
-    accepted = sum(record.expected(n) for (record, _), n in zip(windows, drafts, strict=True))
-    return (num_single + accepted) / (num_single + sum(drafts) + num_read_rows)
+def _crowd_weight(records: Sequence[DraftRecord], rate: float) -> float:
+    """Verified drafts that the crowd's rate counts as, by the method of moments.
+
+    The variance of a beta distribution with this weight is that between the requests' rates,
+    beyond the variance of drawing each from its number of drafts.
+    """
+    least, most = CROWD_WEIGHTS
+    drawn = rate * (1 - rate)
+    seen = [record for record in records if record.verified]
+    spread = sum((one.accepted - one.verified * rate) ** 2 / one.verified for one in seen)
+    beyond = (spread - len(seen) * drawn) / max(1.0, sum(one.verified for one in seen))
+    return max(least, min(most, drawn / beyond)) if beyond > 0 else most
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a step by its rows; the unit is the time in which the device computes a row.
+
+    Attributes:
+        reads: what is read whatever the rows.
+        experts: reading all experts.
+        share: of the experts that a row chooses; others' choices are independent of them.
+    """
+
+    reads: float
+    experts: float = 0.0
+    share: float = 0.0
+
+    def of(self, num_rows: int, num_padding: int = 0) -> float:
+        """The time of a step; rows of padding are computed and choose no experts."""
+        chosen = 1 - (1 - self.share) ** num_rows
+        return num_rows + num_padding + self.reads + self.experts * chosen
+
+    def of_experts(self, num_rows: int) -> float:
+        """Time to read the experts that one row more chooses and no other of the rows does."""
+        return self.experts * self.share * (1 - self.share) ** num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepReads:
+    """What steps read.
+
+    Attributes:
+        weights_bytes: of the target, whatever the rows.
+        row_bytes: read in the time in which the device computes a row.
+        kv_bytes: of a position, in the layers that see all of them.
+        state_bytes: of a request's recurrent state.
+        experts_bytes: of all experts.
+        experts_share: the share of them that a row chooses.
+    """
+
+    weights_bytes: float
+    row_bytes: float = 1.0
+    kv_bytes: int = 0
+    state_bytes: int = 0
+    experts_bytes: int = 0
+    experts_share: float = 0.0
+
+    def time(self, num_requests: int, num_positions: int) -> StepTime:
+        """The time of steps with these decoding requests, with ``num_positions`` in all."""
+        caches = num_positions * self.kv_bytes + num_requests * self.state_bytes
+        return StepTime(
+            (self.weights_bytes + caches) / self.row_bytes,
+            self.experts_bytes / self.row_bytes,
+            self.experts_share,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWorth:
+    """What the drafts of a step's decoding requests are worth."""
+
+    windows: Mapping[RequestState, Window]
+    time: StepTime
+
+    def limits(self, num_beside: int) -> dict[RequestState, int]:
+        """Drafts of each window that are worth their rows.
+
+        One or two iterations of a ratio, which no other limits exceed by much: from a step without
+        drafts, and where rows share experts, which makes many drafts worth what few are not, from
+        one with all of them.
+
+        Args:
+            num_beside: rows of prompts in the step, which choose experts too.
+        """
+        single = self._worth_it({}, num_beside)
+        found = self._worth_it(single, num_beside)
+        if not self.time.experts:
+            return found
+        most = {request: window.most for request, window in self.windows.items()}
+        return max(found, self._worth_it(most, num_beside), key=self.tokens_per_time)
+
+    def tokens_per_time(self, drafts: Mapping[RequestState, int]) -> float:
+        """Expected tokens of windows with these drafts, by the time of a step of them alone."""
+        num_windows = len(self.windows)
+        tokens = num_windows + self.accepted(drafts)
+        return tokens / self.time.of(num_windows + sum(drafts.values()))
+
+    def accepted(self, drafts: Mapping[RequestState, int]) -> float:
+        """Expected number of accepted drafts."""
+        return sum(self.windows[request].expected(n) for request, n in drafts.items())
+
+    def _worth_it(
+        self, drafts: Mapping[RequestState, int], num_beside: int
+    ) -> dict[RequestState, int]:
+        """Drafts that are worth their rows beside a step with ``drafts``."""
+        num_rows = len(self.windows) + sum(drafts.values())
+        row = 1 + self.time.of_experts(num_rows + num_beside)
+        least_chance = self.tokens_per_time(drafts) * row
+        return {request: window.limit(least_chance) for request, window in self.windows.items()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
-from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.draft_limits import DraftWorth
 from sametoken.types.layout import StepShape
 
 if TYPE_CHECKING:
@@ -16,50 +15,52 @@ if TYPE_CHECKING:
 
 
 def fit_to_captured(
-    turns: Sequence[Turn], limits: SchedulerLimits, num_read_rows: float
+    turns: Sequence[Turn], worth: DraftWorth, shapes: Sequence[StepShape]
 ) -> list[Turn]:
     """The turns of a step, with the drafts that its captured shape makes worth their rows.
 
-    Padding's rows go to the likeliest further drafts, one a request at most. No window has a draft
-    if they all make fewer tokens by the rows that the step would do without than single rows do.
-    ``num_read_rows`` is as in ``draft_limits``; where it is infinite nothing changes.
+    Padding's rows go to the likeliest further drafts, one a request at most, if these are worth
+    the experts that they choose. No window has a draft if they all make fewer tokens by the time
+    that the step would do without than single rows do.
     """
-    if math.isinf(num_read_rows) or not limits.captured_shapes:
+    if not shapes:
         return list(turns)
     needed = shape_of(turns)
-    shape = _captured(needed, limits)
-    fitted = _filled(turns, needed, shape, limits.num_speculative_tokens)
-    more_rows = shape.num_rows - _captured(_without_drafts(needed, turns), limits).num_rows
-    expected = sum(turn.request.drafts.expected(turn.draft_limit) for turn in fitted)
-    if expected < more_rows * needed.num_windows / (needed.num_windows + num_read_rows):
+    shape = _captured(needed, shapes)
+    fitted = _filled(turns, needed, shape, worth)
+    drafts = {turn.request: turn.draft_limit for turn in fitted if turn.request in worth.windows}
+    num_drafts, single = sum(drafts.values()), _without_drafts(needed, turns)
+    num_rows, captured = single.num_rows + num_drafts, _captured(single, shapes)
+    more_time = worth.time.of(num_rows, shape.num_rows - num_rows) - worth.time.of(
+        single.num_rows, captured.num_rows - single.num_rows
+    )
+    if worth.accepted(drafts) < more_time * worth.tokens_per_time({}):
         return [replace(turn, draft_limit=0) for turn in turns]
     return fitted
 
 
-def _captured(needed: StepShape, limits: SchedulerLimits) -> StepShape:
+def _captured(needed: StepShape, shapes: Sequence[StepShape]) -> StepShape:
     """What a step of these sizes is padded to; itself without a captured shape."""
-    return next((shape for shape in limits.captured_shapes if shape.holds(needed)), needed)
+    return next((shape for shape in shapes if shape.holds(needed)), needed)
 
 
-def _filled(turns: Sequence[Turn], needed: StepShape, shape: StepShape, k: int) -> list[Turn]:
+def _filled(
+    turns: Sequence[Turn], needed: StepShape, shape: StepShape, worth: DraftWorth
+) -> list[Turn]:
     spare = min(shape.num_rows - needed.num_rows, shape.num_sampled - needed.num_sampled)
-    most = min(shape.max_window - 1, k)
-    able = [
-        turn
-        for turn in turns
-        if not turn.request.prefilling
-        and turn.request.drafts.proposes
-        and turn.draft_limit < turn.request.most_drafts(most)
-    ]
-    longer = {
-        turn.request: replace(turn, draft_limit=turn.draft_limit + 1)
-        for turn in nlargest(spare, able, key=_chance_of_one_more)
+    drafts = {turn.request: turn.draft_limit for turn in turns if turn.request in worth.windows}
+    least = worth.tokens_per_time(drafts) * worth.time.of_experts(needed.num_rows)
+    chances = {
+        request: worth.windows[request].chance(limit + 1)
+        for request, limit in drafts.items()
+        if limit < min(worth.windows[request].most, shape.max_window - 1)
     }
-    return [longer.get(turn.request, turn) for turn in turns]
-
-
-def _chance_of_one_more(turn: Turn) -> float:
-    return turn.request.drafts.chance(turn.draft_limit + 1)
+    likeliest = nlargest(spare, chances, key=lambda request: chances[request])
+    longer = {request for request in likeliest if chances[request] >= least}
+    return [
+        replace(turn, draft_limit=turn.draft_limit + 1) if turn.request in longer else turn
+        for turn in turns
+    ]
 
 
 def shape_of(turns: Sequence[Turn]) -> StepShape:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-from sametoken.scheduler.draft_limits import FREE_ROWS, draft_limits
+from sametoken.scheduler.draft_limits import FREE_ROWS, DraftWorth, windows_of
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.padding import fit_to_captured
 from sametoken.scheduler.request_state import RequestState
@@ -185,9 +184,10 @@ class RowBudget:
         decodes.sort(key=lambda request: request.last_step)
         served = decodes[: rows - reserved if favours_prompts else rows]
         left = rows - len(served)
-        read_rows, k = self._read_rows(served), self._limits.num_speculative_tokens
-        windows = [(request.drafts, request.most_drafts(k)) for request in served]
-        wanted = dict(zip(served, draft_limits(windows, read_rows), strict=True))
+        k, beside = self._limits.num_speculative_tokens, min(left, sum(prompts.values()))
+        most = {request: request.most_drafts(k) for request in served}
+        worth = self._worth(most)
+        wanted = worth.limits(beside) if worth else most
         chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
         ending = sum(chunk == prompts[request] for request, chunk in chunks.items())
         sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
@@ -195,20 +195,22 @@ class RowBudget:
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         in_order = [turns[request] for request in candidates if request in turns]
-        return fit_to_captured(in_order, self._limits, read_rows)
+        return fit_to_captured(in_order, worth, self._limits.captured_shapes) if worth else in_order
 
     def _rows(self, num_decoding: int, lengths: Iterable[int]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
         crowd = sum(length for length in lengths if length <= usual)
         return min(most, max(usual, 2 * num_decoding, crowd // 2))
 
-    def _read_rows(self, served: Sequence[RequestState]) -> float:
-        """As in ``draft_limits``: infinite in small steps, and where limits are fixed."""
-        limits, num_decoding = self._limits, len(served)
-        num_rows = num_decoding * (limits.num_speculative_tokens + 1)
-        if num_rows <= FREE_ROWS or not limits.adaptive_drafts:
-            return math.inf
-        return limits.reads.rows(num_decoding, sum(request.bound.hi for request in served))
+    def _worth(self, most: dict[RequestState, int]) -> DraftWorth | None:
+        """None where there are no drafts, or they are free: small steps of rows without experts."""
+        limits = self._limits
+        num_rows = len(most) * (limits.num_speculative_tokens + 1)
+        small = num_rows <= FREE_ROWS and not limits.reads.experts_bytes
+        if small or not (most and limits.adaptive_drafts):
+            return None
+        windows = windows_of({request: (request.drafts, n) for request, n in most.items()})
+        return DraftWorth(windows, limits.reads.time(len(most), sum(one.bound.hi for one in most)))
 
     def _chunks(self, prompts: dict[RequestState, int], rows: int) -> dict[RequestState, int]:
         """Rows of each prompt, given its length; one that does not end leaves a share to others."""

@@ -217,18 +217,28 @@ def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
 
 
 def test_the_scheduler_is_told_what_steps_read(target, tmp_path):
-    """Weights, KV of layers without a window, and a request's recurrent state."""
+    """Weights, KV, and a request's recurrent state."""
     hybrid = write_hybrid(tmp_path / "hybrid", "qwen3_5")
-    windows = write_family(tmp_path / "windows", "gpt_oss")
-    for path in (target, hybrid, windows):
+    for path in (target, hybrid):
         core = build(path)
         reads, resolved = core.scheduler.limits.reads, core.resolved
-        assert (reads.rows_per_weight_read, reads.weights_bytes) == (32, resolved.weights_bytes)
+        assert reads.weights_bytes == 32 * reads.row_bytes == resolved.weights_bytes
+        assert reads.experts_bytes == 0
         memory = resolved.request_memory
         assert reads.state_bytes == memory.recurrent_state
-        # Two of its three layers have a window.
-        assert reads.kv_bytes * (3 if path is windows else 1) == memory.kv_per_token > 0
+        assert reads.kv_bytes == memory.kv_per_token > 0
     assert build(hybrid).scheduler.limits.reads.state_bytes > 0
+
+
+def test_the_scheduler_is_told_what_rows_that_choose_experts_read(tmp_path):
+    core = build(write_family(tmp_path, "gpt_oss"))
+    reads = core.scheduler.limits.reads
+    assert reads.experts_bytes + reads.weights_bytes == core.resolved.weights_bytes
+    assert reads.experts_share == pytest.approx(2 / 5)
+    row = reads.weights_bytes + reads.experts_share * reads.experts_bytes
+    assert reads.row_bytes == pytest.approx(row / 32)
+    # Two of its three layers have a window.
+    assert 3 * reads.kv_bytes == core.resolved.request_memory.kv_per_token > 0
 
 
 def test_the_scheduler_knows_what_is_captured(target, monkeypatch):

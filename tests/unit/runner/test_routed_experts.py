@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 class Mixture:
     kernels: RecordingKernels
     router: SimpleNamespace
+    experts: SimpleNamespace
     routing: Routing
 
 
@@ -54,7 +55,7 @@ class Target:
     def __init__(self, num_experts: int = 7) -> None:
         self.kernels = RecordingKernels(ReferenceKernels())
         router = SimpleNamespace(weight=SimpleNamespace(out_features=num_experts))
-        mixture = Mixture(self.kernels, router, ROUTING)
+        mixture = Mixture(self.kernels, router, SimpleNamespace(nbytes=0), ROUTING)
         self.layers = (Layer(mixture), Layer(None), Layer(mixture))
         self.given: torch.Tensor | None = None
         self.chosen: list[torch.Tensor] = []

@@ -123,7 +123,7 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
-    """Over both sizes of tiles, and whatever an expert is chosen by."""
+    """Over all sizes of tiles, and whatever an expert is chosen by."""
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

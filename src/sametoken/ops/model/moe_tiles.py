@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.gemm.fp8 import GROUP
 
-#: The most rows of an expert, in the mean: of a request or two, of decode steps, of small prompts.
-_LONE, _FEW, _SOME = 0.25, 16, 64
+#: The most rows of an expert, in the mean: of a request or two, of small and of large decode steps,
+#: of small prompts.
+_LONE, _FEW, _SEVERAL, _SOME = 0.25, 2, 32, 64
 _MANY = math.inf
 
 
@@ -24,6 +25,8 @@ class ExpertTile:
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
         tma: load weights, and rows that lie one after the other, through tensor descriptors.
+        programs: for each tile of an expert's mean rows. Routers have favourites, and rows of
+            padding choose the same experts.
     """
 
     rows: int
@@ -32,10 +35,11 @@ class ExpertTile:
     num_warps: int
     num_stages: int
     tma: bool = False
+    programs: int = 4
 
     def shares(self, mean_rows: float) -> int:
-        """Programs for an expert's rows and a tile of features: two for each tile of the mean."""
-        return cdiv(int(2 * mean_rows), self.rows) or 1
+        """Programs for an expert's rows and a tile of features; one where experts have few."""
+        return self.programs * cdiv(int(mean_rows), self.rows) if mean_rows > _FEW else 1
 
 
 # On Hopper. Gated tiles hold gate and up. Float8 sums by group need a second accumulator, and rows
@@ -45,6 +49,8 @@ _HOPPER = {
     (_LONE, 2): ExpertTile(16, 64, 128, 4, 4, tma=True),
     (_FEW, 1): ExpertTile(16, 64, 128, 4, 4),
     (_FEW, 2): ExpertTile(16, 64, 128, 4, 3),
+    (_SEVERAL, 1): ExpertTile(32, 64, 128, 4, 4),
+    (_SEVERAL, 2): ExpertTile(32, 64, 128, 4, 4),
     (_SOME, 2): ExpertTile(64, 128, 64, 8, 4, tma=True),
 }
 _HOPPER_GATED = _HOPPER | {
@@ -57,13 +63,16 @@ _HOPPER_PLAIN = _HOPPER | {
     (_MANY, 1): ExpertTile(64, 128, 128, 4, 4, tma=True),
     (_MANY, 2): ExpertTile(128, 256, 64, 8, 3, tma=True),
 }
-_WHOLE_SUMS_GATED = ExpertTile(128, 128, 128, 8, 4, tma=True)
-_WHOLE_SUMS_PLAIN = ExpertTile(128, 256, 128, 8, 4, tma=True)
+_WHOLE_SUMS_GATED = ExpertTile(128, 128, 128, 8, 4, tma=True, programs=2)
+_WHOLE_SUMS_PLAIN = ExpertTile(128, 256, 128, 8, 4, tma=True, programs=2)
 
 
 def panels_tile(mean_rows: float, gated: bool) -> ExpertTile:
     """The tile of a product of weights in 4 bits; arguments as ``expert_tile``."""
-    return ExpertTile(16 if mean_rows <= _FEW else 64, 32 if gated else 64, 64, 4, 4)
+    features = 32 if gated else 64
+    if mean_rows > _SEVERAL:
+        return ExpertTile(64, features, 64, 4, 4, programs=2)
+    return ExpertTile(16 if mean_rows <= 8 else 32, features, 64, 4, 4)
 
 
 def expert_tile(
@@ -87,7 +96,7 @@ def expert_tile(
         whole_sums: weights and rows are float8 with a scale for each of theirs.
     """
     if hopper and weight_bytes <= 2 and in_features * weight_bytes % 16 == 0:
-        most = next(size for size in (_LONE, _FEW, _SOME, _MANY) if mean_rows <= size)
+        most = next(size for size in (_LONE, _FEW, _SEVERAL, _SOME, _MANY) if mean_rows <= size)
         if whole_sums and most == _MANY:
             return _WHOLE_SUMS_GATED if gated else _WHOLE_SUMS_PLAIN
         return (_HOPPER_GATED if gated else _HOPPER_PLAIN)[most, weight_bytes]

@@ -346,8 +346,8 @@ def test_every_tile_of_a_product(tile, gated, gather):
 @pytest.mark.parametrize(
     ("elements", "mean_rows", "whole"),
     [
-        *((2, mean, False) for mean in (0.1, 4, 60, 300)),
-        *((1, mean, True) for mean in (0.1, 4, 300)),
+        *((2, mean, False) for mean in (0.1, 1, 20, 60, 300)),
+        *((1, mean, True) for mean in (0.1, 20, 300)),
         (1, 300, False),
     ],
 )
@@ -373,6 +373,13 @@ for gather, name, features in products[: 3 if {mean_rows} == 300 else 2]:
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2 + (mean_rows == 300)
+
+
+def test_an_expert_that_many_rows_choose_has_programs_for_them():
+    """Four for each tile of the mean, as routers have favourites; few rows fit one tile."""
+    tile = ExpertTile(32, 64, 128, 4, 4)
+    assert [tile.shares(mean) for mean in (0.1, 2, 2.5, 32, 33, 100)] == [1, 1, 4, 4, 8, 16]
+    assert replace(tile, programs=2).shares(33) == 4
 
 
 def test_no_rows():
@@ -445,8 +452,11 @@ def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
     ("e2m1", "width", "form"), [(True, 32, True), (False, 64, False), (True, 16, False)]
 )
 def test_experts_in_four_bits(e2m1, width, form):
-    """One group in a row of the second product, many in the first."""
-    count, hidden, inner, rows = 3, 128, 64, 19
+    """One group in a row of the second product, many in the first.
+
+    Few enough rows for one tile: under the interpreter a product's bits follow its sizes.
+    """
+    count, hidden, inner, rows = 3, 128, 64, 11
     matrices = (
         int4_experts(count, 2 * inner, hidden, width, e2m1),
         int4_experts(count, hidden, inner, 64, e2m1),

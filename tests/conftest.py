@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 
 from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
+from mutants.catalogue import LAYOUTS, NAMED
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.recurrent import convolution_triton
 from sametoken.ops.native.library import load_library
@@ -51,7 +52,7 @@ if not torch.cuda.is_available():
 def pytest_generate_tests(metafunc):
     """A test that uses ``layouts`` runs in compact and static ones, unless one is chosen."""
     if "layouts" in metafunc.fixturenames and CHOICE not in os.environ:
-        metafunc.parametrize("layouts", ["compact", "static"], indirect=True)
+        metafunc.parametrize("layouts", LAYOUTS, indirect=True)
 
 
 def pytest_itemcollected(item):
@@ -75,21 +76,23 @@ def layouts(request, monkeypatch) -> None:
 def with_one_layout_each(items: list) -> list:
     """Without every other layout of tests that have further parameters.
 
-    Each of these runs in one layout: in Thue and Morse's order, so that no value of a parameter
-    always meets the same.
+    Each of these runs in those layouts in which a mutant must make it fail; others in one: in Thue
+    and Morse's order, so that no value of a parameter always meets the same.
     """
     tests: dict = {}
     for item in items:
         if "layouts" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
-            further = item.callspec.id.replace(item.callspec.params.get("layouts", ""), "")
-            cases = tests.setdefault((item.path, item.originalname), {})
-            cases.setdefault(further, []).append(item)
-    dropped = {
-        case[(number.bit_count() + 1) % 2]
-        for cases in tests.values()
-        for number, case in enumerate(cases.values())
-        if len(cases) > 1 and len(case) > 1
-    }
+            layout = item.callspec.params.get("layouts", "")
+            further = item.callspec.id.replace(layout, "").strip("-")
+            test = f"{item.nodeid.partition('::')[0]}::{item.originalname}"
+            tests.setdefault(test, {}).setdefault(further, {})[layout] = item
+    dropped = set()
+    for test, cases in tests.items():
+        for number, (further, case) in enumerate(cases.items()):
+            if len(cases) > 1 and len(case) > 1:
+                wanted = {steps for steps in case if (f"{test}[{further}]", steps) in NAMED}
+                wanted = wanted or {list(case)[number.bit_count() % 2]}
+                dropped |= {item for layout, item in case.items() if layout not in wanted}
     return [item for item in items if item not in dropped]
 
 

@@ -141,6 +141,8 @@ KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_a
 LAW = "the law: one truth"
 #: Layouts of steps (``helpers.static_steps``).
 COMPACT, STATIC, KERNELS = "compact", "static", "kernels"
+#: Those in one of which tests that use ``layouts`` run.
+LAYOUTS = COMPACT, STATIC
 WINDOW = (
     "tests/e2e/test_sliding_window.py"
     "::test_requests_share_the_blocks_that_they_no_longer_see[right-1]"
@@ -1074,3 +1076,7 @@ def the_bias_weighs_too(patch: pytest.MonkeyPatch) -> None:
         return chosen, weights / weights.sum(-1, keepdim=True) * routing.scale
 
     patch.setattr(ComposedKernels, "moe_gate", staticmethod(mutant))
+
+
+#: Tests with the steps in which they must fail, and in which the suite runs them.
+NAMED = {(one.test, one.steps) for one in MUTANTS}

@@ -1,6 +1,6 @@
 """Every planted bug makes the test fail that is named beside it.
 
-Unplanted, that test passes: in the suite itself, or here in steps that the suite may leave out.
+Unplanted, that test passes: in the suite itself, or here in steps that the suite leaves out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from helpers.static_steps import CHOICE, STEPS
-from mutants.catalogue import COMPACT, MUTANTS, Mutant
+from mutants.catalogue import COMPACT, LAYOUTS, MUTANTS, Mutant
 from sametoken.errors import InvariantError
 
 ROOT = Path(__file__).parents[2]
@@ -31,18 +31,19 @@ OPTIONS = ("-q", "--capture=no", "--tb=line", *(f"-pno:{plugin}" for plugin in W
 class Record:
     """Hooks of an inner session: how many tests passed, and what the others raised.
 
-    ``chosen``: whether the suite, or the test itself, may choose another layout of steps. Without
-    further parameters a test runs in both layouts.
+    ``layouts``: those in which the suite runs the test if a mutant names them.
     """
 
     def __init__(self) -> None:
         self.num_passed = 0
         self.raised: list[BaseException] = []
-        self.chosen = False
+        self.layouts: tuple[str, ...] = ()
 
     def pytest_itemcollected(self, item) -> None:
-        in_one_of_them = "layouts" in item.fixturenames and hasattr(item, "callspec")
-        self.chosen = in_one_of_them or "CHOICE" in item.function.__code__.co_names
+        if "layouts" in item.fixturenames:
+            self.layouts = LAYOUTS
+        elif "CHOICE" not in item.function.__code__.co_names:
+            self.layouts = (COMPACT,)
 
     def pytest_runtest_logreport(self, report) -> None:
         self.num_passed += report.when == "call" and report.passed
@@ -116,7 +117,7 @@ def test_its_test_fails(mutant):
     assert record.num_passed == 0, f"{mutant.test} does not notice"
     (raised,) = record.raised
     assert caught_by(mutant.oracle, raised), causes(raised)
-    if record.chosen or mutant.steps != COMPACT:
+    if mutant.steps not in record.layouts:
         assert passes(mutant.test, mutant.steps), f"{mutant.test} fails without any mutant"
 
 

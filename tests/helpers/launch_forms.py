@@ -73,18 +73,16 @@ def _new_empty(self: torch.Tensor, *size, dtype=None, device=None) -> torch.Tens
 
 def _form(kernel, args, given) -> Form:
     """A kernel and all that it is compiled for: constants, types, and what numbers allow."""
-    parameters = _parameters(kernel.fn)
-    if isinstance(kernel, JITFunction):
-        free = {one.name for one in kernel.params if one.do_not_specialize}
-    else:
-        free = set(kernel.kwargs.get("do_not_specialize") or ())
-    bound = dict(zip(parameters, args, strict=False)) | given
+    constant = _parameters(kernel.fn)
+    of_kernel = vars(kernel) if isinstance(kernel, JITFunction) else kernel.kwargs
+    free = of_kernel.get("do_not_specialize") or ()
+    bound = dict(zip(constant, args, strict=False)) | given
     del bound["grid"], bound["warmup"]
-    parts = {
-        name: repr(value) if parameters.get(name, True) else _of_argument(value, name in free)
+    parts = [
+        (name, repr(value) if constant.get(name, True) else _of_argument(value, name in free))
         for name, value in bound.items()
-    }
-    return kernel.fn.__name__, tuple(sorted(parts.items()))
+    ]
+    return kernel.fn.__name__, tuple(sorted(parts))
 
 
 @cache
@@ -96,13 +94,13 @@ def _parameters(function: Callable) -> dict[str, bool]:
 
 def _of_argument(value, is_free: bool):
     if isinstance(value, torch.Tensor):
-        return str(value.dtype)
+        return value.dtype
     if isinstance(value, int):
         return "int" if is_free else "1" if value == 1 else f"multiple: {value % 16 == 0}"
     if isinstance(value, tuple | list):
         return tuple(_of_argument(one, is_free) for one in value)
     if hasattr(value, "block_shape"):
-        return str(value.base.dtype), tuple(value.block_shape)
+        return value.base.dtype, tuple(value.block_shape)
     return type(value).__name__
 
 

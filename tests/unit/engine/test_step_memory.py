@@ -92,7 +92,7 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
     assert memory.peak <= planned <= 2.5 * memory.peak
 
 
-def peak_and_planned(path, max_len: int, longest_chunks=range(1, 65)) -> tuple[int, int]:
+def peak_and_planned(path, max_len: int, longest_chunks=range(1, 17)) -> tuple[int, int]:
     """Bytes that steps of 256 rows take on a GPU, of 64 requests, and those planned."""
     sizes = (64, 0, 256)
     with recorded():

@@ -105,7 +105,7 @@ def test_transformers_computes_the_same_logits(sources, tmp_path, options):
 
 @pytest.mark.parametrize("options", [SMALL, NEMOTRON], ids=["hybrid", "nemotron_h"])
 def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path, options, cut_off):
-    loop = replace(LOOP, steps=12, checkpoint_every=4)
+    loop = replace(LOOP, steps=6, checkpoint_every=2)
     train(tmp_path / "a", sources, options, loop)
     cut_off(train, tmp_path / "b", sources, options, loop)
     nowhere = [Source(tmp_path / one.path.name, one.share) for one in sources]
@@ -123,18 +123,17 @@ def test_a_training_goes_on_with_the_same_text_alone(tmp_path, cut_off):
     """Digits are single tokens: another text with as many of them."""
     text = tmp_path / "text.txt"
     text.write_text("the year 1918 and the year 1945. " * 40)
-    loop = replace(LOOP, steps=12, checkpoint_every=4)
-    cut_off(train, tmp_path / "out", [Source(text, 1.0)], SMALL, loop)
+    loop = replace(LOOP, checkpoint_every=1)
+    cut_off(train, tmp_path / "out", [Source(text, 1.0)], LLAMA, loop)
     text.write_text("the year 1918 and the year 1946. " * 40)
     with pytest.raises(ConfigError, match=r"other settings: \['text'\]"):
-        train(tmp_path / "out", [Source(text, 1.0)], SMALL, replace(loop, resume=True))
+        train(tmp_path / "out", [Source(text, 1.0)], LLAMA, replace(loop, resume=True))
 
 
-@pytest.mark.parametrize("max_length", [3, 4])
-def test_windows_that_are_too_short_for_the_module_are_refused(sources, tmp_path, max_length):
+def test_windows_that_are_too_short_for_the_module_are_refused(sources, tmp_path):
     options = replace(SMALL, mtp_steps=3)
     with pytest.raises(ConfigError, match="max_length of at least 5"):
-        train(tmp_path / "out", sources, options, replace(LOOP, max_length=max_length))
+        train(tmp_path / "out", sources, options, replace(LOOP, max_length=4))
     train(tmp_path / "out", sources, options, replace(LOOP, max_length=5, steps=1))
 
 
@@ -154,13 +153,14 @@ def test_sizes_that_no_model_has_are_refused_before_the_text_is_read(
 
 
 def test_there_is_something_to_resume(sources, tmp_path):
-    resumed = replace(LOOP, resume=True)
+    loop = replace(LOOP, steps=1, warmup_steps=1)
+    resumed = replace(loop, resume=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.pt does not exist"):
-        train(tmp_path, sources, SMALL, resumed)
-    train(tmp_path, sources, SMALL)
+        train(tmp_path, sources, LLAMA, resumed)
+    train(tmp_path, sources, LLAMA, loop)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        train(tmp_path, sources, SMALL, resumed)
+        train(tmp_path, sources, LLAMA, resumed)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused_before_the_text_is_
 @pytest.mark.parametrize("share", ["1e100", "1e-320"])
 def test_the_extremes_of_shares_train(tmp_path, sources, share):
     extreme = [Source.parse(f"{one.path}={share}") for one in sources]
-    train(tmp_path / "out", extreme, SMALL, replace(LOOP, steps=1, warmup_steps=1))
+    train(tmp_path / "out", extreme, LLAMA, replace(LOOP, steps=1, warmup_steps=1))
 
 
 def test_the_architecture_decides_whether_there_is_a_module():

@@ -84,7 +84,48 @@ def _patch_attribute(target, name, member, builder, scope):
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(target, name, call)
+    operation = _OF_NUMPY.get(name) if target is language.tensor else None
+    scope.set_attr(target, name, _elementwise(operation, call) if operation else call)
+
+
+_COMPARISONS = {
+    f"__{name}__": getattr(np, numpy_name)
+    for name, numpy_name in (
+        *(("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")),
+        *(("eq", "equal"), ("ne", "not_equal")),
+    )
+}
+_OF_NUMPY = _COMPARISONS | {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+
+
+def _elementwise(operation, call):
+    """An operator, at once for operands of one common type and one shape, or of one number."""
+    compares = operation in _COMPARISONS.values()
+
+    def apply(self, other):
+        scalar, kind = self.dtype, self.type
+        if scalar.is_ptr() or scalar.name not in ("fp32", "int32", "int64"):
+            return call(self, other)
+        if type(other) is language.constexpr:
+            other = other.value
+        if type(other) is language.tensor:
+            if other.dtype.is_ptr() or other.dtype.name != scalar.name:
+                return call(self, other)
+            if not kind.is_block():
+                kind = other.type
+            elif other.type.is_block() and other.type.of_numpy != kind.of_numpy:
+                return call(self, other)
+            other = other.handle.data
+        elif not _fits(other, scalar.name):
+            return call(self, other)
+        found = interpreter.TensorHandle(operation(self.handle.data, other), scalar)
+        return language.tensor(found, _bool_like(kind) if compares else kind)
+
+    return apply
+
+
+def _bool_like(kind):
+    return language.block_type(language.int1, kind.shape) if kind.is_block() else language.int1
 
 
 _block_types: dict = {}

@@ -100,14 +100,3 @@ class OneRun(Bench):
         count = len(slots)
         runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
         return replace(super().rows_at(slots, positions), runs=runs)
-
-
-@torch.inference_mode()
-def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
-    """What a model of transformers gives: every token from a pass over all before it."""
-    token_ids = list(token_ids)
-    prompt_length = len(token_ids)
-    while len(token_ids) < prompt_length + num_tokens:
-        logits = model(torch.tensor([token_ids]), use_cache=False).logits
-        token_ids.append(int(logits[0, -1].argmax()))
-    return token_ids[prompt_length:]

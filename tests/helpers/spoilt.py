@@ -7,6 +7,7 @@ length or another request's KV is caught by its acceptance, which no token shows
 from __future__ import annotations
 
 import random
+from types import MappingProxyType
 
 from sametoken.runner.stream import LaggingStream
 from sametoken.types.outputs import SpeculationMetrics
@@ -43,8 +44,10 @@ def make_stream(kind: str):
     return LaggingStream(lambda queued: chance.randint(0, queued))
 
 
-def measure(core, items, check=lambda item, num_tokens, update: None) -> SpeculationMetrics:
-    """Run requests, checking each window, and count drafts by position."""
+def measure(
+    core, items, check=lambda item, num_tokens, update: None, plain=MappingProxyType({})
+) -> SpeculationMetrics:
+    """Run requests, checking each window and then ``plain`` tokens; count drafts by position."""
     total, out = SpeculationMetrics(), {item.request_id: [] for item in items}
     by_id = {item.request_id: item for item in items}
     for item in items:
@@ -57,16 +60,18 @@ def measure(core, items, check=lambda item, num_tokens, update: None) -> Specula
             tokens.extend(update.token_ids)
             if len(item.prompt_token_ids) + len(tokens) >= item.max_total_tokens:
                 core.release(item.request_id)
+    for name, tokens in plain.items():
+        assert out[name][: len(tokens)] == tokens
     return total
 
 
-def measure_spoilt(core, items, k: int) -> SpeculationMetrics:
+def measure_spoilt(core, items, k: int, plain=MappingProxyType({})) -> SpeculationMetrics:
     """``measure`` of a spoilt drafter, window by window."""
 
     def check(item, num_tokens, update):
         assert update.num_accepted == min(update.num_drafts, spoilt_at(num_tokens, k))
 
-    total = measure(core, items, check)
+    total = measure(core, items, check, plain)
     assert all(total.offered_per_position)
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
     return total

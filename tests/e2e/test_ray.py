@@ -30,8 +30,8 @@ from sametoken.serving.ray.config import RayConfig
 from sametoken.serving.ray.serve import deploy, start_cluster
 
 NUM_CLIENTS = 8
-NUM_REQUESTS = 20
-MAX_TOKENS = 256
+NUM_REQUESTS = 16
+MAX_TOKENS = 128
 #: New replicas take a busy machine minutes to start, and requests wait for a new gateway.
 PATIENCE_S = 600
 RAY_CONFIG = RayConfig(replicas=1, ray_num_cpus=0.25, ray_max_surge_percent=100)
@@ -168,7 +168,7 @@ def test_an_update_and_a_kill_under_load_lose_no_request(served, engine_config, 
     def keep_asking(case: Case) -> int:
         count = 0
         # With a pause, or the new replicas start slowly beside the requests.
-        while not count or not stop.wait(0.2):
+        while not count or not stop.wait(0.5):
             assert ask(client, case) == case.token_ids
             count += 1
         return count
@@ -186,6 +186,6 @@ def test_an_update_and_a_kill_under_load_lose_no_request(served, engine_config, 
     # Answers take long and one client serves all threads, so that the kill meets some of them.
     with client_of(served) as client, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         asked = [pool.submit(ask, client, case) for case in cases]
-        wait_for(lambda: sum(future.done() for future in asked) >= NUM_CLIENTS)
+        wait_for(lambda: sum(future.done() for future in asked) >= NUM_CLIENTS // 2)
         kill_one("ray::ServeReplica:sametoken:replicas")
         assert [future.result() for future in asked] == [case.token_ids for case in cases]

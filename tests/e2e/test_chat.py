@@ -94,7 +94,7 @@ class Terminal:
 @pytest.fixture
 def terminal():
     started = Terminal(
-        *("chat", HYBRID_NAME, "--temperature", "0", "--max-tokens", "250"),
+        *("chat", HYBRID_NAME, "--temperature", "0", "--max-tokens", "160"),
         *("--speculative-config", "off"),
     )
     yield started
@@ -120,14 +120,14 @@ def test_a_chat(terminal, tmp_path):
     shown = terminal.ask("/again")
     plain, figures = answer_in(shown)
     assert GREEN not in shown
-    assert re.fullmatch(r"\[250 tokens, [\d.]+ tokens/s, cut by --max-tokens\]", figures)
+    assert re.fullmatch(r"\[160 tokens, [\d.]+ tokens/s, cut by --max-tokens\]", figures)
 
     assert "Drafts: mtp, up to 3 per step; the model was" in terminal.ask("/drafts mtp")
     shown = terminal.ask("/again")
     assert GREEN in shown
     drafted, figures = answer_in(shown)
     assert drafted == plain
-    assert re.search(r"250 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
+    assert re.search(r"160 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
 
     assert "/drafts [off|ngram|suffix|mtp|JSON] changes them" in terminal.ask("/drafts")
     assert "did you mean '/drafts'?" in terminal.ask("/draft")

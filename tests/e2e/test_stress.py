@@ -16,7 +16,7 @@ import pytest
 from helpers.chat_model import write_chat_model
 from helpers.scripts import imported
 
-NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "80"))
+NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "64"))
 MODULES = ("stress", "attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}
@@ -28,7 +28,8 @@ def stress():
         yield modules
 
 
-def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
+def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path, monkeypatch):
+    monkeypatch.setattr(stress.cases, "NUM_CASES", 48)
     model = write_chat_model(tmp_path / "model")
     # Other tests run beside, and caches are still filling: a long stress test has its own limits.
     # A queue that filled while the engine was away is worked off slowly beside busy processes.

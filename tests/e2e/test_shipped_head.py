@@ -29,8 +29,8 @@ CHATS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 HEAD = {"method": "eagle3", "num_speculative_tokens": 4}
-# Of 4 prompts each of GSM8K and HumanEval, at most 96 tokens of an answer. On a CPU the head
-# reaches 2.91, and the one before it, of a sixth of the text, 2.54.
+# Of a prompt of GSM8K and three of HumanEval, at most 96 tokens of an answer. On a CPU the head
+# reaches 2.89, and the one before it, of a sixth of the text, 2.49.
 LEAST_ACCEPTANCE_LENGTH = 2.7
 CASCADE = HEAD | {"num_speculative_tokens": 8, "cascade": "ngram", "cascade_model_tokens": 3}
 
@@ -77,7 +77,7 @@ def test_smollm2_says_the_same_with_matches_before_the_head(plain_tokens):
 
 @pytest.mark.network
 def test_the_head_is_accepted_as_a_trained_one(drafted):
-    items = [*load_dataset("gsm8k", limit=4), *load_dataset("humaneval", limit=4)]
+    items = [*load_dataset("gsm8k", limit=1), *load_dataset("humaneval", limit=3)]
     params = SamplingParams(temperature=0.0, max_tokens=96)
     outputs = drafted.chat([item.messages for item in items], params)
     total = sum((one.metrics.speculation for one in outputs), SpeculationMetrics())

@@ -42,7 +42,6 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
 DRAFTERS = {
     "ngram": calculator.NGRAM,
     "mtp-3": MTP,
-    "mtp-8": MTP | {"num_speculative_tokens": 8},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},
     "ngram, mtp": MTP
     | {"num_speculative_tokens": 12, "cascade": "ngram", "cascade_model_tokens": 3},
@@ -52,7 +51,6 @@ EDIT, CODE_ALONE = 0, 4
 LEAST = {
     "ngram": (4.0, 1.1),
     "mtp-3": (3.0, 1.9),
-    "mtp-8": (5.0, 2.5),
     "suffix": (3.2, 1.2),
     "ngram, mtp": (4.5, 1.9),
 }
@@ -73,10 +71,10 @@ def asked(max_tokens: int, temperature: float = 0.0, **options) -> SamplingParam
 CHATS = [
     (CALCULATOR_EDIT, asked(64)),
     (CALCULATOR_EDIT, asked(32, 0.8)),
-    (calculator.PROMPT, asked(24, 1.0, seed=3)),
+    (calculator.PROMPT, asked(16, 1.0, seed=3)),
     (WORD_PROBLEM, asked(24)),
 ]
-TEXTS = [(CODE, asked(56)), (CODE, asked(28, 0.7, top_p=0.9)), (calculator.PROMPT, asked(28))]
+TEXTS = [(CODE, asked(48)), (CODE, asked(24, 0.7, top_p=0.9)), (calculator.PROMPT, asked(28))]
 
 
 def answers(
@@ -125,7 +123,8 @@ def test_requests_one_at_a_time(drafter):
 
 def test_steps_of_changing_numbers_of_threads(monkeypatch):
     """As where other processes come and go; also beside the drafts that are accepted."""
-    numbers = cycle((1, 2, 3))
+    # Most steps have one: threads that wait for others spin.
+    numbers = cycle((1, 2, 1, 1, 3, 1))
 
     def submit(self, work):
         before = torch.get_num_threads()
@@ -144,7 +143,7 @@ def test_matches_are_accepted_most_in_the_edit():
     assert lengths[EDIT] == max(lengths)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "ngram, mtp"])
+@pytest.mark.parametrize("drafter", ["suffix", "ngram, mtp"])
 def test_a_batch_in_small_chunks(drafter):
     """Four at once, the others wait; two take fewer drafts, and no other request loses one."""
     sizes = {"max_num_seqs": 4, "prefill_chunk_size": 32, "max_num_batched_tokens": 512}
@@ -159,19 +158,19 @@ def test_a_batch_in_small_chunks(drafter):
     assert speculation[6].num_draft_tokens == 0
 
 
-@pytest.mark.parametrize(("drafter", "steps_in_flight"), [("ngram", 2), ("mtp-3", 3)])
-def test_steps_in_flight(drafter, steps_in_flight):
+def test_steps_in_flight():
     """Three at once, in chunks of one block."""
-    options = {"steps_in_flight": steps_in_flight, "prefill_chunk_size": 16, "max_num_seqs": 3}
-    tokens, speculation = answers(hybrid(speculative_config=DRAFTERS[drafter], **options))
+    options = {"steps_in_flight": 3, "prefill_chunk_size": 16, "max_num_seqs": 3}
+    tokens, speculation = answers(hybrid(speculative_config=DRAFTERS["mtp-3"], **options))
     assert tokens == plain()
-    assert speculation[EDIT].acceptance_length > LEAST[drafter][0]
+    assert speculation[EDIT].acceptance_length > LEAST["mtp-3"][0]
 
 
 def test_preempted_requests_go_on_as_they_were(monkeypatch):
     """Memory for about three of the seven."""
     drafter = "ngram, mtp"
-    llm = hybrid(speculative_config=DRAFTERS[drafter], num_kv_blocks=33, max_num_seqs=7)
+    memory = {"max_model_len": 416, "num_kv_blocks": 27, "max_num_seqs": 7}
+    llm = hybrid(speculative_config=DRAFTERS[drafter], **memory)
     swapped = swapped_by(llm._engine, monkeypatch)
     tokens, speculation = answers(llm)
     assert swapped, "nothing was preempted"

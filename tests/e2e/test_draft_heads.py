@@ -51,31 +51,26 @@ def test_a_twin_is_right_wherever_the_map_has_the_token(tmp_path, plain_of, k, s
     assert total > 10
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 3])
-def test_in_company_and_in_flight_a_twin_with_a_map_changes_no_token(
-    tmp_path, plain_of, steps_in_flight
-):
+def test_in_company_and_in_flight_a_twin_with_a_map_changes_no_token(tmp_path, plain_of):
     twin = Twin(tmp_path, token_ids=list(range(0, VOCAB, 2)))
-    ran = run(twin.engine(3, steps_in_flight=steps_in_flight), twin_requests())
+    ran = run(twin.engine(3, steps_in_flight=3), twin_requests())
     assert ran.tokens == plain_of(0)
     assert 0 < ran.accepted < ran.offered
 
 
-@pytest.mark.parametrize(("k", "seed"), [(1, 0), (4, 1)])
-def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, plain_of, k, seed):
+def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, plain_of):
     """The module as it is would be right always."""
-    twin = Twin(tmp_path, seed, quantized=True)
+    twin = Twin(tmp_path, seed=1, quantized=True)
     weights = [name for name, one in packed_in(twin.head) if isinstance(one, Fp8Weight)]
     assert len(weights) == 6
-    ran = run(twin.engine(k), twin_requests())
-    assert ran.tokens == plain_of(seed)
+    ran = run(twin.engine(4), twin_requests())
+    assert ran.tokens == plain_of(1)
     # Seen: 0.91 to 0.96. A step of e4m3 is 1/8 of a number, and 23 logits lie close at times.
     assert ran.accepted > 0.8 * ran.offered > 0
 
 
-@pytest.mark.parametrize("token_ids", [None, list(range(0, VOCAB, 2))], ids=["whole", "mapped"])
-def test_a_quantized_twin_that_is_spoilt_changes_no_token(tmp_path, plain_of, token_ids):
-    twin = Twin(tmp_path, token_ids=token_ids, quantized=True)
+def test_a_quantized_twin_with_a_map_that_is_spoilt_changes_no_token(tmp_path, plain_of):
+    twin = Twin(tmp_path, token_ids=list(range(0, VOCAB, 2)), quantized=True)
     ran = run(twin.engine(3, steps_in_flight=2, spoil=True), twin_requests())
     assert ran.tokens == plain_of(0)
     assert 0 < ran.accepted < ran.offered

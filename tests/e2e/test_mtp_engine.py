@@ -41,7 +41,7 @@ def twin(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
 
 
-@pytest.mark.parametrize(("k", "steps"), zip((1, 2, 3, 5, 8), cycle(("static", "compact"))))
+@pytest.mark.parametrize(("k", "steps"), zip((1, 3, 8), cycle(("static", "compact"))))
 def test_no_number_of_drafts_changes_a_token(dense, k, steps):
     drafted = run(build(dense, mtp(k), steps), requests())
     assert drafted.tokens == plain(dense)
@@ -64,7 +64,7 @@ def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight,
 
 
 @pytest.mark.parametrize(
-    ("k", "steps"), [*zip((1, 2, 3, 5, 8), cycle(("compact", "static"))), (2, "kernels")]
+    ("k", "steps"), [*zip((1, 3, 8), cycle(("compact", "static"))), (2, "kernels")]
 )
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""

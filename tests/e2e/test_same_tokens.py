@@ -191,7 +191,7 @@ TestSameTokensOfKernels.settings = settings(max_examples=3, stateful_step_count=
 @pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
-    [(kind, 1 + (i + j) % 3) for i, kind in enumerate((*SCRIPTS, "ngram", "self")) for j in (0, 2)],
+    [(kind, 1 + i % 3) for i, kind in enumerate((*SCRIPTS, "ngram", "self"))],
 )
 def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
     prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8, 3), (4,), tuple(range(10)) * 2]
@@ -259,7 +259,7 @@ def test_few_requests(kind, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
-    [("mixed", 1), ("empty", 3), ("wrong", 1), ("ngram", 3), ("self", 1), ("self", 3)],
+    [("mixed", 1), ("empty", 3), ("ngram", 3), ("self", 1)],
 )
 def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
     """Enough requests, on a device that computes so little, that drafts are refused."""

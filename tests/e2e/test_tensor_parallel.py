@@ -89,7 +89,6 @@ def truths(files):
 @pytest.mark.parametrize(
     ("kind", "method", "steps_in_flight", "max_num_seqs", "chunk"),
     [
-        ("llama", "plain", 1, 6, 64),
         ("llama", "plain", 3, 3, 16),
         ("llama", "ngram", 2, 6, 32),
         ("llama", "self", 3, 6, 16),
@@ -121,19 +120,9 @@ def test_the_same_tokens_of_a_gguf_file_in_its_bits(tmp_path, name):
     sizes = {"intermediate_size": 128, "max_position_embeddings": 256}
     path = write_gguf(tmp_path / "model.gguf", name, **sizes)
     packed = partial(answer, path, load_format="gguf-packed")
-    wanted = packed(max_num_seqs=1)
-    for speculation, steps_in_flight, max_num_seqs, chunk in (
-        (NGRAM, 2, 6, 32),
-        (None, 3, 3, 16),
-    ):
-        answers = packed(
-            speculation,
-            steps_in_flight=steps_in_flight,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk_size=chunk,
-        )
-        assert answers == wanted
-        assert (answers.offered > 0) == (speculation is not None)
+    answers = packed(NGRAM, steps_in_flight=3, max_num_seqs=3, prefill_chunk_size=16)
+    assert answers == packed(max_num_seqs=1)
+    assert answers.offered > 0
 
 
 @pytest.mark.parametrize(
@@ -147,7 +136,7 @@ def test_scarce_memory_and_preemption_change_nothing(files, truths, kind, method
         assert core._runner.num_swaps
 
 
-@pytest.mark.parametrize("kind", ["llama", "dense", "experts"])
+@pytest.mark.parametrize("kind", ["llama", "experts"])
 def test_a_drafter_that_is_the_target_is_always_right(files, kind):
     """It runs whole on rank 0, so its logits differ by rounding alone."""
     plain = [item for item in requests() if item.params.top_p == 1]

@@ -132,12 +132,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("fault", BAD)
-def test_a_bad_update_names_the_tensor_and_changes_nothing(fault, llamas, answers):
+def test_bad_updates_name_the_tensor_and_change_nothing(llamas, answers):
     live = engine(llamas[0], NGRAM)
-    with pytest.raises(WeightUpdateError, match=UP.replace(".", r"\.")):
-        live.update_weights(BAD[fault](tensors_of(llamas[1])).items())
-    assert live.weight_version == 0
+    for fault, spoil in BAD.items():
+        with pytest.raises(WeightUpdateError, match=UP.replace(".", r"\.")):
+            live.update_weights(spoil(tensors_of(llamas[1])).items())
+        assert live.weight_version == 0, fault
     assert said(live) == answers[0]
 
 
@@ -238,7 +238,7 @@ def test_extraction_keeps_one_set_of_weights(llamas, tmp_path):
         live.update_weights(llamas[1])
 
 
-@pytest.mark.parametrize("name", ["tied", "qwen3_5", "nemotron", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["tied", "nemotron"])
 def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     old, new = (WRITERS[name](tmp_path / str(seed), seed) for seed in (0, 1))
     built, live = engine(new), engine(old, NGRAM)

@@ -112,13 +112,14 @@ def _crowd_weight(records: Sequence[DraftRecord], rate: float) -> float:
     """Verified drafts that the crowd's rate counts as, by the method of moments.
 
     The variance of a beta distribution with this weight is that between the requests' rates,
-    beyond the variance of drawing each from its number of drafts.
+    beyond the variance of drawing each from its number of drafts; counts that faded below one draft
+    say less of both.
     """
     least, most = CROWD_WEIGHTS
-    drawn = rate * (1 - rate)
     seen = [record for record in records if record.verified]
     spread = sum((one.accepted - one.verified * rate) ** 2 / one.verified for one in seen)
-    beyond = (spread - len(seen) * drawn) / max(1.0, sum(one.verified for one in seen))
+    drawn, num_drawn = rate * (1 - rate), sum(min(1.0, one.verified) for one in seen)
+    beyond = (spread - num_drawn * drawn) / max(1.0, sum(one.verified for one in seen))
     return max(least, min(most, drawn / beyond)) if beyond > 0 else most
 
 

@@ -67,6 +67,9 @@ def test_what_chance_explains_is_no_difference_between_requests():
     unlike = [DraftRecord(10 * rate, 10) for rate in (0.1, 0.3, 0.6, 0.8, 0.9)] * 10
     found = rates(*unlike)
     assert max(found) - min(found) > 0.7 * 0.8
+    # Requests whose counts have faded say nothing of the others.
+    faded = [DraftRecord(0, 1e-9)] * 500
+    assert rates(*unlike, *faded)[4] > 0.8
     # Of a few drafts each, the same rates say less.
     few = [replace(one, accepted=one.accepted / 5, verified=2.0) for one in unlike]
     assert max(rates(*few)) - min(rates(*few)) < 0.3

@@ -1,10 +1,12 @@
 """Microseconds of a layer's experts on this GPU, by product and tile.
 
     python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
+        [--choices even alike favoured]
 
-Choices are random, so experts have about equally many rows. A graph runs over layers that exceed
-L2 in sum. Rates are of the products' own operations and of the chosen experts' bytes. A line marked
-``!`` has other bits than the first.
+Choices are random: even, so that experts have about equally many rows; a quarter of the rows
+alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
+graph runs over layers that exceed L2 in sum. Rates are of the products' own operations and of the
+chosen experts' bytes. A line marked ``!`` has other bits than the first.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ TILES = (
     ExpertTile(128, 256, 64, 8, 3, tma=True),
     ExpertTile(16, 64, 128, 4, 6),
     ExpertTile(16, 64, 256, 4, 3),
+    ExpertTile(32, 64, 128, 4, 4),
+    ExpertTile(32, 64, 128, 4, 4, programs=2),
     ExpertTile(64, 64, 128, 4, 3),
     ExpertTile(64, 64, 128, 4, 3, tma=True),
     ExpertTile(64, 128, 128, 8, 3, tma=True),
@@ -112,10 +116,26 @@ def compare(
         print(f"{mark} {name} {time:8.1f} us {rates}  {tile or 'default'}", flush=True)
 
 
-def run(name: str, float8: bool, rows: int, stacks: list[tuple[ExpertStack, ExpertStack]]) -> None:
+def logits_of(choices: str, rows: int, num_experts: int, device: str = "cuda") -> Tensor:
+    """Of a router: [rows, num_experts] bf16."""
+    logits = -torch.rand(rows, num_experts, device=device).log_().neg_().log_()
+    if choices == "favoured":
+        logits -= (torch.arange(num_experts, device=device) + 4.0).log()
+    if choices == "alike":
+        logits[rows * 3 // 4 :] = logits[-1]
+    return logits.bfloat16()
+
+
+def run(
+    name: str,
+    float8: bool,
+    rows: int,
+    choices: str,
+    stacks: list[tuple[ExpertStack, ExpertStack]],
+) -> None:
     shape = SHAPES[name]
     x = torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    logits = torch.randn(rows, shape.num_experts, device="cuda", dtype=torch.bfloat16)
+    logits = logits_of(choices, rows, shape.num_experts)
     routing = Routing(shape.top_k, True)
     chosen, weights = moe_gate(logits, routing)
     groups, pairs = RowGroups.of(chosen, shape.num_experts), chosen.numel()
@@ -125,7 +145,10 @@ def run(name: str, float8: bool, rows: int, stacks: list[tuple[ExpertStack, Expe
     group = microseconds(lambda _: RowGroups.of(chosen, shape.num_experts), [None] * 9)
     add = microseconds(lambda _: combine(outer, weights, mixed), [None] * 9)
     form = "float8" if float8 else "bf16"
-    print(f"{name} {form}, {rows} rows: gate {gate:.1f}, group {group:.1f}, combine {add:.1f} us")
+    print(
+        f"{name} {form}, {rows} rows, {choices}, at most {int(groups.counts.max())} of an expert: "
+        f"gate {gate:.1f}, group {group:.1f}, combine {add:.1f} us"
+    )
     used = len(chosen.unique()) / shape.num_experts
     first, second = ([stack[i] for stack in stacks] for i in (0, 1))
     activation = _Activation("silu_mul" if shape.gated else "relu_squared")
@@ -136,15 +159,18 @@ def run(name: str, float8: bool, rows: int, stacks: list[tuple[ExpertStack, Expe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", default="1,8,64,512,4096")
+    parser.add_argument("--rows", default="1,8,64,128,512,4096")
     parser.add_argument("--float8", nargs="+", type=int, choices=(0, 1), default=(0, 1))
+    kinds = ("even", "alike", "favoured")
+    parser.add_argument("--choices", nargs="+", choices=kinds, default=kinds)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for name in arguments.shape:
         for float8 in arguments.float8:
             stacks = stacks_of(SHAPES[name], bool(float8))
             for rows in map(int, arguments.rows.split(",")):
-                run(name, bool(float8), rows, stacks)
+                for choices in arguments.choices:
+                    run(name, bool(float8), rows, choices, stacks)
 
 
 if __name__ == "__main__":

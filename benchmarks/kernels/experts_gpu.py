@@ -116,11 +116,11 @@ def compare(
         print(f"{mark} {name} {time:8.1f} us {rates}  {tile or 'default'}", flush=True)
 
 
-def logits_of(choices: str, rows: int, num_experts: int, device: str = "cuda") -> Tensor:
+def logits_of(choices: str, rows: int, num_experts: int) -> Tensor:
     """Of a router: [rows, num_experts] bf16."""
-    logits = -torch.rand(rows, num_experts, device=device).log_().neg_().log_()
+    logits = -torch.rand(rows, num_experts, device="cuda").log_().neg_().log_()
     if choices == "favoured":
-        logits -= (torch.arange(num_experts, device=device) + 4.0).log()
+        logits -= (torch.arange(num_experts, device="cuda") + 4.0).log()
     if choices == "alike":
         logits[rows * 3 // 4 :] = logits[-1]
     return logits.bfloat16()

@@ -243,19 +243,15 @@ def _attach_drafter(loaded: Loaded, table: SamplingTable) -> Drafter:
     return loaded.drafter.attach(cache, Coupling(loaded.backend.model.sample, table))
 
 
-def _mixtures(loaded: Loaded) -> list[Mixture]:
-    return [one for layer in loaded.target.layers for one in mixtures_of(layer)]
-
-
-def _busy_rows(loaded: Loaded) -> int:
+def _busy_rows(loaded: Loaded, mixtures: list[Mixture]) -> int:
     """See ``SchedulerLimits``; of sparse models any step's rows share the read of all experts."""
     config, device = loaded.resolved.config, loaded.resolved.device
-    return config.max_num_batched_tokens if _mixtures(loaded) else BUSY_ROWS[device.type]
+    return config.max_num_batched_tokens if mixtures else BUSY_ROWS[device.type]
 
 
-def _reads(loaded: Loaded) -> StepReads:
+def _reads(loaded: Loaded, mixtures: list[Mixture]) -> StepReads:
     """A row is computed with the experts that it chooses."""
-    resolved, mixtures = loaded.resolved, _mixtures(loaded)
+    resolved = loaded.resolved
     device = resolved.device.type
     unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
     experts = sum(one.num_bytes for one in mixtures)
@@ -275,6 +271,7 @@ def _reads(loaded: Loaded) -> StepReads:
 def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
     config, memory, drafter = loaded.resolved.config, loaded.memory, runner.step.drafter
     speculative = config.speculative_config
+    mixtures = [one for layer in loaded.target.layers for one in mixtures_of(layer)]
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -285,9 +282,11 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         num_idle_host_blocks=loaded.swap.num_idle_host_blocks,
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
-        adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
-        reads=_reads(loaded),
-        busy_rows=_busy_rows(loaded),
+        adaptive_drafts=speculative is not None
+        and speculative.proposes
+        and speculative.draft_limits == ADAPTIVE,
+        reads=_reads(loaded, mixtures),
+        busy_rows=_busy_rows(loaded, mixtures),
         usual_rows=loaded.resolved.usual_rows,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,

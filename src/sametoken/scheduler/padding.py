@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from sametoken.types.layout import StepShape
 
 if TYPE_CHECKING:
     from sametoken.scheduler.plan_draft import Turn
+    from sametoken.scheduler.request_state import RequestState
 
 
 def fit_to_captured(
@@ -26,17 +27,17 @@ def fit_to_captured(
     if not shapes:
         return list(turns)
     needed = shape_of(turns)
-    shape = _captured(needed, shapes)
-    fitted = _filled(turns, needed, shape, worth)
-    drafts = {turn.request: turn.draft_limit for turn in fitted if turn.request in worth.windows}
-    num_drafts, single = sum(drafts.values()), _without_drafts(needed, turns)
-    num_rows, captured = single.num_rows + num_drafts, _captured(single, shapes)
+    shape, single = _captured(needed, shapes), _without_drafts(needed, turns)
+    drafts = {turn.request: turn.draft_limit for turn in turns if turn.request in worth.windows}
+    for request in _longer(drafts, needed, shape, worth):
+        drafts[request] += 1
+    num_rows, captured = single.num_rows + sum(drafts.values()), _captured(single, shapes)
     more_time = worth.time.of(num_rows, shape.num_rows - num_rows) - worth.time.of(
         single.num_rows, captured.num_rows - single.num_rows
     )
     if worth.accepted(drafts) < more_time * worth.tokens_per_time({}):
-        return [replace(turn, draft_limit=0) for turn in turns]
-    return fitted
+        drafts = {}
+    return [turn.cut(turn.num_query + drafts.get(turn.request, 0)) for turn in turns]
 
 
 def _captured(needed: StepShape, shapes: Sequence[StepShape]) -> StepShape:
@@ -44,11 +45,11 @@ def _captured(needed: StepShape, shapes: Sequence[StepShape]) -> StepShape:
     return next((shape for shape in shapes if shape.holds(needed)), needed)
 
 
-def _filled(
-    turns: Sequence[Turn], needed: StepShape, shape: StepShape, worth: DraftWorth
-) -> list[Turn]:
+def _longer(
+    drafts: Mapping[RequestState, int], needed: StepShape, shape: StepShape, worth: DraftWorth
+) -> list[RequestState]:
+    """Those that have one draft more, in place of padding."""
     spare = min(shape.num_rows - needed.num_rows, shape.num_sampled - needed.num_sampled)
-    drafts = {turn.request: turn.draft_limit for turn in turns if turn.request in worth.windows}
     least = worth.tokens_per_time(drafts) * worth.time.of_experts(needed.num_rows)
     chances = {
         request: worth.windows[request].chance(limit + 1)
@@ -56,11 +57,7 @@ def _filled(
         if limit < min(worth.windows[request].most, shape.max_window - 1)
     }
     likeliest = nlargest(spare, chances, key=lambda request: chances[request])
-    longer = {request for request in likeliest if chances[request] >= least}
-    return [
-        replace(turn, draft_limit=turn.draft_limit + 1) if turn.request in longer else turn
-        for turn in turns
-    ]
+    return [request for request in likeliest if chances[request] >= least]
 
 
 def shape_of(turns: Sequence[Turn]) -> StepShape:

@@ -203,7 +203,7 @@ class RowBudget:
         return min(most, max(usual, 2 * num_decoding, crowd // 2))
 
     def _worth(self, most: dict[RequestState, int]) -> DraftWorth | None:
-        """None where there are no drafts, or they are free: small steps of rows without experts."""
+        """None where limits are fixed, or drafts free: in small steps of rows without experts."""
         limits = self._limits
         num_rows = len(most) * (limits.num_speculative_tokens + 1)
         small = num_rows <= FREE_ROWS and not limits.reads.experts_bytes

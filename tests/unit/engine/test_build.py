@@ -216,6 +216,12 @@ def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
     assert scheduler.limits.longest_chunk == 2048
 
 
+def test_without_drafts_none_are_limited(target, tmp_path):
+    extraction = {"method": "extract_hidden_states", "shared_storage_path": str(tmp_path)}
+    assert not build(target).scheduler.limits.adaptive_drafts
+    assert not build(target, speculative_config=extraction).scheduler.limits.adaptive_drafts
+
+
 def test_the_scheduler_is_told_what_steps_read(target, tmp_path):
     """Weights, KV, and a request's recurrent state."""
     hybrid = write_hybrid(tmp_path / "hybrid", "qwen3_5")

@@ -19,7 +19,6 @@ from sametoken.engine.resolve import (
     ROUTING_BYTES,
     ROWS_PER_SPARSE_READ,
     ROWS_PER_WEIGHT_READ,
-    ResolvedConfig,
 )
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
@@ -39,7 +38,7 @@ from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
-from sametoken.runner.routed_experts import Mixture, mixtures_of, recorder_of
+from sametoken.runner.routed_experts import recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
@@ -181,7 +180,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
     return StepRunner(
         step=step,
         processing=processing,
-        launcher=_launcher(step, processing, resolved, announce),
+        launcher=_launcher(loaded, step, processing, announce),
         swap=_swap_store(loaded, caches),
         kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
@@ -212,17 +211,15 @@ def _chances(loaded: Loaded, table: SamplingTable) -> Chances | None:
 
 
 def _launcher(
-    step: Step,
-    processing: LogitsProcessing,
-    resolved: ResolvedConfig,
-    announce: Callable[[str], None],
+    loaded: Loaded, step: Step, processing: LogitsProcessing, announce: Callable[[str], None]
 ) -> Launcher:
-    if resolved.device.type != "cuda":
+    if loaded.resolved.device.type != "cuda":
         return EagerLauncher(step)
     # Only CUDA builds of torch include Triton.
     from sametoken.engine.build_gpu import gpu_launcher
 
-    return gpu_launcher(step, processing, resolved, announce)
+    sparse = bool(loaded.mixtures)
+    return gpu_launcher(step, processing, loaded.resolved, announce, sparse=sparse)
 
 
 def _allocate(loaded: Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:
@@ -243,15 +240,15 @@ def _attach_drafter(loaded: Loaded, table: SamplingTable) -> Drafter:
     return loaded.drafter.attach(cache, Coupling(loaded.backend.model.sample, table))
 
 
-def _busy_rows(loaded: Loaded, mixtures: list[Mixture]) -> int:
+def _busy_rows(loaded: Loaded) -> int:
     """See ``SchedulerLimits``; of sparse models any step's rows share the read of all experts."""
     config, device = loaded.resolved.config, loaded.resolved.device
-    return config.max_num_batched_tokens if mixtures else BUSY_ROWS[device.type]
+    return config.max_num_batched_tokens if loaded.mixtures else BUSY_ROWS[device.type]
 
 
-def _reads(loaded: Loaded, mixtures: list[Mixture]) -> StepReads:
+def _reads(loaded: Loaded) -> StepReads:
     """A row is computed with the experts that it chooses."""
-    resolved = loaded.resolved
+    resolved, mixtures = loaded.resolved, loaded.mixtures
     device = resolved.device.type
     unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
     experts = sum(one.num_bytes for one in mixtures)
@@ -271,7 +268,6 @@ def _reads(loaded: Loaded, mixtures: list[Mixture]) -> StepReads:
 def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
     config, memory, drafter = loaded.resolved.config, loaded.memory, runner.step.drafter
     speculative = config.speculative_config
-    mixtures = [one for layer in loaded.target.layers for one in mixtures_of(layer)]
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -285,8 +281,8 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         adaptive_drafts=speculative is not None
         and speculative.proposes
         and speculative.draft_limits == ADAPTIVE,
-        reads=_reads(loaded, mixtures),
-        busy_rows=_busy_rows(loaded, mixtures),
+        reads=_reads(loaded),
+        busy_rows=_busy_rows(loaded),
         usual_rows=loaded.resolved.usual_rows,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,

@@ -43,6 +43,9 @@ EAGER_ROWS = 4096
 
 #: Decoding requests of captured steps: powers of two up to the first, then multiples of the other.
 REQUEST_STEPS = (64, 32)
+#: Of sparse models further ones, from the first to below the second by the third: rows of padding
+#: choose experts too, which few other rows may need.
+SPARSE_STEPS = ((1, 8, 1), (8, 32, 4), (32, 64, 8))
 
 
 def gpu_launcher(
@@ -50,6 +53,8 @@ def gpu_launcher(
     processing: LogitsProcessing,
     resolved: ResolvedConfig,
     announce: Callable[[str], None],
+    *,
+    sparse: bool,
 ) -> Launcher:
     """Capture the step in CUDA graphs, unless ``enforce_eager``.
 
@@ -58,13 +63,14 @@ def gpu_launcher(
         processing: logits processing, which is warmed up too.
         resolved: the engine's settings.
         announce: called with the number of proofs and graphs, and their cost.
+        sparse: the model has experts.
     """
     config, k = resolved.config, step.sequences.num_speculative_tokens
     eager = EagerLauncher(step, ROW_MULTIPLE)
     if config.enforce_eager:
         return eager
     sizes = (config.max_num_seqs, k, config.max_num_batched_tokens)
-    shapes = captured_shapes(*sizes, all_states=step.all_states)
+    shapes = captured_shapes(*sizes, all_states=step.all_states, sparse=sparse)
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
@@ -104,7 +110,7 @@ def gpu_launcher(
 
 
 def captured_shapes(
-    max_num_seqs: int, k: int, max_rows: int, *, all_states: bool = False
+    max_num_seqs: int, k: int, max_rows: int, *, all_states: bool = False, sparse: bool = False
 ) -> tuple[StepShape, ...]:
     """Shapes of steps with windows only, then of small steps with prompts; each ascending.
 
@@ -113,6 +119,7 @@ def captured_shapes(
         k: maximum drafts per request.
         max_rows: maximum rows per step.
         all_states: as in ``StepShape``.
+        sparse: the model has experts.
     """
     most = min(max_rows, MOST_ROWS)
     batch_chunks, batch_rows = MIXED_FULL_BATCH
@@ -123,7 +130,7 @@ def captured_shapes(
         for sampled in _sampled(windows, chunks, rows, k)
         if windows <= max_num_seqs and windows + chunks <= rows <= most
     ]
-    return (*_windows(max_num_seqs, k, most), *sorted(set(mixed), key=_by_size))
+    return (*_windows(max_num_seqs, k, most, sparse), *sorted(set(mixed), key=_by_size))
 
 
 def eager_shapes(
@@ -148,15 +155,13 @@ def eager_shapes(
     return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
 
 
-def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
-    """``REQUEST_STEPS`` and powers of two of rows per request; finer rows at ``max_num_seqs``."""
+def _windows(max_num_seqs: int, k: int, most: int, sparse: bool) -> list[StepShape]:
+    """Counts of requests and powers of two of rows for each; finer rows at ``max_num_seqs``."""
     doubled, multiple = REQUEST_STEPS
+    further = ((doubled, max_num_seqs, multiple), *(SPARSE_STEPS if sparse else ()))
     counts = {*_doubling(min(max_num_seqs, doubled)), max_num_seqs}
-    sizes = {
-        (requests, requests * rows)
-        for requests in counts | set(range(doubled, max_num_seqs, multiple))
-        for rows in _doubling(k + 1)
-    }
+    counts |= {n for first, end, by in further for n in range(first, min(end, max_num_seqs), by)}
+    sizes = {(requests, requests * rows) for requests in counts for rows in _doubling(k + 1)}
     full_batch = range(max_num_seqs, max_num_seqs * (k + 1), 2 * ROW_MULTIPLE)
     sizes |= {(max_num_seqs, rows) for rows in full_batch}
     shapes = [

@@ -62,7 +62,7 @@ from sametoken.ops.cache_types import (
     stored_in,
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
-from sametoken.runner.routed_experts import recording
+from sametoken.runner.routed_experts import Mixture, mixtures_of, recording
 from sametoken.text.tokenizer import load_tokenizer_of, require_own_end
 from sametoken.types.speculative_methods import TABLE
 from sametoken.types.units import in_units
@@ -136,6 +136,11 @@ class Loaded:
     resolved: ResolvedConfig
     extraction: Extraction
     all_states: bool
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """The target's mixtures of experts."""
+        return [one for layer in self.target.layers for one in mixtures_of(layer)]
 
 
 def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested:

@@ -33,10 +33,10 @@ from sametoken.types.plan import ScheduledRequest, StepPlan
 sizes = st.tuples(st.integers(1, 300), st.sampled_from([0, 1, 3, 7, 64]), st.integers(64, 9000))
 
 
-@given(sizes)
-def test_shapes_are_of_sizes_that_a_step_may_have(asked):
+@given(sizes, st.booleans())
+def test_shapes_are_of_sizes_that_a_step_may_have(asked, sparse):
     max_num_seqs, k, max_rows = asked
-    shapes = captured_shapes(*asked)
+    shapes = captured_shapes(*asked, sparse=sparse)
     assert len(set(shapes)) == len(shapes)
     for shape in shapes:
         assert shape.num_requests <= shape.num_rows <= min(max_rows, MOST_ROWS)
@@ -55,9 +55,9 @@ def test_shapes_are_of_sizes_that_a_step_may_have(asked):
         assert [shape.num_rows for shape in kind] == sorted(shape.num_rows for shape in kind)
 
 
-@given(sizes)
-def test_no_shape_is_captured_for_nothing(asked):
-    shapes = captured_shapes(*asked)
+@given(sizes, st.booleans())
+def test_no_shape_is_captured_for_nothing(asked, sparse):
+    shapes = captured_shapes(*asked, sparse=sparse)
     for shape in shapes:
         assert next(one for one in shapes if one.holds(shape)) == shape
 
@@ -74,6 +74,17 @@ def test_small_steps_of_windows_run_in_a_shape_of_at_most_four_times_their_rows(
     step = StepLayout.of(StepPlan(0, requests=tuple(rows))).shape
     found = next(shape for shape in captured_shapes(*asked) if shape.holds(step))
     assert found.num_rows <= 4 * step.num_rows
+
+
+@given(sizes, st.data())
+def test_few_requests_of_sparse_models_run_hardly_padded(asked, data):
+    """Rows of padding would choose experts that may be read for them alone."""
+    max_num_seqs, _, max_rows = asked
+    count = data.draw(st.integers(1, min(max_num_seqs, max_rows, 64)))
+    step = StepShape(count, count, count, count, 1, 1)
+    shapes = captured_shapes(*asked, sparse=True)
+    found = next(shape for shape in shapes if shape.holds(step))
+    assert found.num_rows - count < (1 if count <= 8 else 4 if count <= 32 else 8)
 
 
 def products_of(num_rows):
@@ -166,7 +177,9 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
 def test_an_eager_engine_captures_nothing():
     step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
-    assert gpu_launcher(step, None, resolved, print) == EagerLauncher(step, ROW_MULTIPLE)
+    assert gpu_launcher(step, None, resolved, print, sparse=False) == EagerLauncher(
+        step, ROW_MULTIPLE
+    )
 
 
 @pytest.mark.parametrize("multiple", [1, ROW_MULTIPLE])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from gpu_files import OPTIONS, cut_requests, plain_requests, speculation, write_files
@@ -110,6 +112,25 @@ def test_a_replay_without_a_layout_is_refused(files, monkeypatch):
     with pytest.raises(EngineDeadError) as dead:
         drive(core, plain_requests(4, MAX_TOKENS))
     assert isinstance(dead.value.__cause__, StaleInputsError | InvariantError)
+
+
+def test_an_engine_starts_while_an_earlier_one_is_garbage(files, monkeypatch):
+    """A search for garbage within a capture would free its graphs, which ends the capture."""
+    forward = StepGraphs._forward
+
+    def searching(self, layout):
+        output = forward(self, layout)
+        if gc.isenabled():
+            gc.collect()
+        return output
+
+    earlier = [build(files, "other")]
+    drive(earlier[0], plain_requests(2, MAX_TOKENS))
+    earlier.append(earlier)
+    del earlier
+    monkeypatch.setattr(StepGraphs, "_forward", searching)
+    tokens, _ = drive(build(files, "other"), plain_requests(2, MAX_TOKENS))
+    assert all(len(out) >= MAX_TOKENS for out in tokens.values())
 
 
 def test_a_copy_read_in_flight_is_refused(files, monkeypatch):

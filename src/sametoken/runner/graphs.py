@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -70,13 +73,14 @@ class StepGraphs:
     @torch.inference_mode()  # As steps run: nothing that they made may be written otherwise.
     def capture_all(self) -> CaptureReport:
         """Capture every shape, the largest first, so that all share its memory."""
-        # Cached free blocks from loading would distort the memory figures.
-        torch.cuda.empty_cache()
-        started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        pool = torch.cuda.graph_pool_handle()
-        self._warm_up(self.shapes[-1])
-        for shape in reversed(self.shapes):
-            self._captured[shape] = self._capture(shape, pool)
+        with _garbage_freed_before():
+            # Cached free blocks from loading would distort the memory figures.
+            torch.cuda.empty_cache()
+            started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
+            pool = torch.cuda.graph_pool_handle()
+            self._warm_up(self.shapes[-1])
+            for shape in reversed(self.shapes):
+                self._captured[shape] = self._capture(shape, pool)
         used = free - torch.cuda.mem_get_info()[0]
         return CaptureReport(2 * len(self.shapes), time.monotonic() - started, used)
 
@@ -138,6 +142,19 @@ class StepGraphs:
     def _forward(self, layout: LayoutTable) -> ForwardOutput:
         self.layouts.fetch(layout.table)
         return self.step.forward(layout)
+
+
+@contextmanager
+def _garbage_freed_before() -> Iterator[None]:
+    """No search for garbage within: to free an earlier engine's graphs would end a capture."""
+    gc.collect()
+    searches = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searches:
+            gc.enable()
 
 
 T = TypeVar("T")

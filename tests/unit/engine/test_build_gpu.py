@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -251,11 +254,39 @@ class Captures(StepGraphs):
         self.layouts.append(self._captured[shape])
 
 
-def test_graphs_that_were_released_are_never_replayed(monkeypatch):
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """What captures ask of a GPU, without one."""
+    pools = iter("ab")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    pools = iter("ab")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_an_earlier_engine_is_freed_before_graphs_are_captured(no_gpu, error):
+    """Its graphs, freed by a search for garbage, would end the capture of others."""
+    freed, seen = [], []
+
+    class Earlier:
+        def __init__(self):
+            self.itself = self
+
+    class Searching(Captures):
+        def _capture(self, shape, pool):
+            seen.append((len(freed), gc.isenabled()))
+            if error:
+                raise error
+
+    weakref.finalize(Earlier(), freed.append, None)
+    graphs = Searching(None, captured_shapes(4, 3, 64), None, None)
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        graphs.capture_all()
+    assert {*seen} == {(1, False)}
+    assert gc.isenabled()
+
+
+def test_graphs_that_were_released_are_never_replayed(monkeypatch, no_gpu):
     layout = StepLayout.of(StepPlan(0, requests=(ScheduledRequest(0, 1, 2, True),)))
     graphs = Captures(None, captured_shapes(4, 3, 64), replayed := [], None)
     graphs.capture_all()

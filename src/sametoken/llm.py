@@ -286,15 +286,15 @@ class LLM(NotCopied):
         """Give memory back while no request runs; none may come before ``wake_up``.
 
         Args:
-            level: 1 gives back KV and the prefix cache; 2 the target's weights too, which must
-                then be updated before all is awake. Level 1 leaves weights where they are.
+            level: 1 gives back KV and the prefix cache; 2 also weights, which need an update then.
 
         Raises:
             RequestError: there is no such level, or requests are unfinished.
-            UnsupportedError: with several ranks memory cannot be given back.
+            UnsupportedError: memory of this engine cannot be given back.
             EngineDeadError: the engine failed.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            self._engine.require_sleep(level)
             if self._outputs.num_unfinished:
                 raise RequestError("requests are unfinished", "let them end first")
             self._engine.sleep(level)

@@ -21,7 +21,7 @@ from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_latent, write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.updates import NGRAM, PROMPTS, engine, params, said, same_weights, tensors_of
-from sametoken.engine.sleep import DeviceMemory, whole_storages
+from sametoken.engine.sleep import DeviceMemory, FixedMemory, whole_storages
 from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.models.in_place import Replacement
 from sametoken.models.in_place import tensors_of as tensors_of_model
@@ -294,13 +294,17 @@ def test_an_engine_whose_storages_were_gone_says_the_same(name, tmp_path, monkey
     core.scheduler.check_integrity()
 
 
-def test_running_requests_need_their_kv(llamas):
+def test_running_requests_need_their_kv(llamas, monkeypatch):
     live = engine(llamas[0])
     stream = live.generate_stream(PROMPTS[0], params())
     next(stream)
     with pytest.raises(RequestError, match="unfinished"):
         live.sleep()
     core = live._engine
+    with monkeypatch.context() as patch:
+        patch.setattr(core._sleep, "memory", FixedMemory("several ranks"))
+        with pytest.raises(UnsupportedError, match="memory of several ranks"):
+            live.sleep()
     with pytest.raises(RequestError, match="requests run"):
         core.sleep(1)
     stream.close()

@@ -22,6 +22,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.engine.shared_weights import LeadingWeights
 from sametoken.engine.sleep import memory_of
+from sametoken.engine.step_memory import widened_bytes
 from sametoken.engine.weights import Weights, weights_of
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.extraction.recording import NoExtraction, open_extraction
@@ -251,13 +252,17 @@ def _reads(loaded: Loaded) -> StepReads:
     resolved, mixtures = loaded.resolved, loaded.mixtures
     device = resolved.device.type
     unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
-    experts = sum(one.num_bytes for one in mixtures)
-    chosen = sum(one.num_bytes * one.top_k / one.num_experts for one in mixtures)
+    experts = sum(one.experts.nbytes for one in mixtures)
+    chosen = sum(one.share * one.experts.nbytes for one in mixtures)
     whatever_rows = resolved.weights_bytes - experts
+    multiplied = whatever_rows + chosen
+    if device == "cuda":
+        multiplied += widened_bytes(loaded.target)
+        multiplied -= sum((1 - one.share) * widened_bytes(one.experts) for one in mixtures)
     rows_per_read = (ROWS_PER_SPARSE_READ if mixtures else ROWS_PER_WEIGHT_READ)[device]
     return StepReads(
         weights_bytes=whatever_rows + len(mixtures) * ROUTING_BYTES[device],
-        row_bytes=(whatever_rows + chosen) / rows_per_read,
+        row_bytes=multiplied / rows_per_read,
         kv_bytes=bytes_per_block(unbounded, 1),
         state_bytes=state_bytes(unbounded),
         experts_bytes=experts,

@@ -23,7 +23,7 @@ from sametoken.ops.model.latent_attention.shape import LatentShape
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.rule import RecurrentRule
-from sametoken.ops.weight import ExpandedWeight
+from sametoken.ops.weight import ExpandedWeight, PackedMatrix
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
 _FP32 = 4
@@ -143,6 +143,19 @@ def most_expanded(node: object, device: torch.device) -> int:
     # Rows of an embedding are looked up.
     parts = (child for name, child in children_of(node) if name != "embedding")
     return max((most_expanded(part, device) for part in parts), default=0)
+
+
+def widened_bytes(node: object) -> int:
+    """Bytes by which packed elements in 16 bits, as a GPU multiplies them, exceed what is stored.
+
+    Args:
+        node: models, layers and experts, nested in any way.
+    """
+    if isinstance(node, PackedMatrix):
+        return 2 * node.num_elements - node.nbytes
+    # Rows of an embedding are looked up.
+    parts = (child for name, child in children_of(node) if name != "embedding")
+    return sum(widened_bytes(part) for part in parts)
 
 
 def most_mixing(

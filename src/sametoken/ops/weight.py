@@ -234,6 +234,17 @@ class ExpandedWeight(Weight, Protocol):
         ...
 
 
+@runtime_checkable
+class PackedMatrix(Protocol):
+    """A matrix in few bits whose elements a GPU multiplies in 16, of a weight or of experts."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def num_elements(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedExperts:
     """What gpt-oss's experts have beside their matrices: biases, and a gate within limits.

@@ -20,6 +20,7 @@ from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import Decoder
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, Routing
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
+from sametoken.ops.weight import Experts
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_host
 from sametoken.types.layout import StepLayout
@@ -214,11 +215,16 @@ def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> ExpertR
 
 
 class Mixture(NamedTuple):
-    """The experts of a layer: how many a row chooses, of how many, and the bytes of all."""
+    """The experts of a layer: how many a row chooses, of how many, and all of them."""
 
     top_k: int
     num_experts: int
-    num_bytes: int
+    experts: Experts
+
+    @property
+    def share(self) -> float:
+        """The part of the experts that a row chooses."""
+        return self.top_k / self.num_experts
 
 
 def mixtures_of(node: object) -> Iterator[Mixture]:
@@ -228,6 +234,6 @@ def mixtures_of(node: object) -> Iterator[Mixture]:
     parts = {one.name: getattr(node, one.name) for one in fields(node)}
     if "routing" in parts:
         num_experts = parts["router"].weight.out_features
-        yield Mixture(parts["routing"].top_k, num_experts, parts["experts"].nbytes)
+        yield Mixture(parts["routing"].top_k, num_experts, parts["experts"])
     for part in parts.values():
         yield from mixtures_of(part)

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +19,20 @@ from helpers.hybrids import write_hybrid
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import DrafterNeeds
-from sametoken.engine.build import build_engine
+from sametoken.engine.build import _reads, build_engine
 from sametoken.engine.load import Requested, _require_kv
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
-from sametoken.models.loader import read_config
+from sametoken.models.loader import load_model, read_config
+from sametoken.models.quantize import W4A16, quantize_checkpoint
+from sametoken.ops.model.gemm.tuning import GemmTable
+from sametoken.ops.triton import TritonKernels
 from sametoken.runner.cpu_stream import CpuStream
+from sametoken.runner.routed_experts import mixtures_of
 from sametoken.runner.runner import EagerLauncher
 from sametoken.runner.stream import LaggingStream
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.types.layout import StepShape
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
@@ -245,6 +251,29 @@ def test_the_scheduler_is_told_what_rows_that_choose_experts_read(tmp_path):
     assert reads.row_bytes == pytest.approx(row / 32)
     # Two of its three layers have a window.
     assert 3 * reads.kv_bytes == core.resolved.request_memory.kv_per_token > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_row_of_a_gpu_multiplies_elements_of_four_bits_in_sixteen(tmp_path, family):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+    write_family(tmp_path / "plain", family, **sizes)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", W4A16)
+
+    def reads_of(name: str, device: str) -> StepReads:
+        cpu, dtype, kernels = torch.device("cpu"), torch.bfloat16, TritonKernels(GemmTable())
+        model = load_model(
+            tmp_path / name, kernels=kernels, dtype=dtype, device=cpu, max_positions=1
+        )
+        mixtures = [one for layer in model.layers for one in mixtures_of(layer)]
+        sized = SimpleNamespace(weights_bytes=model.weights_bytes, device=torch.device(device))
+        return _reads(
+            SimpleNamespace(target=model, mixtures=mixtures, caches=model.caches, resolved=sized)
+        )
+
+    plain, packed = (reads_of(name, "cuda") for name in ("plain", "packed"))
+    assert packed.weights_bytes + packed.experts_bytes < plain.weights_bytes + plain.experts_bytes
+    assert packed.row_bytes == pytest.approx(plain.row_bytes)
+    assert reads_of("packed", "cpu").row_bytes < 0.6 * reads_of("plain", "cpu").row_bytes
 
 
 def test_the_scheduler_knows_what_is_captured(target, monkeypatch):

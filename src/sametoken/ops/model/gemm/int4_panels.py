@@ -185,6 +185,11 @@ class Int4Panels:
         return self.words.shape[-2]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of all its matrices."""
+        return self.words[..., 0].numel() * self.in_features
+
+    @property
     def width(self) -> int:
         """Features of a group."""
         in_one = 4 if self.e2m1 and self.scales.dtype == torch.int32 else 1

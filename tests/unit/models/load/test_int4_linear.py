@@ -44,11 +44,11 @@ def words(values: torch.Tensor, order=range(8)) -> torch.Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator):
+def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator, most_zero: int):
     """Values [N, K], scales and zeros [N, G] fp16 and uint8, and what they stand for."""
     rows, columns = weight.shape
     groups = columns // size
-    zero = torch.randint(1, 16, (rows, groups), generator=generator)
+    zero = torch.randint(1, most_zero + 1, (rows, groups), generator=generator)
     scale = (weight.abs().amax() / 8 * (1 + torch.rand(rows, groups, generator=generator))).half()
     by_feature, zero_of = scale.float()[:, index], zero[:, index]
     values = (weight / by_feature + zero_of).round().clamp(0, 15)
@@ -80,7 +80,9 @@ def made(
         index = torch.arange(shape[1]) // group
         if permuted:
             index = index[torch.randperm(shape[1], generator=generator)]
-        values, scale, zero, meant[name] = quantized(weight, group, index, generator)
+        # Stored less 1, so a zero of 16 fits.
+        most_zero = 16 if layout == "gptq" else 15
+        values, scale, zero, meant[name] = quantized(weight, group, index, generator, most_zero)
         module = name.removesuffix(".weight")
         if layout == "awq":
             stored[f"{module}.qweight"] = words(values.t(), AWQ_ORDER)

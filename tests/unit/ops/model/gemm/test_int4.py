@@ -49,7 +49,8 @@ def made(
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 16, (features, depth), generator=generator, dtype=torch.uint8)
     shape = (features, depth // width)
-    zero = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    # GPTQ has zeros of 16.
+    zero = torch.randint(0, 17, shape, generator=generator, dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-12, -8, shape, generator=generator)
     if not exact:
         scale = torch.rand(shape, generator=generator) + 0.01

@@ -5,7 +5,7 @@ per row and group of features (G groups; one for all features if the group size 
 
 - GPTQ: ``qweight`` [K / 8, N] packed along K, ``qzeros`` [G, N / 8], ``scales`` [G, N], and
   ``g_idx`` [K], the group of each feature, arbitrary under act-order. Zeros are stored less 1, in
-  the format ``gptq_v2`` as they are.
+  the format ``gptq_v2`` as they are; symmetric ones are 8, and writers differ in what they store.
 - AWQ (version gemm): ``qweight`` [K, N / 8], ``qzeros`` and ``scales`` likewise; eight neighbouring
   rows stand in the order of ``_AWQ``.
 - ``pack-quantized``: ``weight_packed`` [N, ceil(K / 8)], ``weight_scale`` [N, G], ``weight_shape``
@@ -56,7 +56,7 @@ class Int4Linear:
     Attributes:
         layout: one of the above.
         group_size: features of a group; -1: all.
-        symmetric: whether the zeros of ``pack-quantized`` are left out.
+        symmetric: whether zeros are 8 whatever is stored; ``pack-quantized`` stores none.
     """
 
     layout: str
@@ -139,7 +139,9 @@ class Int4Linear:
         else:
             values = _nibbles(_words(reader, f"{name}.qweight", in_features // 8, rows), 0, places)
         zero = _nibbles(_words(reader, f"{name}.qzeros", groups, rows // 8), 1, places)
-        if self.layout == GPTQ:
+        if self.symmetric:
+            zero.fill_(_SYMMETRIC_ZERO)
+        elif self.layout == GPTQ:
             zero += 1
         return values.t(), _scales(reader, f"{name}.scales", groups, rows).t(), zero.t()
 

@@ -187,7 +187,7 @@ def _read_gptq(settings: Settings) -> Quantization:
     layout = settings.get("checkpoint_format", settings.get("format", GPTQ))
     if layout not in layouts:
         raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
-    return _four_bits_stored(settings, layout)
+    return _four_bits_stored(settings, layout, symmetric=settings.get("sym") is True)
 
 
 def _read_awq(settings: Settings) -> Quantization:
@@ -212,9 +212,9 @@ def _read_awq(settings: Settings) -> Quantization:
     return _four_bits_stored(settings, AWQ)
 
 
-def _four_bits_stored(settings: Settings, layout: str) -> Quantization:
+def _four_bits_stored(settings: Settings, layout: str, *, symmetric: bool = False) -> Quantization:
     besides = () if settings.get("lm_head") else (_HEAD,)
-    return _all_stored(Int4Linear(layout, _group_size(settings)), besides)
+    return _all_stored(Int4Linear(layout, _group_size(settings), symmetric), besides)
 
 
 def _require_no_overrides(settings: Settings) -> None:

@@ -44,11 +44,11 @@ def words(values: torch.Tensor, order=range(8)) -> torch.Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator, most_zero: int):
+def quantized(weight: torch.Tensor, size: int, index: torch.Tensor, generator, zeros: range):
     """Values [N, K], scales and zeros [N, G] fp16 and uint8, and what they stand for."""
     rows, columns = weight.shape
     groups = columns // size
-    zero = torch.randint(1, most_zero + 1, (rows, groups), generator=generator)
+    zero = torch.randint(zeros.start, zeros.stop, (rows, groups), generator=generator)
     scale = (weight.abs().amax() / 8 * (1 + torch.rand(rows, groups, generator=generator))).half()
     by_feature, zero_of = scale.float()[:, index], zero[:, index]
     values = (weight / by_feature + zero_of).round().clamp(0, 15)
@@ -60,6 +60,7 @@ def made(
     size: int,
     *,
     permuted: bool = False,
+    symmetric: bool = False,
     seed: int = 0,
     chosen: str = "proj.weight",
     **sizes,
@@ -81,8 +82,8 @@ def made(
         if permuted:
             index = index[torch.randperm(shape[1], generator=generator)]
         # Stored less 1, so a zero of 16 fits.
-        most_zero = 16 if layout == "gptq" else 15
-        values, scale, zero, meant[name] = quantized(weight, group, index, generator, most_zero)
+        zeros = range(8, 9) if symmetric else range(1, 17 if layout == "gptq" else 16)
+        values, scale, zero, meant[name] = quantized(weight, group, index, generator, zeros)
         module = name.removesuffix(".weight")
         if layout == "awq":
             stored[f"{module}.qweight"] = words(values.t(), AWQ_ORDER)
@@ -134,6 +135,20 @@ def test_a_checkpoint_stands_for_its_expanded_twin(tmp_path, layout, size, permu
     got = logits_of(model)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits_of(model, 1, 2), got)
+
+
+@pytest.mark.parametrize(("layout", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8)])
+def test_symmetric_zeros_are_8_whatever_is_stored(tmp_path, layout, stored):
+    """Qwen/Qwen3.5-27B-GPTQ-Int4 says ``gptq`` and stores 8, which would be 9 (vllm#38966)."""
+    config, tensors, meant = made(layout, 32, symmetric=True)
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    for name, tensor in tensors.items():
+        if name.endswith(".qzeros"):
+            groups, eights = tensor.shape
+            tensors[name] = words(torch.full((groups, 8 * eights), stored))
+    config |= {"quantization_config": quantization(layout, 32, sym=True)}
+    got = logits_of(load(write_checkpoint(tmp_path / "int4", config, tensors)))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("layout", "size", "permuted"), [("gptq", 64, True), ("awq", 32, False)])

@@ -260,7 +260,7 @@ def test_what_is_not_implemented_is_refused_by_its_key(config, path, value):
 def test_four_bits_are_read_from_all_methods():
     kinds = [read(one).format_of("x", Everything()) for one in (GPTQ, AWQ, PACKED, NVFP4_PACKED)]
     assert kinds == [
-        Int4Linear("gptq", 128),
+        Int4Linear("gptq", 128, True),
         Int4Linear("awq", 128),
         Int4Linear("pack-quantized", 128, True),
         Nvfp4Linear(),
@@ -311,8 +311,9 @@ OLDER = (
     ],
 )
 def test_four_bits_by_other_writers_are_read(written, method, layout, names):
-    quantization = read({"quant_method": method} | written | names)
-    assert quantization.format_of("x", Everything()) == Int4Linear(layout, 128)
+    settings = {"quant_method": method} | written | names
+    quantization, symmetric = read(settings), method == "gptq" and settings.get("sym") is True
+    assert quantization.format_of("x", Everything()) == Int4Linear(layout, 128, symmetric)
     assert quantization.format_of("lm_head", Everything()) is None
 
 

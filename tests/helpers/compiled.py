@@ -102,6 +102,7 @@ def compile_launches(code: str, cache) -> None:
     server.stdin.write(json.dumps([code, str(cache), str(errors)]) + "\n")
     server.stdin.flush()
     assert server.stdout.readline() == "0\n", errors.read_text()[-2000:]
+    left_in_registers = []
     for path in cache.rglob("*.ttgir"):
         compiled = path.read_text()
         if _LEFT_IN_REGISTERS.search(compiled):
@@ -109,7 +110,9 @@ def compile_launches(code: str, cache) -> None:
             assert "warp_specialize" in compiled or not _LEFT_AND_PENDING.search(compiled), (
                 path.stem
             )
-            assert not overwritten_operands(path.with_suffix(".cubin")), path.stem
+            left_in_registers.append(path.with_suffix(".cubin"))
+    overwritten = overwritten_operands(left_in_registers) if left_in_registers else []
+    assert not overwritten, overwritten
 
 
 def unused_barriers(cache) -> list[str]:

@@ -8,41 +8,67 @@ made the next operand, or anything else, in them before the product had to be do
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from triton import knobs
 
 #: Place, operation and operands of an instruction.
-Instruction = tuple[str, str, str]
+Instruction = tuple[int, str, str]
 
 _LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.x]+)\s*(.*?)\s*;\s*$")
-_LABEL = re.compile(r"(\.L_x_\d+):")
+#: Of an instruction.
+_NUM_BYTES = 16
 #: Of 16 bits and of float8.
 _PRODUCTS = ("HGMMA", "QGMMA")
 #: Their first register is an address or a value that they read.
 _WRITE_NO_REGISTER = ("ST", "RED", "LDGSTS", "SYNCS", "UTMA", "BRA", "BAR", "WARPGROUP", "R2UR")
 
 
-def _instructions(cubin: Path) -> tuple[list[Instruction], dict[str, int]]:
-    command = [knobs.nvidia.nvdisasm.path, str(cubin)]
-    code, labels = [], {}
-    for line in subprocess.check_output(command, text=True).splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _LINE.match(line):
-            code.append(instruction.groups())
-    return code, labels
+def disassembled(cubins: list[Path]) -> list[list[Instruction]]:
+    """The instructions of each kernel, by one process, which takes half a second to start."""
+    codes = [_code(cubin) for cubin in cubins]
+    with NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "--binary", "SM90a", file.name]
+        text = subprocess.check_output(command, text=True)
+    matches = (_LINE.match(line) for line in text.splitlines())
+    instructions = [(int(found[1], 16), found[2], found[3]) for found in matches if found]
+    ends = accumulate(len(code) // _NUM_BYTES for code in codes)
+    assert len(instructions) == sum(len(code) for code in codes) // _NUM_BYTES
+    return [
+        instructions[end - len(code) // _NUM_BYTES : end]
+        for end, code in zip(ends, codes, strict=True)
+    ]
 
 
-def _paths(code: list[Instruction], labels: dict[str, int]) -> Iterator[list[Instruction]]:
+def _code(cubin: Path) -> bytes:
+    """The sections of an ELF file that hold instructions."""
+    elf = cubin.read_bytes()
+    (headers,) = struct.unpack_from("<Q", elf, 40)
+    size, count, of_names = struct.unpack_from("<3H", elf, 58)
+    sections = [struct.unpack_from("<2I4Q", elf, headers + i * size) for i in range(count)]
+    names = sections[of_names][4]
+    return b"".join(
+        elf[start : start + length]
+        for name, _, _, _, start, length in sections
+        if elf.startswith(b".text.", names + name)
+    )
+
+
+def _paths(code: list[Instruction]) -> Iterator[list[Instruction]]:
     """The whole code, and every loop twice in a row."""
     yield code
-    for end, (_, operation, operands) in enumerate(code):
-        target = re.search(r"\.L_x_\d+", operands) if operation.startswith("BRA") else None
-        if target and labels.get(target[0], len(code)) <= end:
-            yield 2 * code[labels[target[0]] : end + 1]
+    for end, (place, operation, operands) in enumerate(code):
+        target = re.search(r"0x[0-9a-f]+$", operands) if operation.startswith("BRA") else None
+        if target and int(target[0], 16) <= place:
+            begin = end - (place - int(target[0], 16)) // _NUM_BYTES
+            yield 2 * code[begin : end + 1]
 
 
 def _registers(operand: str, count: int) -> set[int]:
@@ -69,14 +95,18 @@ def _overwritten(path: list[Instruction]) -> Iterator[str]:
         written = _written(operation, operands)
         for product, read in (one for group in (*groups, last) for one in group):
             if written & read:
-                yield f"{operation} at {place} writes what the product at {product} reads"
+                yield f"{operation} at {place:x} writes what the product at {product:x} reads"
         if operation.startswith(_PRODUCTS):
             last.append((place, _registers(operands.split(",")[1], 4)))
             if "gsb0" in operands:
                 groups, last = [*groups, last], []
 
 
-def overwritten_operands(cubin: Path) -> list[str]:
+def overwritten_operands(cubins: list[Path]) -> list[str]:
     """Instructions that write registers which a product before them may still read."""
-    code, labels = _instructions(cubin)
-    return [found for path in _paths(code, labels) for found in _overwritten(path)]
+    return [
+        f"{cubin.stem}: {found}"
+        for cubin, code in zip(cubins, disassembled(cubins), strict=True)
+        for path in _paths(code)
+        for found in _overwritten(path)
+    ]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from triton import knobs
 
 from helpers.compiled import compile_launches, unused_barriers
+from helpers.machine_code import disassembled
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.model.attention import hopper_kernels as attention_kernels
 from sametoken.ops.model.attention import hopper_sums, schedule
@@ -470,14 +469,12 @@ def test_two_programs_of_the_join_fit_beside_one_of_splits_of_16_queries(compile
 
 
 def test_the_join_waits_once_for_all_that_it_loads_ahead(compiled):
-    cubins = list(compiled.rglob("join_kernel.cubin"))
-    assert cubins
-    for cubin in cubins:
-        command = [knobs.nvidia.nvdisasm.path, str(cubin)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        loads, sep, folds = code.partition("MUFU.EX2")
-        assert sep
-        wide = re.findall(r"LDG\.E(?:\.EL)?\.128", loads)
+    codes = disassembled(list(compiled.rglob("join_kernel.cubin")))
+    assert codes
+    for code in codes:
+        operations = [operation for _, operation, _ in code]
+        first = operations.index("MUFU.EX2")
+        wide = [one for one in operations[:first] if re.match(r"LDG\.E(\.EL)?\.128", one)]
         # A thread loads eight elements of a split.
         assert len(wide) in [2 * sizes["AHEAD"] for sizes in hopper.JOIN_SIZES.values()]
-        assert "LDG" not in folds
+        assert not any(one.startswith("LDG") for one in operations[first:])

@@ -129,7 +129,7 @@ def layout_of_the_sum(cache, width: int, call: str) -> str:
         ("add_rms_norm(x, residual, weight, 1e-6)", "rounding_rms_norm(x, residual, weight, 1e-6)"),
     ],
 )
-@pytest.mark.parametrize("width", [4096, 5120, 3000])
+@pytest.mark.parametrize("width", [4096, 3000])
 def test_a_norm_that_rounds_adds_in_the_order_of_one_that_does_not(
     tmp_path, width, plain, rounding
 ):

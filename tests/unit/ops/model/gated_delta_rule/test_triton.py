@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.compiled import compile_launches
 from helpers.recurrent import Slots, begin_as_on_a_gpu
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
@@ -407,46 +406,3 @@ def test_long_runs_alone_start_behind_their_preparation(prompt, monkeypatch):
     monkeypatch.setattr(triton_rule, "pdl_options", pdl_options)
     run(empty(spec_of(), 0), [[Row(0, p, p, True) for p in range(prompt)]], prompt)
     assert asked == [prompt < 128]
-
-
-def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
-    """Sizes of real heads; one head, of sizes that are no powers of two, and one tap."""
-    code = """
-from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model.gated_delta_rule import hopper, prepare, triton
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.model.recurrent import runs
-from sametoken.ops.model.recurrent.rule import RawRows
-from sametoken.state.caches import ModelCache
-
-for module in (hopper, prepare, runs, triton):
-    module.pdl_options = lambda tensor, early=True: {"PDL": True, "launch_pdl": early}
-
-def zeros(*shape):
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-CASES = ((16, 32), (128, 128), 3, 4), ((1, 1), (3, 5), 1, 1)
-for heads, sizes, drafts, taps in CASES:
-    rule = GatedDelta(*heads, *sizes, taps)
-    cache = ModelCache.allocate(
-        [Recurrent(rule, torch.bfloat16)], num_blocks=0, block_size=1, max_num_seqs=2,
-        num_drafts=drafts, device=torch.device("cpu"),
-    )
-    rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
-    even = RowRuns.even(2, drafts + 1)
-    starts = (torch.arange(10) * (drafts + 1)).clamp(max=len(rows))
-    ragged = RowRuns(9, drafts + 1, starts, 1, drafts + 1)
-    for cut in (even, ragged):
-        at = AttentionRows(rows, rows, rows, rows[None], cut, rows == 0)
-        plan = runs.plan_runs(at, cache.folded)
-    (memory,) = cache.layers
-    gates = zeros(len(rows), heads[1])
-    raw = RawRows(zeros(len(rows), rule.conv_channels), (gates, gates))
-    params = GatedDeltaParams(rule, gates[0], gates[0], zeros(taps, rule.conv_channels), None)
-    triton.advance(plan, params, raw, memory)
-    if sizes == (128, 128):
-        prepared = torch.zeros(99, rule.conv_channels + 2 * heads[1] + heads[0])
-        hopper.walk(plan, rule, prepared, memory, zeros(len(rows), rule.out_features))
-"""
-    compile_launches(code, tmp_path)

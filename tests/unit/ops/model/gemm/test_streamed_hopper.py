@@ -218,12 +218,10 @@ product(8, 6144, 4096, dtype=e4m3)
 product(8, 24576, 4096, "silu_mul", dtype=e4m3)
 product(64, 6144, 4096, "bias", dtype=torch.float16)
 product(100, 1000, 2896)
-product(64, 151936, 4096, "logits")
 product(3, 1, 2048, "logits")
 product(9, 2 * 1352, 2688, "silu_mul")
 product(32, 576, 2880, "bias", dtype=e4m3, given=torch.float32)
 product(16, 28672, 4096, "silu_mul")
-product(64, 24576, 4096, "silu_mul")
 product(128, 24576, 4096, "silu_mul")
 # As with newer Tritons, whose views stay inside.
 streamed_hopper.VIEWS_REACH_FURTHER = False
@@ -238,7 +236,7 @@ def test_weights_are_loaded_early_and_activations_after_the_wait(compiled):
     """What is stored needs activations, so it too comes after the kernels before."""
     kernels, _ = compiled
     # One row and eight are one kernel.
-    assert len(kernels) == (15 if VIEWS_REACH_FURTHER else 14)
+    assert len(kernels) == (13 if VIEWS_REACH_FURTHER else 12)
     for kernel, _ in kernels:
         before, after = kernel.split("griddepcontrol.wait")
         own, _, others = after.partition("barrier.sync")

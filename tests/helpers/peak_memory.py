@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
@@ -18,8 +18,9 @@ class PeakMemory(TorchDispatchMode):
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        given = {storage._cdata for storage in _storages((*args, *kwargs.values()))}
         for storage in _storages(result):
             if storage._cdata not in given:
                 self._note(storage)
@@ -37,6 +38,10 @@ class PeakMemory(TorchDispatchMode):
         self._now -= self._live.pop(name)
 
 
-def _storages(values):
-    leaves = tree_leaves(values)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _storages(values) -> Iterator[torch.UntypedStorage]:
+    """Of an operation's operands or results, which are nested in lists and tuples alone."""
+    if isinstance(values, torch.Tensor):
+        yield values.untyped_storage()
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _storages(value)

@@ -102,11 +102,12 @@ def _overwritten(path: list[Instruction]) -> Iterator[str]:
                 groups, last = [*groups, last], []
 
 
-def overwritten_operands(cubins: list[Path]) -> list[str]:
+def found_in(code: list[Instruction]) -> list[str]:
     """Instructions that write registers which a product before them may still read."""
-    return [
-        f"{cubin.stem}: {found}"
-        for cubin, code in zip(cubins, disassembled(cubins), strict=True)
-        for path in _paths(code)
-        for found in _overwritten(path)
-    ]
+    return [found for path in _paths(code) for found in _overwritten(path)]
+
+
+def overwritten_operands(cubins: list[Path]) -> list[str]:
+    """``found_in`` each kernel, by its name."""
+    codes = zip(cubins, disassembled(cubins), strict=True)
+    return [f"{cubin.stem}: {found}" for cubin, code in codes for found in found_in(code)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -42,11 +42,14 @@ from sametoken.models.load.settings import (
 from sametoken.models.load.sources import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
 
+_TYING = "tie_word_embeddings"
+#: Beginnings of the names of a head's tensors.
+_HEADS = ("lm_head.", "language_model.lm_head.")
 # Top-level keys of a vision-language config that apply to its text decoder too.
 _COMMON = (
     "architectures",
     "eos_token_id",
-    "tie_word_embeddings",
+    _TYING,
     *DTYPE_KEYS,
     *QUANTIZATION_KEYS,
 )
@@ -77,6 +80,7 @@ class HuggingFaceCheckpoint:
         if not names_dtype(config):
             stored = _stored_dtype(directory, f"{family.embedding_name}.weight")
             config = replace(config, values={**config.values, "dtype": stored})
+        config = replace(config, values={**config.values, **_stored_tying(directory, config)})
         self.config = model_config(config, read_generation_config(directory))
 
     def open_tensors(self) -> SafetensorsSource | PickledSource:
@@ -91,6 +95,22 @@ class HuggingFaceCheckpoint:
                 f"{self._directory} holds pickled weights only", "use load_format 'auto'"
             )
         return source
+
+
+def _stored_tying(directory: Path, config: Settings) -> dict[str, bool]:
+    """Whether embedding and head are tied, where a config says both; it is seen from the weights.
+
+    transformers 5 writes its own default for Mistral 3 above what the text decoder says
+    (vllm#51063).
+    """
+    text = config.nested("text_config").get(_TYING)
+    if text is None or config.get(_TYING) in (None, text):
+        return {}
+    # Without weights, as for dummy ones, the top decides.
+    with suppress(CheckpointError, UnsupportedError):
+        names = open_weights(directory).names()
+        return {_TYING: not any(name.startswith(_HEADS) for name in names)}
+    return {}
 
 
 def _require_no_other_quantization(directory: Path, config: Settings) -> None:
@@ -162,7 +182,7 @@ def model_config(
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
         max_position_embeddings=_positions(settings, rope, local_rope),
         rope=rope,
-        tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(settings.get(_TYING, False)),
         attention_bias=bool(settings.get("attention_bias", False)),
         eos_token_ids=end_ids or settings.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),

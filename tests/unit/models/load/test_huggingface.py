@@ -520,6 +520,24 @@ def test_a_nested_text_config(tmp_path):
     assert read(tmp_path, config | {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
 
 
+@pytest.mark.parametrize("of_text", [True, False])
+@pytest.mark.parametrize("head", ["", "lm_head.weight", "language_model.lm_head.qweight"])
+def test_tying_that_a_config_says_in_two_ways_is_that_of_the_weights(tmp_path, head, of_text):
+    """As transformers 5 saves Mistral 3 (vllm#51063)."""
+    text = {key: value for key, value in BASE.items() if key != "architectures"}
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text | {"num_key_value_heads": 4, "tie_word_embeddings": of_text},
+        "tie_word_embeddings": not of_text,
+    }
+    names = [name for name in ("model.language_model.embed_tokens.weight", head) if name]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert read(tmp_path, config).tie_word_embeddings == (head == "")
+    # A config that says one thing is believed.
+    config["tie_word_embeddings"] = of_text
+    assert read(tmp_path, config).tie_word_embeddings == of_text
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [

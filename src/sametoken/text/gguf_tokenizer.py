@@ -20,6 +20,12 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+#: Of Mistral's tekken: a word ends before a capital, and digits stand alone.
+_TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 PreTokenizer: TypeAlias = Callable[[], Any]
 
@@ -48,16 +54,16 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         raise CheckpointError("the GGUF file holds no vocabulary or no merges", "convert it again")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    ignore_merges = split in _LLAMA_3
+    ignore_merges = split in _WHOLE_WORDS
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
+    tokenizer.pre_tokenizer = pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     _add_special_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    # Converters of Llama 3 leave the key out, and llama.cpp then begins its texts with the token.
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split in _LLAMA_3)
+    # Converters may leave the key out, and llama.cpp then begins these texts with the token.
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split in _WHOLE_WORDS)
     if adds_bos and bos_id is not None:
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -91,10 +97,19 @@ def _digits_apart() -> Any:
     return pre.Sequence([pre.Digits(individual_digits=True), _gpt2()])
 
 
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+LLAMA_3, TEKKEN = "llama-bpe", "tekken"
+_LLAMA_3 = (LLAMA_3, "llama3", "llama-v3")
+#: Vocabularies whose whole words are not merged from parts.
+_WHOLE_WORDS = (*_LLAMA_3, TEKKEN)
 _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _gpt2,
     "smollm": _digits_apart,
     "qwen2": _by_pattern(_WORDS % r"\p{N}"),
     **dict.fromkeys(_LLAMA_3, _by_pattern(_WORDS % r"\p{N}{1,3}")),
+    TEKKEN: _by_pattern(_TEKKEN_WORDS),
 }
+
+
+def pre_tokenizer(name: str) -> Any:
+    """What splits texts into words, by its name in GGUF files."""
+    return _PRE_TOKENIZERS[name]()

@@ -10,7 +10,7 @@ from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, 
 from sametoken.io.files import is_there, open_regular
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.gguf_file import read_gguf
-from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.text.gguf_tokenizer import LLAMA_3, TEKKEN, build_gguf_tokenizer, pre_tokenizer
 
 #: Largest tokenizer file in bytes; the largest vocabularies take 40 MB.
 MAX_BYTES = 2**28
@@ -21,6 +21,10 @@ _EXTRA = ("special_tokens_map.json", "added_tokens.json")
 _SEEING_TEMPLATE = "chat_template.json"
 #: Classes whose ``add_bos_token`` transformers 4 obeys, whatever tokenizer.json does.
 _LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+#: Of Mistral's vocabularies alone.
+_MISTRAL = "[AVAILABLE_TOOLS]"
+#: Llama 3 splits it otherwise than Mistral.
+_TELLING = "aB 123"
 _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
@@ -87,10 +91,12 @@ def _from_hf(path: Path) -> Any:
 
     if path.is_file():
         _require_readable(path)
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    tokenizer = _from_directory(path)
-    if not tokenizer.chat_template and is_there(path / _SEEING_TEMPLATE):
-        tokenizer.chat_template = _seeing_template(path / _SEEING_TEMPLATE)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    else:
+        tokenizer = _from_directory(path)
+        if not tokenizer.chat_template and is_there(path / _SEEING_TEMPLATE):
+            tokenizer.chat_template = _seeing_template(path / _SEEING_TEMPLATE)
+    _correct_mistral(tokenizer.backend_tokenizer)
     return tokenizer
 
 
@@ -100,8 +106,9 @@ def _from_directory(path: Path) -> Any:
     settings = _checked_settings(path)
     if (path / _FILE).is_file():
         # Reads the file unchanged: some architectures' classes rebuild it from its vocabulary.
+        # Whether ``_correct_mistral`` corrects it or not, there is nothing to warn of.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+            path, local_files_only=True, trust_remote_code=False, fix_mistral_regex=False
         )
         begins = settings.get("add_bos_token") is True and settings.get("tokenizer_class") in _LLAMA
         # transformers 5 passes over it. DeepSeek's files say so there alone.
@@ -118,6 +125,19 @@ def _from_directory(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _correct_mistral(backend: Any) -> None:
+    """Split words as Mistral does, where a file of its vocabulary does as Llama 3.
+
+    So do files of Mistral Small 3, by mistake; transformers corrects them if asked to
+    (transformers#42389).
+    """
+    given = backend.pre_tokenizer
+    if backend.token_to_id(_MISTRAL) is None or given is None:
+        return
+    if given.pre_tokenize_str(_TELLING) == pre_tokenizer(LLAMA_3).pre_tokenize_str(_TELLING):
+        backend.pre_tokenizer = pre_tokenizer(TEKKEN)
 
 
 def _seeing_template(file: Path) -> str:

@@ -12,7 +12,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, tokenization_utils_tokenizers
 
 from helpers.chat_model import byte_tokenizer
 from helpers.hub import cache_snapshot
@@ -20,7 +20,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
-from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.text.gguf_tokenizer import build_gguf_tokenizer, pre_tokenizer
 from sametoken.text.tokenizer import (
     Tokenizer,
     bounded_steps,
@@ -100,11 +100,51 @@ def test_smollm_splits_digits_before_words(backend):
 
 @pytest.mark.parametrize(
     ("name", "pieces"),
-    [("qwen2", ["a", "Ġb", "Ġ", "1", "2", "3", "4"]), ("llama-bpe", ["a", "Ġb", "Ġ", "123", "4"])],
+    [
+        ("qwen2", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("llama-bpe", ["aB", "Ġb", "Ġ", "123", "4"]),
+        ("tekken", ["a", "B", "Ġb", "Ġ", "1", "2", "3", "4"]),
+    ],
 )
 def test_known_word_splits(backend, name, pieces):
     built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
-    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("a b 1234")] == pieces
+    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("aB b 1234")] == pieces
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stored", "pieces"),
+    [
+        (("[AVAILABLE_TOOLS]",), "llama-bpe", ["a", "B", "Ġ", "1", "2", "3"]),
+        (("[AVAILABLE_TOOLS]",), "qwen2", ["aB", "Ġ", "1", "2", "3"]),
+        (("[AVAILABLE_TOOLS]",), None, None),
+        (("<tools>",), "llama-bpe", ["aB", "Ġ", "123"]),
+    ],
+)
+def test_words_of_mistral_s_vocabulary_are_its_own_whatever_its_file_says(
+    tmp_path, tokens, stored, pieces
+):
+    """tokenizer.json of Mistral-Small-3.1-24B-Instruct-2503 is wrong so (transformers#42389)."""
+    backend = byte_tokenizer(tokens)
+    backend.pre_tokenizer = stored and pre_tokenizer(stored)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        split = load_tokenizer(path).backend.pre_tokenizer
+        found = split and [piece for piece, _ in split.pre_tokenize_str("aB 123")]
+        assert found == pieces
+
+
+def test_transformers_does_not_warn_of_mistral_s_words(tmp_path, monkeypatch):
+    """It does for every large vocabulary of the family, right ones included."""
+    vocabulary = {f"{index}": index for index in range(100_001)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizer("tekken")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
+    said = []
+    monkeypatch.setattr(tokenization_utils_tokenizers.logger, "warning", said.append)
+    load_tokenizer(tmp_path)
+    assert said == []
 
 
 def test_add_bos_token_puts_it_in_front(backend):
@@ -122,12 +162,11 @@ def test_add_bos_token_puts_it_in_front(backend):
     [
         ("llama-bpe", {}, True),
         ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("tekken", {}, True),
         ("qwen2", {}, False),
     ],
 )
-def test_texts_of_llama_3_begin_with_its_token_unless_a_file_says_otherwise(
-    backend, pre, told, begins
-):
+def test_texts_of_some_begin_with_a_token_unless_a_file_says_otherwise(backend, pre, told, begins):
     metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 1, **told}
     built = build_gguf_tokenizer(gguf_metadata(backend, **metadata))
     assert (built.encode("the").ids[0] == 1) == begins

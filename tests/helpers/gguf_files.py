@@ -20,7 +20,9 @@ def interleaved(rows, num_heads):
     )
 
 
-def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_tensors=()):
+def convert(
+    model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_tensors=(), tokens=None
+):
     """Write a transformers model as llama.cpp's converter would."""
     config = model.config
     writer = GGUFWriter(path, arch)
@@ -33,7 +35,8 @@ def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_te
     writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_array("tokenizer.ggml.tokens", [str(i) for i in range(config.vocab_size)])
+    tokens = tokens or [str(i) for i in range(config.vocab_size)]
+    writer.add_array("tokenizer.ggml.tokens", tokens)
     for key, add, value in metadata:
         getattr(writer, add)(key, value)
     known = gguf.MODEL_ARCH[arch.upper() if arch.startswith("qwen") else "LLAMA"]

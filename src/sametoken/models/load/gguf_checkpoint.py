@@ -88,6 +88,9 @@ _REFUSED = (
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_attn_factor",
 )
+#: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
+#: that a vocabulary has.
+_ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 # By general.file_type: all F32, mostly F16; other types are quantized or BF16.
 _DTYPES = {"0": torch.float32, "1": torch.float16}
 
@@ -219,8 +222,10 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
 
 def _end_ids(vocabulary: Settings, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a text, a turn or a message; llama.cpp stops at all three."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = (i for name in names for i in vocabulary.token_ids(name, vocab_size))
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [i for key in keys for i in vocabulary.token_ids(key, vocab_size)]
+    tokens = vocabulary.names("tokens")[:vocab_size]
+    ids += [i for i, token in enumerate(tokens) if token in _ENDS]
     return tuple(dict.fromkeys(ids))
 
 

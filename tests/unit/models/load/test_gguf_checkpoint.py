@@ -187,6 +187,16 @@ def test_end_ids_and_dtype(tmp_path):
     assert other.dtype == torch.bfloat16
 
 
+def test_ends_are_known_by_their_names_too(tmp_path):
+    """Files of Llama 3 Instruct say <|end_of_text|>, and turns end otherwise (llama.cpp#6772)."""
+    model = make_model(LlamaConfig)
+    tokens = [f"{i}" for i in range(model.config.vocab_size)]
+    tokens[3:7] = ["<|end_of_text|>", "<|eot_id|>", "<|start|>", "<|eom_id|>"]
+    metadata = [("tokenizer.ggml.eos_token_id", "add_uint32", 3)]
+    path = convert(model, tmp_path / "model.gguf", metadata=metadata, tokens=tokens)
+    assert read_config(path).eos_token_ids == (3, 4, 6)
+
+
 def test_a_directory_with_one_file_is_that_file(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
     assert read_config(tmp_path) == read_config(path) == read_config(path, load_format="gguf")

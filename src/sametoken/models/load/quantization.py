@@ -258,7 +258,7 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
         settings,
         used=("config_groups", "format", "ignore", SCHEME, "sparsity_config"),
         only={"quantization_status": ("compressed", "frozen")},
-        unused=("quant_method", "version", "global_compression_ratio"),
+        unused=("quant_method", "version", "global_compression_ratio", *_OF_QUANTIZING),
     )
     # Writers of 2024 state a sparsity that they measured; the weights are stored whole.
     if settings.nested("sparsity_config").get("format", "dense") != "dense":

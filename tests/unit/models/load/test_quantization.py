@@ -317,6 +317,12 @@ def test_four_bits_by_other_writers_are_read(written, method, layout, names):
     assert quantization.format_of("lm_head", Everything()) is None
 
 
+def test_compressed_tensors_by_another_writer_are_read():
+    """AutoRound names itself and its kernels (sglang#23062)."""
+    written = {"backend": "compressed-tensors", "provider": "auto-round"}
+    assert read(PACKED | written).groups == read(PACKED).groups
+
+
 def test_a_sparsity_that_was_only_measured_is_no_format():
     measured = {"format": "dense", "global_sparsity": 0.13, "registry_requires_subclass": False}
     assert read(PACKED | {"sparsity_config": measured}).groups == read(PACKED).groups

@@ -146,7 +146,8 @@ class HybridDecoder(Decoder, ABC):
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
-    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
+    #: The second as transformers 5.4 to 5.5.3 saves an encoder of images (transformers#45357).
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.language_model.visual.")
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,

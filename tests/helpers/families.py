@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -392,6 +393,13 @@ SEEING = {
             "subsampling_conv_channels": [4, 4],
             "output_proj_dims": 16,
         },
+    ),
+    "gemma4_unified": lambda: Gemma4UnifiedConfig(
+        text_config=SIZES
+        | {key: value for key, value in GEMMA_4.items() if not key.endswith("per_layer_input")}
+        | {"pad_token_id": 0, "num_kv_shared_layers": 0},
+        vision_config={"mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 16},
+        audio_config={"audio_embed_dim": 16},
     ),
     "qwen2_5": lambda: Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
     "qwen3": lambda: Qwen3VLConfig(

@@ -45,7 +45,12 @@ _ROPES = {
     FULL: {"rope_type": PROPORTIONAL, "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_ENCODERS = ("model.audio_tower.", "model.embed_audio.", "model.embed_vision.")
+_ENCODERS = (
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
+    "model.vision_embedder.",
+)
 
 
 class _LayerForm(NamedTuple):
@@ -316,6 +321,20 @@ class Gemma4ForCausalLM(GemmaDecoder):
             weights.linear(width, Part(f"{prefix}.per_layer_projection", hidden)),
             self._load_norm(weights, f"{prefix}.post_per_layer_input_norm"),
         )
+
+
+class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
+    """Gemma 4 12B: the same decoder without embeddings by layer, and with other defaults."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        **{
+            key: value
+            for key, value in Gemma4ForCausalLM.implied.items()
+            if not key.endswith("per_layer_input")
+        },
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+    }
 
 
 def _kv_of(form: _LayerForm, dtype: torch.dtype, num_kv_heads: int) -> PagedKV:

@@ -11,7 +11,7 @@ from sametoken.models.deepseek import (
     Glm4MoeLiteForCausalLM,
 )
 from sametoken.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
-from sametoken.models.gemma4 import Gemma4ForCausalLM
+from sametoken.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM
@@ -41,6 +41,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
+    "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
@@ -118,6 +119,7 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     [
         ("Gemma3ForCausalLM", Gemma3TextConfig),
         ("Gemma4ForCausalLM", Gemma4TextConfig),
+        ("Gemma4UnifiedForCausalLM", Gemma4UnifiedTextConfig),
         ("Glm4MoeForCausalLM", Glm4MoeConfig),
         ("GptOssForCausalLM", GptOssConfig),
         ("GraniteForCausalLM", GraniteConfig),

@@ -104,7 +104,7 @@ _WHOLE_WORDS = (*_LLAMA_3, TEKKEN)
 _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _gpt2,
     "smollm": _digits_apart,
-    "qwen2": _by_pattern(_WORDS % r"\p{N}"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_WORDS % r"\p{N}")),
     **dict.fromkeys(_LLAMA_3, _by_pattern(_WORDS % r"\p{N}{1,3}")),
     TEKKEN: _by_pattern(_TEKKEN_WORDS),
 }

@@ -102,6 +102,7 @@ def test_smollm_splits_digits_before_words(backend):
     ("name", "pieces"),
     [
         ("qwen2", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("deepseek-r1-qwen", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", ["aB", "Ġb", "Ġ", "123", "4"]),
         ("tekken", ["a", "B", "Ġb", "Ġ", "1", "2", "3", "4"]),
     ],

@@ -3,6 +3,7 @@
 ``X.weight_packed`` is uint8 [N, K / 2]: numbers of e2m1, two in a byte, the first in its low half.
 ``X.weight_scale`` is float8 e4m3 [N, K / 16], by row and 16 features, and ``X.weight_global_scale``
 [1] fp32. An element is ``number * (scale * factor)``, whose factor is 1 / global scale in fp32.
+``X.input_global_scale`` is for chips that multiply in 4 bits, and is not needed.
 """
 
 from __future__ import annotations
@@ -71,5 +72,6 @@ class Nvfp4Linear:
                 "quantize the model again with its own library",
             )
         whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ()))
+        reader.skip(f"{part.name}.input_global_scale")
         factor = whole.reciprocal().to(scales.device).expand(scales.shape[0])
         return Int4Matrix(packed_int4(halves(packed), GROUP), scales, None, factor=factor)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import product
 from reprlib import repr as short
 from typing import Any
 
@@ -329,7 +330,7 @@ def _float_linear(group: Settings) -> Fp8Linear:
 
 
 def _four_bits(group: Settings, kind: str) -> Settings:
-    """The settings of a group's weights in 4 bits, where activations are not rounded."""
+    """The settings of a group's weights in 4 bits."""
     weights = _arguments(group, "weights")
     found = (weights.get("num_bits"), weights.get("type", "int"), weights.get("dynamic", False))
     if found != (4, kind, False):
@@ -338,23 +339,30 @@ def _four_bits(group: Settings, kind: str) -> Settings:
             f"dynamic={short(found[2])} is not supported",
             f"use 4 bits, {kind}, not dynamic",
         )
-    if group.get("input_activations") is not None:
-        raise unsupported(group, "input_activations", "use a checkpoint of weights alone")
     return weights
 
 
 def _nvfp4_linear(group: Settings) -> Nvfp4Linear:
-    """A group of the format ``nvfp4-pack-quantized``."""
-    weights = _four_bits(group, "float")
-    for key, wanted in (("strategy", "tensor_group"), ("group_size", GROUP), ("symmetric", True)):
-        if weights.get(key, wanted) != wanted:
-            raise unsupported(weights, key, f"use {wanted}")
+    """A group of the format ``nvfp4-pack-quantized``.
+
+    Activations stay in 16 bits: as in vLLM on chips that do not multiply in 4 bits, rounding is
+    for those that do.
+    """
+    given = [_four_bits(group, "float")]
+    if group.get("input_activations") is not None:
+        given.append(_arguments(group, "input_activations"))
+    wanted = {"strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+    for one, (key, value) in product(given, (wanted | {"num_bits": 4, "type": "float"}).items()):
+        if one.get(key, value) != value:
+            raise unsupported(one, key, f"use {value}")
     return Nvfp4Linear()
 
 
 def _packed_linear(group: Settings) -> Int4Linear:
     """A group of the format ``pack-quantized``."""
     weights = _four_bits(group, "int")
+    if group.get("input_activations") is not None:
+        raise unsupported(group, "input_activations", "use a checkpoint of weights alone")
     strategy = weights.get("strategy", "group")
     if strategy not in ("group", "channel"):
         raise unsupported(weights, "strategy", "use group or channel")

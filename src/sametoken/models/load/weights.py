@@ -182,6 +182,11 @@ class WeightReader:
         """Count a module's tensors as read: they are copies."""
         self._read.update(name for name in self.source.names() if name.startswith(f"{module}."))
 
+    def skip(self, name: str) -> None:
+        """Count a tensor as read, if there is one: it is not needed."""
+        if name in self:
+            self._read.add(name)
+
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +44,20 @@ def test_logits_are_those_of_the_library_that_wrote_the_file(checkpoint):
     folder, expected = checkpoint
     for kernels in (ReferenceKernels(), NativeKernels()):
         assert torch.allclose(logits_of(load(folder, kernels)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_activations_are_not_rounded_whatever_the_file_asks_for(checkpoint, tmp_path):
+    """Their scale is of no use here, even if it is none, as of an expert that no row had chosen."""
+    folder, _ = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = NVFP4 | {"dynamic": "local", "observer": "static_minmax"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_global_scale")]:
+        tensors[name.replace("weight", "input")] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(load(tmp_path)), logits_of(load(folder)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

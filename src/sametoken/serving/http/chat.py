@@ -89,7 +89,7 @@ async def begin_chat(
     )
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
-    params, parser = served.reasons(params, rendered, use.parser)
+    params, parser = served.reasons(params, rendered, use)
     if request.parallel_tool_calls is False:
         parser = with_one_call(parser)
     return replace(use, parser=parser), await served.begin([prompt], params, request_id)

@@ -13,6 +13,7 @@ the format is content, so that no text is lost.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from sametoken.serving.http.parsed import (
@@ -63,7 +64,12 @@ _CUT = _header("(?:analysis|commentary|final)?+", "(?:json)?+")
 
 
 def harmony_parser(
-    prompt: str, *, finds_calls: bool, shows_marks: bool, is_constrained: bool = False
+    prompt: str,
+    *,
+    finds_calls: bool,
+    shows_marks: bool,
+    is_constrained: bool = False,
+    functions: Collection[str] = (),
 ) -> Parser:
     """The parser for answers to a prompt.
 
@@ -73,8 +79,9 @@ def harmony_parser(
         shows_marks: whether marks without a meaning where they stand are shown.
         is_constrained: whether a grammar holds in channel final, or from the first token on, so
             that all else is reasoning.
+        functions: names that are those of functions without their prefix too.
     """
-    form = _Form(finds_calls, shows_marks, is_constrained)
+    form = _Form(finds_calls, shows_marks, is_constrained, functions)
     return form.parser(_Message(), _begun(prompt))
 
 
@@ -98,12 +105,13 @@ class _Form:
     """How answers are read.
 
     Attributes:
-        finds_calls, shows_marks, is_constrained: see ``harmony_parser``.
+        finds_calls, shows_marks, is_constrained, functions: see ``harmony_parser``.
     """
 
     finds_calls: bool
     shows_marks: bool
     is_constrained: bool
+    functions: Collection[str]
 
     def parser(self, message: _Message, begun: str = "") -> Parser:
         """The parser of a text that goes on in a message, or after a begun header."""
@@ -239,7 +247,9 @@ class _Reader:
         """Where the text of a message with this header goes."""
         of, recipient = _channel_in(header), _RECIPIENT.search(header)
         name = "" if recipient is None else recipient[1]
-        if name.startswith(_FUNCTION) and name != _FUNCTION:
+        # gpt-oss may leave the prefix out (vllm#42454).
+        is_function = name.startswith(_FUNCTION) and name != _FUNCTION
+        if is_function or name in self._form.functions:
             is_call = self._form.finds_calls
             return FoundCall(name.removeprefix(_FUNCTION), "") if is_call else "content"
         reasons = of == _ANALYSIS or name or self._form.is_constrained

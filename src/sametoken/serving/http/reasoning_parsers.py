@@ -7,7 +7,7 @@ or ended the reasoning in it. The same holds for what a grammar of the content w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,7 +57,13 @@ class ReasoningForm(Protocol):
         ...
 
     def parser(
-        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self,
+        prompt: RenderedPrompt,
+        content: Parser,
+        *,
+        shows_marks: bool,
+        is_constrained: bool,
+        functions: Collection[str] = (),
     ) -> Parser:
         """The parser of answers.
 
@@ -67,6 +73,7 @@ class ReasoningForm(Protocol):
             shows_marks: whether marks without a meaning are shown.
             is_constrained: whether all content is a grammar's, which begins after
                 ``before_content``.
+            functions: names of those that the answer may call.
         """
         ...
 
@@ -102,7 +109,13 @@ class ThinkForm:
         return (_THINK, _END)
 
     def parser(
-        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self,
+        prompt: RenderedPrompt,
+        content: Parser,
+        *,
+        shows_marks: bool,
+        is_constrained: bool,
+        functions: Collection[str] = (),
     ) -> Parser:
         """See ``ReasoningForm``."""
         newest = _newest_mark(prompt)
@@ -191,7 +204,13 @@ class HarmonyForm:
         return MARKS
 
     def parser(
-        self, prompt: RenderedPrompt, content: Parser, *, shows_marks: bool, is_constrained: bool
+        self,
+        prompt: RenderedPrompt,
+        content: Parser,
+        *,
+        shows_marks: bool,
+        is_constrained: bool,
+        functions: Collection[str] = (),
     ) -> Parser:
         """See ``ReasoningForm``."""
         parse = harmony_parser(
@@ -199,6 +218,7 @@ class HarmonyForm:
             finds_calls=content is not parse_nothing,
             shows_marks=shows_marks,
             is_constrained=is_constrained,
+            functions=functions,
         )
 
         return _with_content(parse, content) if is_constrained else parse

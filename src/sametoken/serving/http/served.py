@@ -33,7 +33,7 @@ from sametoken.serving.http.tool_parsers import (
     CallSyntax,
     parser_of_template,
 )
-from sametoken.serving.http.tools import template_messages
+from sametoken.serving.http.tools import ToolUse, template_messages
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -228,17 +228,17 @@ class Served:
         return showing(params, CALL_MARKS, self.engine.get_tokenizer())
 
     def reasons(
-        self, params: SamplingParams, prompt: RenderedPrompt, content: Parser
+        self, params: SamplingParams, prompt: RenderedPrompt, use: ToolUse
     ) -> tuple[SamplingParams, Parser]:
         """Parameters and the parser of an answer that may reason before its content.
 
         Args:
             params: of a request; a constraint is of the content.
             prompt: of the request.
-            content: the parser of the content.
+            use: the tools, and the parser of the content.
         """
         _, name = self.parsers
-        structured = params.structured_outputs
+        content, structured = use.parser, params.structured_outputs
         if name is None or (structured is not None and self.config.constrains_reasoning):
             return params, content
         form, tokenizer = REASONING_FORMS[name], self.engine.get_tokenizer()
@@ -254,6 +254,7 @@ class Served:
             content,
             shows_marks=not params.skip_special_tokens,
             is_constrained=structured is not None and structured.free_after is None,
+            functions=use.functions,
         )
         params = replace(params, structured_outputs=structured)
         return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser

@@ -47,6 +47,11 @@ class ToolUse:
     reports_calls: bool = True
     reasoning: str | None = None
 
+    @property
+    def functions(self) -> list[str]:
+        """Names of the functions in the chat template."""
+        return [tool["function"]["name"] for tool in self.tools or ()]
+
 
 def tool_use(
     request: ChatRequest, structured: StructuredOutputs | None, syntax: CallSyntax | None

@@ -541,6 +541,17 @@ def test_harmony_is_chosen_by_the_template(serve):
     assert message_of(serve, harmony(THOUGHT + FINAL), {"tool_call_parser": "none"}) == raw
 
 
+@pytest.mark.parametrize("channel", ["commentary", "analysis"])
+def test_harmony_s_calls_may_lack_the_prefix_of_functions(serve, channel):
+    said = f"<|channel|>{channel} to=add <|constrain|>json<|message|>{{}}<|call|>"
+    whole, chunks = both(serve, harmony(said), tools=[ADD])
+    assert calls_of(whole["choices"][0]["message"]) == [("add", "{}")]
+    (call,) = merged_chat(chunks)[0]["calls"]
+    assert (call["name"], call["arguments"]) == ("add", "{}")
+    other = message_of(serve, harmony(said.replace("to=add", "to=python")), tools=[ADD])
+    assert (calls_of(other), other["reasoning"]) == ([], "{}")
+
+
 def test_harmony_s_calls_end_the_answer(serve):
     said = f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|><|start|>assistant{FINAL}'
     whole, _ = both(serve, harmony(said), tools=[ADD])

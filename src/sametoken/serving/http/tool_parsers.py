@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -64,13 +64,48 @@ class _Syntax(NamedTuple):
     Attributes:
         calls_in: maps the text between the tags, and whether it is complete, to its calls.
         find: finds the closing tag in a text from a place on, as ``find_outside_strings``.
+        bare: functions whose calls may lack the tags.
     """
 
     calls_in: Callable[[str, bool], Sequence[FoundCall]]
     find: Callable[[str, str, int], tuple[int, bool]]
+    bare: Collection[str] = ()
+
+    def find_opening(self, text: str, place: int) -> tuple[int, int] | None:
+        """Where the next call begins, tag included, and where what is in its tags begins."""
+        for found in _OPENING.finditer(text, place):
+            if found[1] is None or found[1] in self.bare:
+                return found.span()
+        return None
+
+    def find_end(self, text: str, begun: tuple[int, int]) -> tuple[int, int, bool]:
+        """Where what is in the tags ends, where the call does, and whether both are final.
+
+        Args:
+            text: the text.
+            begun: see ``find_opening``.
+
+        Returns:
+            -1 for places that are not there.
+        """
+        start, body = begun
+        end, is_final = self.find(text, _END if body > start else _FUNCTION_CLOSE, body)
+        if end < 0 or body > start:
+            return end, end + len(_END) if end >= 0 else -1, is_final
+        # The closing tag may be there without the opening one.
+        after = end + len(_FUNCTION_CLOSE)
+        tag = skip_space(text, after)
+        if text.startswith(_END, tag):
+            return end, tag + len(_END), is_final
+        return end, after, is_final and not _END.startswith(text[tag : tag + len(_END)])
 
 
 _START, _END = "<tool_call>", "</tool_call>"
+_FUNCTION_TAG, _FUNCTION_CLOSE = "<function=", "</function>"
+#: What begins a call; its tag may be missing before a function's.
+_OPENING = re.compile(rf"{_START}|(?={_FUNCTION_TAG}([^<>\n]+)>)")
+#: A text's end that may go on to be a function's tag.
+_BEGUN_FUNCTION = re.compile(rf"{_FUNCTION_TAG}[^<>\n]*\Z")
 #: What parsers must see, special tokens or not; Llama's tag may be missing.
 CALL_MARKS = (_START, _END)
 _PYTHON_TAG = "<|python_tag|>"
@@ -94,7 +129,8 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
     """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
     The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there. A
-    closing tag in a value is text.
+    closing tag in a value is text. Before a function of the schemas the outer tag may be missing,
+    as Qwen3-Coder sometimes leaves it out (ollama#16686).
     """
 
     @cache
@@ -105,7 +141,7 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
         found = read_call(body, is_whole, types_of)
         return () if found is None else (FoundCall(*found),)
 
-    syntax = _Syntax(calls_in, _find_outside_values)
+    syntax = _Syntax(calls_in, _find_outside_values, schemas.keys())
 
     def parse(text: str, finished: bool) -> Parsed:
         return _parse_marked(text, finished, syntax)
@@ -131,9 +167,9 @@ def _parse_marked(
     def read_rest(text: str, finished: bool) -> Parsed:
         return _parse_marked(text, finished, syntax, follows_call=follows_call)
 
-    while (start := text.find(_START, place)) >= 0:
-        body = start + len(_START)
-        end, is_final = syntax.find(text, _END, body)
+    while (begun := syntax.find_opening(text, place)) is not None:
+        start, body = begun
+        end, after, is_final = syntax.find_end(text, begun)
         is_whole = end >= 0 and (is_final or finished)
         known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
         calls = syntax.calls_in(text[body:known], is_whole)
@@ -143,17 +179,23 @@ def _parse_marked(
             if not is_whole:
                 return parsed_of(parts, Rest(start, read_rest, num_parts=len(calls)))
             follows_call = True
-            begin = place = end + len(_END)
+            begin = place = after
         elif not is_whole and not finished:
             place = start
             break
         else:
-            place = len(text) if end < 0 else end + len(_END)
+            place = len(text) if end < 0 else after
     else:
-        place = len(text) if finished else max(num_safe(text, _START), place)
+        place = len(text) if finished else max(_num_content(text), place)
     aside = text[begin:place]
     shown = aside if finished and not follows_call else aside.rstrip()
     return parsed_of((*parts, *_content(shown)), Rest(begin + len(shown), read_rest))
+
+
+def _num_content(text: str) -> int:
+    """Number of leading characters that cannot be part of a call begun at the text's end."""
+    begun = _BEGUN_FUNCTION.search(text)
+    return num_safe(text, _START, _FUNCTION_TAG) if begun is None else begun.start()
 
 
 def _content(text: str) -> list[Part]:
@@ -286,7 +328,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _PARAMETER_END = "</parameter>"
-_FUNCTION_END = re.compile(r"\s*</function>")
+_FUNCTION_END = re.compile(rf"\s*{_FUNCTION_CLOSE}")
+_LAST_FUNCTION_END = re.compile(rf"\n?{_FUNCTION_CLOSE}\s*\Z")
 #: The templates write scalars of earlier calls in Python's form.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -310,8 +353,7 @@ def read_call(
     place = head.end()
     for name, start, end in _parameters(body, place):
         is_open = end < 0 and not is_whole
-        shown = num_safe(body, _PARAMETER_END) if is_open else len(body) if end < 0 else end
-        text = body[start:shown].removesuffix("\n")
+        text = body[start : _num_unclosed(body, is_whole) if end < 0 else end].removesuffix("\n")
         value = _value(text, types_of(head[1], name), is_open=is_open)
         if value is not None:
             members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
@@ -320,6 +362,19 @@ def read_call(
         place = end + len(_PARAMETER_END)
     is_closed = is_whole or _FUNCTION_END.match(body, place) is not None
     return head[1], _object(members, is_closed=is_closed)
+
+
+def _num_unclosed(body: str, is_whole: bool) -> int:
+    """Number of leading characters of a call that are its own where a value has no end.
+
+    The function's end may have taken the place of the value's (ollama#17276).
+    """
+    closed = _LAST_FUNCTION_END.search(body)
+    if closed is not None:
+        return closed.start()
+    if is_whole:
+        return len(body)
+    return num_safe(body, _PARAMETER_END, _FUNCTION_CLOSE, f"\n{_FUNCTION_CLOSE}")
 
 
 def _find_outside_values(text: str, mark: str, start: int) -> tuple[int, bool]:

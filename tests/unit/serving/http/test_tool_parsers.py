@@ -120,6 +120,10 @@ def xml(*parameters, name="f", end="</function>\n</tool_call>"):
     return f"<tool_call>\n<function={name}>\n{inner}{end}"
 
 
+def bare(*parameters, end="</function>"):
+    return xml(*parameters, end=end).removeprefix("<tool_call>\n")
+
+
 def called(arguments, name="f", content=""):
     return Parsed(content, (FoundCall(name, arguments),))
 
@@ -168,10 +172,29 @@ QWEN = {
         '{"city": "<tool_call>\\n<function=g>\\n</function>\\n</tool_call>"}'
     ),
     xml(end="<parameter=city>\na</tool_call> then"): called('{"city": "a"}', content=" then"),
+    xml(end="<parameter=days>\n1\n</function>\n</tool_call>"): called('{"days": 1}'),
+    xml(end="<parameter=city>\na\n</function>\n</tool_call>"): called('{"city": "a"}'),
+    xml(end="<parameter=city>a</function></tool_call>"): called('{"city": "a"}'),
     "<tool_call><function=f><parameter=city</tool_call>": called("{}"),
     "<tool_call>\n{}\n</tool_call>": Parsed("<tool_call>\n{}\n</tool_call>"),
     "<tool_call>\n<function=f": Parsed("<tool_call>\n<function=f"),
     "1 < 2": Parsed("1 < 2"),
+    # The outer tags may be missing around the functions that there are.
+    f"I look.\n\n{bare(('city', 'Paris'))}\n</tool_call>\n": called(
+        '{"city": "Paris"}', content="I look."
+    ),
+    f"{bare(('city', 'a'))}\n{bare(('days', 1))}": Parsed(
+        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"days": 1}'))
+    ),
+    f"{bare(('city', '</function>'))} then": called('{"city": "</function>"}', content=" then"),
+    f"{bare()}</tool_call>{xml(('city', 'a'))}": Parsed(
+        "", (FoundCall("f", "{}"), FoundCall("f", '{"city": "a"}'))
+    ),
+    f"{bare()}\n</tool_": called("{}", content="\n</tool_"),
+    bare(end="<parameter=city>\na\n</function>"): called('{"city": "a"}'),
+    bare(end="<parameter=city>\ncut of"): called('{"city": "cut of'),
+    "Write <function=g>\n</function>": Parsed("Write <function=g>\n</function>"),
+    "Write <function=f": Parsed("Write <function=f"),
 }
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
 CASES += [(parse_qwen, *case) for case in QWEN.items()]

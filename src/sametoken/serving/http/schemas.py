@@ -29,6 +29,7 @@ MAX_TOOLS, MAX_CHOICES, MAX_EXTRA = 128, 4096, 64
 #: Fields of other servers that change no token; accepted and ignored.
 IGNORED_FIELDS = frozenset(
     {
+        "client_metadata",
         "metadata",
         "prediction",
         "prompt_cache_key",

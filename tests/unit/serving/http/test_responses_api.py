@@ -364,6 +364,8 @@ def test_what_cannot_be_served_is_refused_by_name(serve, body, param, words):
     "body",
     [
         {"store": True, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
+        # Codex sends it.
+        {"client_metadata": {"x-codex-installation-id": "i"}},
         {"background": False, "truncation": "disabled", "previous_response_id": None},
         {"include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "service_tier": "auto"},
         {"reasoning": {"effort": None, "summary": "auto"}, "n": 1, "top_k": 3, "seed": 1},

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from sametoken.serving.http.parsed import (
+    NO_ARGUMENTS,
     Encode,
     FoundCall,
     FoundText,
@@ -212,6 +213,8 @@ class _Reader:
         """Read the end of what is known; a header there may still become one of a message."""
         if self._header is not None and (finished or end - self._header > _MAX_HEADER):
             self._end_header(self._header, end, _CUT)
+        if finished:
+            self._end_call()
 
     def parsed(self, end: int) -> Parsed:
         """What was found up to ``end``."""
@@ -255,7 +258,13 @@ class _Reader:
         reasons = of == _ANALYSIS or name or self._form.is_constrained
         return "reasoning" if reasons and of != _FINAL else "content"
 
+    def _end_call(self) -> None:
+        """End the message; a call whose text is empty has no arguments."""
+        if isinstance(self._message.destination, FoundCall) and self._message.is_new:
+            self._parts.append(MoreArguments(NO_ARGUMENTS))
+
     def _turn_to(self, destination: Kind | FoundCall) -> None:
+        self._end_call()
         self._message = replace(self._message, destination=destination, is_new=True)
         if isinstance(destination, FoundCall):
             self._parts.append(destination)
@@ -268,6 +277,7 @@ class _Reader:
         kind, shown = self._message.destination, self._message.shown
         if isinstance(kind, FoundCall):
             self._parts.append(MoreArguments(piece))
+            self._message = replace(self._message, is_new=False)
             return
         parted = "\n" if self._message.is_new and kind in shown else ""
         self._parts.append(FoundText(kind, parted + piece))

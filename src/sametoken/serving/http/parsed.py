@@ -37,6 +37,8 @@ class MoreArguments:
     text: str
 
 
+#: The arguments of a call without any, as clients can parse them.
+NO_ARGUMENTS = "{}"
 Part = FoundText | FoundCall
 #: A part that begins or goes on.
 NewPart = Part | MoreArguments

@@ -30,6 +30,7 @@ from sametoken.serving.http.json_spans import (
     string_value,
 )
 from sametoken.serving.http.parsed import (
+    NO_ARGUMENTS,
     FoundCall,
     FoundText,
     Parsed,
@@ -112,7 +113,7 @@ _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _SEPARATORS = ";, \t\r\n"
-_NULL, _NO_ARGUMENTS = "null", "{}"
+_NULL = "null"
 
 
 def parse_hermes(text: str, finished: bool) -> Parsed:
@@ -308,13 +309,13 @@ def _call(text: str, span: ObjectSpan, *, needs_arguments: bool) -> FoundCall | 
 def _arguments(text: str, member: Member | None) -> str:
     """The arguments so far; some models write them as a JSON string, and none as null."""
     if member is None:
-        return _NO_ARGUMENTS
+        return NO_ARGUMENTS
     if text[member.start] == '"':
-        return string_value(text, member) or ""
+        return string_value(text, member) or ("" if member.end is None else NO_ARGUMENTS)
     written = text[member.start : member.end]
     if not _NULL.startswith(written):
         return written
-    return "" if member.end is None else _NO_ARGUMENTS
+    return "" if member.end is None else NO_ARGUMENTS
 
 
 def _may_become_call(span: ObjectSpan) -> bool:

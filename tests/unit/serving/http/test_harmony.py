@@ -29,6 +29,10 @@ ANSWERS = {
     call("<|channel|>commentary to=functions.add<|constrain|>json"): Parsed("", (ADD,)),
     call(" to=functions.add<|channel|>commentary json"): Parsed("", (ADD,)),
     call("<|channel|>analysis to=functions.add code", ""): Parsed("", (ADD,)),
+    "<|channel|>commentary to=functions.now json<|message|><|call|>"
+    "<|start|>assistant<|channel|>commentary to=functions.now<|message|>": Parsed(
+        "", (FoundCall("now", "{}"), FoundCall("now", "{}"))
+    ),
     "<|channel|>commentary<|message|>I add.<|end|>"
     + call("<|start|>assistant<|channel|>commentary to=functions.add json")
     + call("<|start|>assistant<|channel|>commentary to=functions.add json"): Parsed(

@@ -44,6 +44,7 @@ HERMES = {
         "", (FoundCall("f", '{"x": 1}'),)
     ),
     '<tool_call>{"name": "f", "arguments": null}</tool_call>': Parsed("", (FoundCall("f", "{}"),)),
+    '<tool_call>{"name": "f", "arguments": ""}</tool_call>': Parsed("", (FoundCall("f", "{}"),)),
     '<tool_call>{"name": "f", "arguments": nul': Parsed("", (FoundCall("f", ""),)),
     # Half of a surrogate pair is no text, so it could not be sent.
     '<tool_call>{"name": "f\\ud83d", "arguments": "{\\"x\\": \\"\\ud83d\\"}"}</tool_call>': Parsed(

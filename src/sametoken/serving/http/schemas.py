@@ -371,8 +371,10 @@ class ChatRequest(SamplingFields):
         given = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return given
-        effort = self.reasoning_effort
-        return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
+        effort, thinks = self.reasoning_effort, self.reasoning_effort != "none"
+        # DeepSeek-V3.1's template has the second name.
+        by_effort = {"enable_thinking": thinks, "thinking": thinks}
+        return {**by_effort, **given, "reasoning_effort": effort}
 
 
 class _TokenRequest(Strict):

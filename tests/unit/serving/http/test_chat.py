@@ -477,10 +477,11 @@ def test_long_reasoning_is_streamed_as_it_comes():
     assert piece.delta.reasoning == "x"
 
 
-def test_a_template_may_have_begun_the_reasoning(serve):
+@pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
+def test_a_template_may_have_begun_the_reasoning(serve, variable):
     engine = FakeEngine("hm</think>yes")
-    engine.tokenizer.hf.chat_template += "{% if enable_thinking %}<think>\n{% endif %}"
-    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    engine.tokenizer.hf.chat_template += f"{{% if {variable} %}}<think>\n{{% endif %}}"
+    body = {"chat_template_kwargs": {variable: True}}
     message = message_of(serve, engine, {"reasoning_parser": "qwen3"}, **body)
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
     by_effort = message_of(serve, engine, {"reasoning_parser": "qwen3"}, reasoning_effort="low")

@@ -8,8 +8,8 @@ Qwen3-Coder and Qwen3.5 write calls as XML::
     </parameter>
     </function>
 
-A value has no quotes and no escapes: it ends at its ``</parameter>``, and the function's JSON
-Schema decides between text and number.
+A value has no quotes and no escapes: it ends at the first ``</parameter>`` that another tag of the
+call follows, and the function's JSON Schema decides between text and number.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def _parse_marked(
         start, body = begun
         end, after, is_final = syntax.find_end(text, begun)
         is_whole = end >= 0 and (is_final or finished)
-        known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
+        safe = len(text) if finished else num_safe(text, _END, _FUNCTION_CLOSE)
+        known = end if end >= 0 else safe
         calls = syntax.calls_in(text[body:known], is_whole)
         if calls:
             parts += _content(text[begin:start].rstrip())
@@ -329,6 +330,12 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _PARAMETER_END = "</parameter>"
+_AFTER_VALUE = rf"<parameter=|{_FUNCTION_CLOSE}|{_END}"
+#: A value's end, and one in the whole text of a call. Elsewhere the tag is text of the value.
+_VALUE_END = re.compile(rf"{_PARAMETER_END}(?=\s*(?:{_AFTER_VALUE}))")
+_LAST_VALUE_END = re.compile(rf"{_PARAMETER_END}(?=\s*(?:{_AFTER_VALUE}|\Z))")
+#: What may become a value's end.
+_BEGUN_VALUE_END = re.compile(rf"{_PARAMETER_END}\s*(?:<[^<>\s]*)?\Z")
 _FUNCTION_END = re.compile(rf"\s*{_FUNCTION_CLOSE}")
 _LAST_FUNCTION_END = re.compile(rf"\n?{_FUNCTION_CLOSE}\s*\Z")
 #: The templates write scalars of earlier calls in Python's form.
@@ -352,7 +359,7 @@ def read_call(
         return None
     members = []
     place = head.end()
-    for name, start, end in _parameters(body, place):
+    for name, start, end in _parameters(body, place, _LAST_VALUE_END if is_whole else _VALUE_END):
         is_open = end < 0 and not is_whole
         text = body[start : _num_unclosed(body, is_whole) if end < 0 else end].removesuffix("\n")
         value = _value(text, types_of(head[1], name), is_open=is_open)
@@ -368,13 +375,16 @@ def read_call(
 def _num_unclosed(body: str, is_whole: bool) -> int:
     """Number of leading characters of a call that are its own where a value has no end.
 
-    The function's end may have taken the place of the value's (ollama#17276).
+    The function's end may have taken the place of the value's (vllm#57699).
     """
     closed = _LAST_FUNCTION_END.search(body)
     if closed is not None:
         return closed.start()
     if is_whole:
         return len(body)
+    ended = _BEGUN_VALUE_END.search(body)
+    if ended is not None:
+        return ended.start()
     return num_safe(body, _PARAMETER_END, _FUNCTION_CLOSE, f"\n{_FUNCTION_CLOSE}")
 
 
@@ -385,17 +395,20 @@ def _find_outside_values(text: str, mark: str, start: int) -> tuple[int, bool]:
     """
     head = _FUNCTION.match(text, start)
     place = start if head is None else head.end()
-    for _, value, end in _parameters(text, place):
+    for _, value, end in _parameters(text, place, _VALUE_END):
         if end < 0:
             return text.find(mark, value), False
         place = end + len(_PARAMETER_END)
     return text.find(mark, place), True
 
 
-def _parameters(text: str, place: int) -> Iterator[tuple[str, int, int]]:
+def _parameters(
+    text: str, place: int, value_end: re.Pattern[str]
+) -> Iterator[tuple[str, int, int]]:
     """Names, starts and ends of the consecutive parameters' values; without an end, -1."""
     while opening := _PARAMETER.match(text, place):
-        end = text.find(_PARAMETER_END, opening.end())
+        ended = value_end.search(text, opening.end())
+        end = -1 if ended is None else ended.start()
         yield opening[1], opening.end(), end
         if end < 0:
             return

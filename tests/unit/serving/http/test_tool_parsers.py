@@ -180,6 +180,13 @@ QWEN = {
     "<tool_call>\n{}\n</tool_call>": Parsed("<tool_call>\n{}\n</tool_call>"),
     "<tool_call>\n<function=f": Parsed("<tool_call>\n<function=f"),
     "1 < 2": Parsed("1 < 2"),
+    xml(("city", "<a>\n</parameter>\n</a>"), ("days", 1)): called(
+        '{"city": "<a>\\n</parameter>\\n</a>", "days": 1}'
+    ),
+    xml(("city", "<parameter=x>\n1\n</parameter>")): called(
+        '{"city": "<parameter=x>\\n1\\n</parameter>"}'
+    ),
+    xml(("city", "a</parameter> <b")): called('{"city": "a</parameter> <b"}'),
     # The outer tags may be missing around the functions that there are.
     f"I look.\n\n{bare(('city', 'Paris'))}\n</tool_call>\n": called(
         '{"city": "Paris"}', content="I look."
@@ -193,6 +200,7 @@ QWEN = {
     ),
     f"{bare()}\n</tool_": called("{}", content="\n</tool_"),
     bare(end="<parameter=city>\na\n</function>"): called('{"city": "a"}'),
+    bare(end="<parameter=city>\na<</function>"): called('{"city": "a<"}'),
     bare(end="<parameter=city>\ncut of"): called('{"city": "cut of'),
     "Write <function=g>\n</function>": Parsed("Write <function=g>\n</function>"),
     "Write <function=f": Parsed("Write <function=f"),

@@ -20,7 +20,7 @@ from sametoken.models.load.by_target import ByTarget, StackedExperts
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import LinearFormat, Quantization
-from sametoken.models.load.nvfp4_linear import Nvfp4Linear
+from sametoken.models.load.nvfp4_linear import COMPRESSED, Nvfp4Linear
 from sametoken.models.load.sources import FLOATING, TensorSource
 from sametoken.models.quantize import module_of
 from sametoken.models.rounding import MXFP4, NVFP4, Scheme, float8, int4
@@ -93,7 +93,7 @@ def _scheme_of_linear(form: LinearFormat | None) -> Scheme | None:
             return float8(scales, names[0])
         case Int4Linear(layout, size, True) if layout == PACKED and size > 0:
             return int4(size)
-        case Nvfp4Linear():
+        case Nvfp4Linear(names) if names == COMPRESSED:
             return NVFP4
     return None
 

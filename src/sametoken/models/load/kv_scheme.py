@@ -1,8 +1,8 @@
-"""Scales of keys and values in float8, as compressed-tensors writes them.
+"""Scales of keys and values in float8, as compressed-tensors and Model Optimizer write them.
 
-They lie beside each attention block's projections, as ``X.k_scale`` and ``X.v_scale`` in a
-floating dtype: [1] (strategy "tensor"), or [num_kv_heads, 1, 1] (strategy "attn_head"). Modules
-of draft heads have none.
+They lie beside each attention block's projections, as ``X.k_scale`` and ``X.v_scale``, or in them,
+as ``X.k_proj.k_scale`` and ``X.v_proj.v_scale``, in a floating dtype: [1] (strategy "tensor"), or
+[num_kv_heads, 1, 1] (strategy "attn_head"). Modules of draft heads have none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, num_heads:
     shapes = {"tensor": ((1,), ()), "attn_head": ((num_heads, 1, 1), (num_heads,))}[strategy]
     own = of_rank(range(num_heads), weights.parallel)
 
-    def read(name: str) -> Tensor:
+    def read(which: str) -> Tensor:
+        name, within = f"{prefix}.{which}_scale", f"{prefix}.{which}_proj.{which}_scale"
+        name = within if within in weights else name
         whole = positive(weights, name, shapes).reshape(-1).expand(num_heads)
         return whole[own.start : own.stop].contiguous().to(weights.device)
 
-    return KVScales(read(f"{prefix}.k_scale"), read(f"{prefix}.v_scale"))
+    return KVScales(read("k"), read("v"))

@@ -1,14 +1,16 @@
-"""Linears in NVFP4: compressed-tensors' ``nvfp4-pack-quantized``.
+"""Linears in NVFP4: compressed-tensors' ``nvfp4-pack-quantized``, and Model Optimizer's.
 
 ``X.weight_packed`` is uint8 [N, K / 2]: numbers of e2m1, two in a byte, the first in its low half.
 ``X.weight_scale`` is float8 e4m3 [N, K / 16], by row and 16 features, and ``X.weight_global_scale``
 [1] fp32. An element is ``number * (scale * factor)``, whose factor is 1 / global scale in fp32.
-``X.input_global_scale`` is for chips that multiply in 4 bits, and is not needed.
+Model Optimizer has ``X.weight`` and, as the factor itself, ``X.weight_scale_2``. The scale of
+activations is for chips that multiply in 4 bits, and is not needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +27,29 @@ from sametoken.ops.weight import Int4Matrix, Weight
 GROUP = 16
 
 
+class Names(NamedTuple):
+    """What a writer calls a module's tensors, and whether it divides by the factor's."""
+
+    packed: str
+    factor: str
+    divides: bool
+    activations: str
+
+
+COMPRESSED = Names("weight_packed", "weight_global_scale", True, "input_global_scale")
+MODELOPT = Names("weight", "weight_scale_2", False, "input_scale")
+
+
 @dataclass(frozen=True, slots=True)
 class Nvfp4Linear:
     """``LinearFormat`` of NVFP4 weights."""
 
+    names: Names = COMPRESSED
+
     def covers(self, source: TensorSource, module: str) -> bool:
         """See ``LinearFormat``."""
         names = source.names()
-        return f"{module}.weight_packed" in names or f"{module}.weight" not in names
+        return f"{module}.{self.names.factor}" in names or f"{module}.weight" not in names
 
     def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
         """See ``LinearFormat``."""
@@ -58,7 +75,9 @@ class Nvfp4Linear:
         group = f"a group of {GROUP} that shares a scale"
         reader.require_whole_groups(in_features, (part,), GROUP, group)
         packed = reader.filled(
-            (replace(part, name=f"{part.name}.weight_packed"),), (in_features // 2,), torch.uint8
+            (replace(part, name=f"{part.name}.{self.names.packed}"),),
+            (in_features // 2,),
+            torch.uint8,
         )
         scales = reader.filled(
             (replace(part, name=f"{part.name}.weight_scale"),),
@@ -71,7 +90,8 @@ class Nvfp4Linear:
                 "scales",
                 "quantize the model again with its own library",
             )
-        whole = positive(reader, f"{part.name}.weight_global_scale", ((1,), ()))
-        reader.skip(f"{part.name}.input_global_scale")
-        factor = whole.reciprocal().to(scales.device).expand(scales.shape[0])
+        whole = positive(reader, f"{part.name}.{self.names.factor}", ((1,), ()))
+        reader.skip(f"{part.name}.{self.names.activations}")
+        factor = whole.reciprocal() if self.names.divides else whole
+        factor = factor.to(scales.device).expand(scales.shape[0])
         return Int4Matrix(packed_int4(halves(packed), GROUP), scales, None, factor=factor)

@@ -7,6 +7,7 @@ Formats, as their writers define them:
 - ``fp8`` (DeepSeek's and Qwen's; transformers' FineGrainedFP8Config): all linears except
   ``modules_to_not_convert``.
 - ``gptq`` (AutoGPTQ, GPTQModel) and ``awq`` (AutoAWQ): all linears that are stored so.
+- ``modelopt`` (NVIDIA's Model Optimizer): ``config_groups``, as above in part.
 - ``mxfp4`` (gpt-oss; transformers' Mxfp4Config): stacked experts except ``modules_to_not_convert``.
 
 Every key is either understood or refused by its name.
@@ -25,6 +26,7 @@ from sametoken.models.load.by_target import ByTarget, StackedExperts, Targeted
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
+from sametoken.models.load.modelopt import read_modelopt
 from sametoken.models.load.mxfp4 import Mxfp4Stack
 from sametoken.models.load.nvfp4_linear import GROUP, Nvfp4Linear
 from sametoken.models.load.settings import (
@@ -105,7 +107,7 @@ def kv_strategy(config: Mapping[str, Any], location: str) -> str | None:
     _require_e4m3(scheme)
     if scheme.get("dynamic"):
         raise unsupported(scheme, "dynamic", ANOTHER)
-    strategy = scheme.get("strategy")
+    strategy = scheme.get("strategy", "tensor")
     if strategy not in ("tensor", "attn_head"):
         raise unsupported(scheme, "strategy", "use tensor or attn_head")
     return str(strategy)
@@ -423,5 +425,6 @@ _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "modelopt": read_modelopt,
     "mxfp4": _read_mxfp4,
 }

@@ -13,9 +13,12 @@ from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.reference import ReferenceKernels
 
+BESIDE = "block.k_scale", "block.v_scale"
+WITHIN = "block.k_proj.k_scale", "block.v_proj.v_scale"
 
-def read(strategy: str, k: torch.Tensor, rank: int = 0, size: int = 1):
-    source = SentTensors([("block.k_scale", k), ("block.v_scale", 2 * k)])
+
+def read(strategy: str, k: torch.Tensor, rank: int = 0, size: int = 1, names=BESIDE):
+    source = SentTensors([*zip(names, (k, 2 * k), strict=True)])
     parallel = SimpleNamespace(rank=rank, size=size)
     reader = WeightReader(source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel)
     return read_kv_scales(reader, "block", strategy, 4)
@@ -28,6 +31,13 @@ def test_a_rank_has_the_scales_of_its_heads(rank):
     assert torch.equal(found.k, by_head[2 * rank : 2 * rank + 2].float())
     assert torch.equal(found.v, 2 * found.k)
     assert torch.equal(read("tensor", by_head[:1], rank, 2).k, torch.full((2,), 0.25))
+
+
+def test_they_may_lie_in_the_projections():
+    """As Model Optimizer writes them."""
+    found = read("tensor", torch.tensor(0.25), names=WITHIN)
+    assert torch.equal(found.k, torch.full((4,), 0.25))
+    assert torch.equal(found.v, 2 * found.k)
 
 
 @pytest.mark.parametrize(

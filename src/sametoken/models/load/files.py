@@ -20,7 +20,8 @@ SINGLE_PICKLED = "pytorch_model.bin"
 INDEX_PICKLED = "pytorch_model.bin.index.json"
 #: How weights are quantized, by writers that leave it out of config.json: ModelOpt until 2025,
 #: AutoGPTQ and AutoAWQ until 2023.
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+OF_MODELOPT = "hf_quant_config.json"
+QUANTIZATION_FILES = (OF_MODELOPT, "quantize_config.json", "quant_config.json")
 PICKLED = (".bin", ".pt", ".pth")
 #: The figures of a training, which ``sametoken train`` writes.
 TRAINING = "training.json"

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError, in_words
-from sametoken.io.files import is_there, open_regular
+from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -24,13 +24,13 @@ from sametoken.models.load.dtypes import DTYPE_KEYS, config_dtype, names_dtype, 
 from sametoken.models.load.files import (
     AGAIN,
     PICKLED,
-    QUANTIZATION_FILES,
     read_generation_config,
     read_json_object,
     weight_files,
 )
 from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.quantization_files import quantization_of_another_file
 from sametoken.models.load.settings import (
     MAX_COUNT,
     MAX_LAYERS,
@@ -76,7 +76,8 @@ class HuggingFaceCheckpoint:
         config = Settings(read_json_object(config_file), str(config_file))
         # First: other architectures may name their sizes otherwise.
         family = model_class(_architecture(config))
-        _require_no_other_quantization(directory, config)
+        told = quantization_of_another_file(directory, config)
+        config = replace(config, values={**config.values, **told})
         if not names_dtype(config):
             stored = _stored_dtype(directory, f"{family.embedding_name}.weight")
             config = replace(config, values={**config.values, "dtype": stored})
@@ -111,20 +112,6 @@ def _stored_tying(directory: Path, config: Settings) -> dict[str, bool]:
         names = open_weights(directory).names()
         return {_TYING: not any(name.startswith(_HEADS) for name in names)}
     return {}
-
-
-def _require_no_other_quantization(directory: Path, config: Settings) -> None:
-    """Refuse weights whose quantization only another file tells."""
-    text = Settings(config.nested("text_config"), config.location)
-    if any(one.get(key) for one in (config, text) for key in QUANTIZATION_KEYS):
-        return
-    for name in QUANTIZATION_FILES:
-        if is_there(directory / name):
-            raise UnsupportedError(
-                f"{directory / name} says how the weights are quantized, and config.json does not",
-                "use a checkpoint whose config.json has a quantization_config, or unquantized "
-                "weights without that file",
-            )
 
 
 def model_config(

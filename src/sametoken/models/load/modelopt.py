@@ -3,7 +3,8 @@
 ``config_groups`` say which linears have which format, by their class or by name; what a writer
 left out is seen from what is stored. Float8 has a scale a matrix, ``X.weight_scale``, and a fixed
 one of activations, ``X.input_scale``; by channel, activations are rounded by token. Scales of keys
-and values lie beside their projections (``kv_scheme``).
+and values lie beside their projections (``kv_scheme``). Until 2025 a file of its own said the same
+(``quantization_files``).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ FOUR = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 FLOAT8 = {"input_activations": EIGHT, "weights": EIGHT, "targets": ["Linear"]}
 SIXTEENTHS = {"input_activations": FOUR, "weights": FOUR, "targets": ["Linear"]}
 KV = {"kv_cache_scheme": EIGHT}
+UP = ("gate", "up", "down")
 
 
 def quantization(group: dict, **more) -> dict:
@@ -73,6 +74,59 @@ def test_values_are_those_of_compressed_tensors(tmp_path, group, theirs):
     written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
     converted(old, new, theirs, as_modelopt)
     assert torch.equal(logits_of(new), logits_of(old))
+
+
+TENSOR = {"weights": FLOAT | {"strategy": "tensor"}, "input_activations": STATIC}
+LINEARS = (*(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in UP))
+BY_LAYER = {
+    f"model.layers.{index}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    for index in range(2)
+    for name in LINEARS
+}
+
+
+def told_by_a_file(folder, quantization: dict) -> None:
+    """Write what Model Optimizer wrote until 2025."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        (TENSOR, {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
+        ({"weights": NVFP4}, {"quant_algo": "NVFP4", "group_size": 16}),
+        ({"weights": NVFP4}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": BY_LAYER}),
+    ],
+)
+def test_a_file_of_its_own_says_the_same(tmp_path, group, told):
+    (old := tmp_path / "old").mkdir()
+    (new := tmp_path / "new").mkdir()
+    written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
+    told_by_a_file(converted(old, new, {}, as_modelopt), told)
+    assert torch.equal(logits_of(new), logits_of(old))
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"quant_algo": "INT8_SQ"}, "quant_algo='INT8_SQ'"),
+        ({"quant_algo": ["FP8"]}, "quant_algo="),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size': 32"),
+        ({"quant_algo": "NVFP4", "group_size": "16"}, "group_size='16'"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": "FP8"}}, "a.b"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {}}}, "MIXED_PRECISION"),
+    ],
+)
+def test_a_file_of_its_own_that_cannot_be_read_is_refused(tmp_path, told, named):
+    (old := tmp_path / "old").mkdir()
+    written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, token_ids=TOKENS)
+    told_by_a_file(old, told)
+    with pytest.raises(SametokenError, match=named):
+        load(old)
 
 
 def test_a_linear_without_scales_is_not_quantized(tmp_path):

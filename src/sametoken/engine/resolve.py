@@ -13,7 +13,8 @@ from sametoken.engine.step_memory import StepMemory, most_expanded, most_mixing
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.quantization import SCHEME, kv_strategy
+from sametoken.models.load.quantization import kv_strategy
+from sametoken.models.load.settings import KV_SCHEME
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import (
     LayerCache,
@@ -280,7 +281,7 @@ def resolve_kv_dtype(
         return config, {}
     if device.type == "cuda":
         require_float8(device, "KV in fp8", "use kv_cache_dtype 'auto', or another checkpoint")
-    asked = "requested" if given != "auto" else f"the checkpoint has a {SCHEME}"
+    asked = "requested" if given != "auto" else f"the checkpoint has a {KV_SCHEME}"
     scales = f"scales are the checkpoint's, by {strategy}" if strategy else "scales are 1"
     return replace(config, kv_cache_dtype=FP8), {"kv_cache_dtype": f"fp8: {asked}; {scales}"}
 

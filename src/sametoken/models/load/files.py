@@ -18,9 +18,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE_PICKLED = "pytorch_model.bin"
 INDEX_PICKLED = "pytorch_model.bin.index.json"
+OF_MODELOPT = "hf_quant_config.json"
 #: How weights are quantized, by writers that leave it out of config.json: ModelOpt until 2025,
 #: AutoGPTQ and AutoAWQ until 2023.
-OF_MODELOPT = "hf_quant_config.json"
 QUANTIZATION_FILES = (OF_MODELOPT, "quantize_config.json", "quant_config.json")
 PICKLED = (".bin", ".pt", ".pth")
 #: The figures of a training, which ``sametoken train`` writes.

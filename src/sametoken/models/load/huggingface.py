@@ -77,11 +77,10 @@ class HuggingFaceCheckpoint:
         # First: other architectures may name their sizes otherwise.
         family = model_class(_architecture(config))
         told = quantization_of_another_file(directory, config)
-        config = replace(config, values={**config.values, **told})
         if not names_dtype(config):
-            stored = _stored_dtype(directory, f"{family.embedding_name}.weight")
-            config = replace(config, values={**config.values, "dtype": stored})
-        config = replace(config, values={**config.values, **_stored_tying(directory, config)})
+            told["dtype"] = _stored_dtype(directory, f"{family.embedding_name}.weight")
+        told |= _stored_tying(directory, config)
+        config = replace(config, values={**config.values, **told})
         self.config = model_config(config, read_generation_config(directory))
 
     def open_tensors(self) -> SafetensorsSource | PickledSource:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from reprlib import repr as short
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import UnsupportedError
 from sametoken.models.load.by_target import ByTarget, Targeted
 from sametoken.models.load.fp8_linear import Fp8Linear
 from sametoken.models.load.linear_format import LinearFormat
 from sametoken.models.load.nvfp4_linear import GROUP, MODELOPT, Nvfp4Linear
-from sametoken.models.load.settings import ANOTHER, COMPARE, Settings, require_known
+from sametoken.models.load.settings import ANOTHER, KV_SCHEME, Settings, require_known
 
 _SCALES = ("weight_scale",)
 _NOTHING = Targeted(frozenset(), (), False, None)
@@ -31,25 +31,20 @@ def read_modelopt(settings: Settings) -> ByTarget:
     """
     require_known(
         settings,
-        used=("config_groups", "kv_cache_scheme"),
+        used=("config_groups", KV_SCHEME),
         unused=("quant_method", "quant_algo", "producer", "ignore", "quantized_layers"),
     )
-    groups = settings.nested("config_groups")
+    groups = settings.objects("config_groups")
     if not groups:
         algorithm = short(settings.get("quant_algo"))
         raise UnsupportedError(
             f"{settings.location}: quant_algo={algorithm} without config_groups is not supported",
             ANOTHER,
         )
-    return ByTarget(tuple(_group(settings, name, one) for name, one in groups.items()), _NOTHING)
+    return ByTarget(tuple(map(_targeted, groups.values())), _NOTHING)
 
 
-def _group(settings: Settings, name: str, given: object) -> Targeted:
-    if not isinstance(given, dict):
-        raise CheckpointError(
-            f"{settings.location}: {short(name)} in config_groups is not an object", COMPARE
-        )
-    group = Settings(given, f"{settings.location}.{name}")
+def _targeted(group: Settings) -> Targeted:
     require_known(group, used=("targets", "weights", "input_activations"))
     targets = group.names("targets")
     # Classes are Linear, or a family's own of experts.

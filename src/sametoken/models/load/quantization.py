@@ -32,6 +32,7 @@ from sametoken.models.load.nvfp4_linear import GROUP, Nvfp4Linear
 from sametoken.models.load.settings import (
     ANOTHER,
     COMPARE,
+    KV_SCHEME,
     Settings,
     quantization_settings,
     require_known,
@@ -40,8 +41,6 @@ from sametoken.models.load.settings import (
 
 #: The class of every projection that a format may cover.
 _LINEAR = "Linear"
-#: Of keys and values, in compressed-tensors' form.
-SCHEME = "kv_cache_scheme"
 _EXPRESSION = "re:"
 #: The version of AWQ's layout that is read.
 _GEMM = "gemm"
@@ -101,9 +100,9 @@ def kv_strategy(config: Mapping[str, Any], location: str) -> str | None:
         UnsupportedError: another scheme, named by its key.
     """
     settings = quantization_settings(config, location)
-    if settings is None or not settings.get(SCHEME):
+    if settings is None or not settings.get(KV_SCHEME):
         return None
-    scheme = _arguments(settings, SCHEME)
+    scheme = _arguments(settings, KV_SCHEME)
     _require_e4m3(scheme)
     if scheme.get("dynamic"):
         raise unsupported(scheme, "dynamic", ANOTHER)
@@ -259,26 +258,21 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
     """``quant_method: compressed-tensors``."""
     require_known(
         settings,
-        used=("config_groups", "format", "ignore", SCHEME, "sparsity_config"),
+        used=("config_groups", "format", "ignore", KV_SCHEME, "sparsity_config"),
         only={"quantization_status": ("compressed", "frozen")},
         unused=("quant_method", "version", "global_compression_ratio", *_OF_QUANTIZING),
     )
     # Writers of 2024 state a sparsity that they measured; the weights are stored whole.
     if settings.nested("sparsity_config").get("format", "dense") != "dense":
         raise unsupported(settings, "sparsity_config", ANOTHER)
-    groups = settings.nested("config_groups")
-    if not groups and settings.get(SCHEME):
+    groups = settings.objects("config_groups")
+    if not groups and settings.get(KV_SCHEME):
         return UNQUANTIZED
     if not groups:
         raise CheckpointError(f"{settings.location} has no config_groups", COMPARE)
     whole = settings.get("format")
     read = []
-    for name, group in groups.items():
-        if not isinstance(group, dict):
-            raise CheckpointError(
-                f"{settings.location}: {short(name)} in config_groups is not an object", COMPARE
-            )
-        own = Settings(group, f"{settings.location}.{name}")
+    for own in groups.values():
         require_known(own, used=("targets", "weights", "input_activations", "format"))
         kind = own.get("format", whole)
         if not isinstance(kind, str) or kind not in _COMPRESSED:
@@ -353,8 +347,14 @@ def _nvfp4_linear(group: Settings) -> Nvfp4Linear:
     given = [_four_bits(group, "float")]
     if group.get("input_activations") is not None:
         given.append(_arguments(group, "input_activations"))
-    wanted = {"strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
-    for one, (key, value) in product(given, (wanted | {"num_bits": 4, "type": "float"}).items()):
+    wanted = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": GROUP,
+    }
+    for one, (key, value) in product(given, wanted.items()):
         if one.get(key, value) != value:
             raise unsupported(one, key, f"use {value}")
     return Nvfp4Linear()

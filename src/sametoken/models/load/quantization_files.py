@@ -13,7 +13,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.io.files import is_there
 from sametoken.models.load.files import OF_MODELOPT, QUANTIZATION_FILES, read_json_object
 from sametoken.models.load.nvfp4_linear import GROUP
-from sametoken.models.load.settings import QUANTIZATION_KEYS, Settings
+from sametoken.models.load.settings import KV_SCHEME, QUANTIZATION_KEYS, Settings
 
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _NVFP4 = {"num_bits": 4, "type": "float", "group_size": GROUP}
@@ -62,14 +62,10 @@ def _as_config(file: Settings) -> dict[str, Any] | None:
     if file.nested("producer").get("name") != "modelopt":
         return None
     own = Settings(file.nested("quantization"), f"{file.location}: quantization")
-    layers = own.nested("quantized_layers")
+    layers = own.objects("quantized_layers") or {"Linear": own}
     targets: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for name in layers:
-        targets[_algorithm(Settings(Settings(layers, own.location).nested(name), name))].append(
-            name
-        )
-    if not layers:
-        targets[_algorithm(own)] = ["Linear"]
+    for name, layer in layers.items():
+        targets[_algorithm(layer)].append(name)
     groups = {
         f"{name} {size}": {key: one | _sized(one, size) for key, one in _ALGORITHMS[name].items()}
         | {"targets": modules}
@@ -79,7 +75,7 @@ def _as_config(file: Settings) -> dict[str, Any] | None:
     found = {"quant_method": "modelopt", "quant_algo": own.get("quant_algo")}
     kv = own.get("kv_cache_quant_algo")
     if kv:
-        found["kv_cache_scheme"] = _FLOAT8 if kv == "FP8" else kv
+        found[KV_SCHEME] = _FLOAT8 if kv == "FP8" else kv
     return found | {"config_groups": groups if len(groups) == len(targets) else {}}
 
 

@@ -21,6 +21,8 @@ MAX_CLAIM = 2**63 - 1
 ANOTHER = "use another checkpoint"
 COMPARE = "compare with the original checkpoint's"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+#: Of keys and values, in compressed-tensors' form.
+KV_SCHEME = "kv_cache_scheme"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,17 @@ class Settings:
         if not isinstance(value, dict):
             raise self._bad(key, value, "an object")
         return value
+
+    def objects(self, key: str) -> dict[str, Settings]:
+        """The settings of each object in an object, by name; none by default."""
+        found = self.nested(key)
+        for name, value in found.items():
+            if not isinstance(value, dict):
+                raise CheckpointError(
+                    f"{self.location}: {short(name)} in {self.prefix}{key} is not an object",
+                    COMPARE,
+                )
+        return {name: Settings(one, f"{self.location}.{name}") for name, one in found.items()}
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Ids below ``vocab_size``, from one number, a list, or an absent key."""

@@ -37,6 +37,13 @@ def quantization(group: dict, **more) -> dict:
     } | more
 
 
+def folders(tmp_path):
+    """One for compressed-tensors' checkpoint and one for Model Optimizer's."""
+    (old := tmp_path / "old").mkdir()
+    (new := tmp_path / "new").mkdir()
+    return old, new
+
+
 def logits_of(folder) -> torch.Tensor:
     return Bench(load(folder), max_len=16).logits(TOKENS, [])
 
@@ -69,8 +76,7 @@ def as_modelopt(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     ],
 )
 def test_values_are_those_of_compressed_tensors(tmp_path, group, theirs):
-    (old := tmp_path / "old").mkdir()
-    (new := tmp_path / "new").mkdir()
+    old, new = folders(tmp_path)
     written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
     converted(old, new, theirs, as_modelopt)
     assert torch.equal(logits_of(new), logits_of(old))
@@ -103,8 +109,7 @@ def told_by_a_file(folder, quantization: dict) -> None:
     ],
 )
 def test_a_file_of_its_own_says_the_same(tmp_path, group, told):
-    (old := tmp_path / "old").mkdir()
-    (new := tmp_path / "new").mkdir()
+    old, new = folders(tmp_path)
     written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
     told_by_a_file(converted(old, new, {}, as_modelopt), told)
     assert torch.equal(logits_of(new), logits_of(old))
@@ -131,8 +136,7 @@ def test_a_file_of_its_own_that_cannot_be_read_is_refused(tmp_path, told, named)
 
 def test_a_linear_without_scales_is_not_quantized(tmp_path):
     """Whatever ``ignore`` says, whose names may have wildcards."""
-    (old := tmp_path / "old").mkdir()
-    (new := tmp_path / "new").mkdir()
+    old, new = folders(tmp_path)
     written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, ["lm_head", "re:.*gate.*"])
     converted(old, new, SIXTEENTHS, as_modelopt)
     assert torch.equal(logits_of(new), logits_of(old))
@@ -170,8 +174,7 @@ def test_what_is_not_implemented_is_refused_by_its_key(group, more, named):
 
 
 def test_a_matrix_without_its_factor_is_refused(tmp_path):
-    (old := tmp_path / "old").mkdir()
-    (new := tmp_path / "new").mkdir()
+    old, new = folders(tmp_path)
     written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, token_ids=TOKENS)
 
     def without_factor(name, tensor):

@@ -77,6 +77,12 @@ class EngineConfig:
     prefill_chunk_size: int = option(
         0, "maximum tokens of one prompt per step; 0: max_num_batched_tokens", limits=(0, 2**20)
     )
+    expand_prompts_from: int = option(
+        0,
+        "tokens from which prompts of latent attention (MLA) run in the expanded form, which is "
+        "faster from 4,096 on and has other low-order bits; 0: none does",
+        limits=(0, 2**31),
+    )
     block_size: int = option(
         0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU", limits=(0, 1024)
     )
@@ -224,6 +230,7 @@ _OF_RESULTS = (
     "device",
     "load_format",
     "max_model_len",
+    "expand_prompts_from",
     "tensor_parallel_size",
     "logprobs_mode",
     "enable_return_routed_experts",

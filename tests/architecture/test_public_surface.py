@@ -34,6 +34,7 @@ ENGINE = {
     "speculative_config": None,
 }
 OWN_ENGINE_OPTIONS = {
+    "expand_prompts_from",
     "prefill_chunk_size",
     "block_size",
     "gpu_memory_utilization",

@@ -215,10 +215,13 @@ def test_the_engine_chooses_one_tile_for_all_rows():
         assert len(tiles) == 1
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("features", "depth"), [(512, 128), (512, 192), (128, 512), (256, 512)])
-def test_products_of_heads_do_not_depend_on_the_row_count(features, depth):
+def test_products_of_heads_do_not_depend_on_the_row_count(features, depth, transposed):
     x = torch.randn(300, 20, depth, device="cuda").bfloat16()
     matrices = torch.randn(20, features, depth, device="cuda").bfloat16()
+    if transposed:
+        matrices = matrices.mT.contiguous().mT
     whole = torch.empty(300, 20, features, device="cuda", dtype=torch.bfloat16)
     heads_triton.head_products(x, matrices, whole)
     exact = torch.einsum("thk,hnk->thn", x.double(), matrices.double())
@@ -270,5 +273,16 @@ def test_the_same_tokens(target, method, eager):
     truth = generate(target, None, 16, max_num_seqs=1, enforce_eager=True).tokens
     spec = None if method == "plain" else {"method": method, "num_speculative_tokens": 3}
     ran = generate(target, spec, 16, max_num_seqs=7, enforce_eager=eager)
+    assert ran.tokens == truth
+    assert (ran.offered > 0) == (method != "plain")
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
+def test_expanded_prompts_have_the_same_tokens_in_any_chunks(target, method):
+    """Alone and whole, or in a crowd by chunks of other sizes, which end inside blocks."""
+    expand = {"expand_prompts_from": 8, "enable_prefix_caching": True}
+    truth = generate(target, None, 16, max_num_seqs=1, **expand).tokens
+    spec = None if method == "plain" else {"method": method, "num_speculative_tokens": 3}
+    ran = generate(target, spec, 16, max_num_seqs=7, prefill_chunk_size=19, **expand)
     assert ran.tokens == truth
     assert (ran.offered > 0) == (method != "plain")

@@ -41,7 +41,7 @@ from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.routed_experts import recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
-from sametoken.runner.step import Step, conditional_rates
+from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.draft_limits import StepReads
@@ -207,8 +207,7 @@ def _chances(loaded: Loaded, table: SamplingTable) -> Chances | None:
     speculative = loaded.resolved.config.speculative_config
     if speculative is None or speculative.synthetic_rates is None:
         return None
-    rates = conditional_rates(speculative.synthetic_rates, loaded.resolved.device)
-    return Chances(rates, table.seed)
+    return Chances.of(speculative.synthetic_rates, table.seed)
 
 
 def _launcher(
@@ -298,4 +297,5 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
         num_kept_states=memory.num_kept_states,
         captured_shapes=runner.launcher.shapes,
+        expand_prompts_from=config.expand_prompts_from,
     )

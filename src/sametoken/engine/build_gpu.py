@@ -14,6 +14,7 @@ from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
+from sametoken.types.expanded import ExpandedChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.units import in_units
 
@@ -81,6 +82,9 @@ def gpu_launcher(
         kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
         for shape in (*shapes, *eager_shapes(*sizes, all_states=step.all_states)):
             eager.run_padding(shape)
+        if config.expand_prompts_from:
+            for shape in expanded_shapes(config.max_num_batched_tokens, step):
+                eager.run_padding(shape)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
@@ -153,6 +157,16 @@ def eager_shapes(
         for windows, chunks, rows, width, longest in mixes
     )
     return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
+
+
+def expanded_shapes(max_rows: int, step: Step) -> list[StepShape]:
+    """Steps with one chunk of an expanded prompt, in every form of attention to its heads."""
+    slot, shapes = step.sequences.reserved_slot, []
+    for rows in _doubling(min(max_rows, EAGER_ROWS)):
+        chunks = (ExpandedChunk(slot, 0, rows, rows),)
+        shape = StepShape(1, rows, 1, 0, 1, rows, step.all_states, chunks)
+        shapes.append(padded(shape, ROW_MULTIPLE))
+    return shapes
 
 
 def _windows(max_num_seqs: int, k: int, most: int, sparse: bool) -> list[StepShape]:

@@ -19,7 +19,7 @@ from sametoken.ops.dispatch import attention_scratch
 from sametoken.ops.launch_sizes import ROW_MULTIPLE, cdiv
 from sametoken.ops.model.attention.scratch import Launches, Runs
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
-from sametoken.ops.model.latent_attention.shape import LatentShape
+from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.rule import RecurrentRule
@@ -41,7 +41,7 @@ _RETURNED_EXPERT_BYTES = 8 + 2
 _ADDRESSED = 2**31
 
 #: What says the sizes of a layer's token mixer.
-Mixer = AttentionShape | LatentShape | GatedDelta | Mamba2
+Mixer = AttentionShape | LatentShape | ExpandedShape | GatedDelta | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,9 @@ def most_mixing(
     launches = _launches(config, max_len)
 
     def bytes_of(mixer: Mixer) -> int:
+        if isinstance(mixer, ExpandedShape):
+            expands = config.expand_prompts_from > 0
+            return _expanded_bytes(mixer, dtype, config.block_size, launches) if expands else 0
         if isinstance(mixer, AttentionShape | LatentShape):
             return attention_scratch(
                 mixer, dtype, config.block_size, device, launches, has_sinks=has_sinks
@@ -190,7 +193,22 @@ def most_mixing(
         most_runs = max(runs.num_runs for runs in launches.runs)
         return most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
 
-    return max((bytes_of(mixer) for mixer in set(_mixers(node))), default=0)
+    return max((bytes_of(mixer) for mixer in set(mixers_of(node))), default=0)
+
+
+def _expanded_bytes(
+    shape: ExpandedShape, dtype: torch.dtype, block_size: int, launches: Launches
+) -> int:
+    """Of a chunk in the expanded form: vectors, their keys and values, attention to them."""
+    heads, max_rows, positions = (
+        shape.latent.num_heads, launches.max_rows, launches.max_seq_len,
+    )  # fmt: skip
+    of_heads = Launches((Runs(heads, 1, max_rows),), heads * max_rows, positions)
+    scratch = attention_scratch(
+        shape.head, dtype, block_size, torch.device("cuda"), of_heads, has_sinks=False
+    )
+    vectors = positions * shape.latent.width * dtype.itemsize
+    return vectors + shape.most_bytes(positions, dtype) + scratch
 
 
 def _launches(config: EngineConfig, max_len: int) -> Launches:
@@ -219,13 +237,14 @@ def _launches(config: EngineConfig, max_len: int) -> Launches:
     )
 
 
-def _mixers(node: object) -> Iterator[Mixer]:
+def mixers_of(node: object) -> Iterator[Mixer]:
+    """What says the sizes of the token mixers of a model or head."""
     # Without KV heads a shape says what a layer writes that reads another's.
     only_writes = isinstance(node, AttentionShape) and not node.num_kv_heads
     if isinstance(node, Mixer) and not only_writes:
         yield node
     for _, child in children_of(node):
-        yield from _mixers(child)
+        yield from mixers_of(child)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -8,11 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.layers.attention import wanted_queries
+from sametoken.layers.expanded_heads import ExpandedHeads
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Matrices
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.model.latent_attention.shape import (
+    ExpandedShape,
     HeadWeights,
     LatentRotary,
     LatentShape,
@@ -50,30 +52,31 @@ class LowRankQueries(Matrices):
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention(Matrices):
-    """Latent attention (MLA) in the absorbed form for every row, or this rank's heads of it.
+    """Latent attention (MLA), or this rank's heads of it.
 
-    One form for prompts, decode and windows: with the expanded form for prompts a token's KV and
-    its output would have other bits there (docs/decisions/0031-latent-attention-is-absorbed.md).
+    Rows are absorbed, of prompts, windows and decode alike: in another form a token's KV and its
+    output have other bits. Prompts that the scheduler expands are in that form in every step
+    (docs/decisions/0031-latent-attention-is-absorbed.md).
 
     Attributes:
         shape: head count of this rank, and sizes.
+        expanded: the same in the expanded form.
         projection: fused projection to [queries or their low rank | latent | rotated key].
         queries: from the first part to the queries, [not rotated | rotated] per head.
         rotary: norm of the latent, rotation of the key and the queries.
         absorb: W_UK, from a query's elements that are not rotated to the latent space.
         expand: W_UV, from weighted latents to a head's values.
-        v_dim: elements of those.
         output: projection of the heads to the hidden size.
     """
 
     kernels: Kernels
     shape: LatentShape
+    expanded: ExpandedShape
     projection: Linear
     queries: Queries
     rotary: LatentRotary
     absorb: HeadWeights
     expand: HeadWeights
-    v_dim: int
     output: Projection
 
     def __call__(
@@ -83,15 +86,27 @@ class LatentAttention(Matrices):
         shape, kernels = self.shape, self.kernels
         fused = self.projection(x)
         q, latent = fused.split((fused.shape[1] - shape.width, shape.width), dim=-1)
-        q = self.queries(q).unflatten(-1, (shape.num_heads, -1))
-        not_rotated = q.shape[-1] - shape.rope_dim
-        absorbed = q.new_empty(*q.shape[:2], shape.width)
-        self.absorb.matmul(q[..., :not_rotated], absorbed[..., : shape.rank])
-        kernels.latent_rope_and_cache(
-            q[..., not_rotated:], latent, self.rotary, rows, memory, absorbed[..., shape.rank :]
+        q, rotated = (
+            self.queries(q)
+            .unflatten(-1, (shape.num_heads, -1))
+            .split((self.expanded.nope_dim, shape.rope_dim), dim=-1)
         )
-        absorbed, wanted = wanted_queries(kernels, absorbed, rows, kept)
-        attended = kernels.latent_attention(absorbed, shape.scale, wanted, memory)
-        values = attended.new_empty(*attended.shape[:2], self.v_dim)
-        self.expand.matmul(attended, values)
+        # No kept row is a prompt's that is expanded: its last token is absorbed.
+        prompts = None if kept else rows.prompts
+        absorbed_rows = prompts.others if prompts else rows
+        count = len(absorbed_rows.positions)
+        absorbed = q.new_empty(*q.shape[:2], shape.width)
+        self.absorb.matmul(q[:count], absorbed[:count, :, : shape.rank])
+        kernels.latent_rope_and_cache(
+            rotated, latent, self.rotary, rows, memory, absorbed[..., shape.rank :]
+        )
+        absorbed_q, wanted = wanted_queries(kernels, absorbed[:count], absorbed_rows, kept)
+        attended = kernels.latent_attention(absorbed_q, shape.scale, wanted, memory)
+        num_rows = len(q) if prompts else len(attended)
+        values = attended.new_empty(num_rows, shape.num_heads, self.expanded.v_dim)
+        self.expand.matmul(attended, values[: len(attended)])
+        heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
+        for chunk in prompts.chunks if prompts else ():
+            rotated_q = absorbed[chunk.rows, :, shape.rank :]
+            heads.attend(q[chunk.rows], rotated_q, chunk, memory, values[chunk.rows])
         return self.output(values.flatten(1))

@@ -33,7 +33,7 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LatentKV, LayerCache
-from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape
+from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentRotary, LatentShape
 
 #: Of the norms inside attention, whatever ``rms_norm_eps`` says (DeepSeek's code, transformers).
 _INNER_EPS = 1e-6
@@ -169,12 +169,12 @@ def load_attention(
     return LatentAttention(
         kernels=weights.kernels,
         shape=shape,
+        expanded=ExpandedShape(shape, sizes.nope_dim, sizes.v_dim),
         projection=weights.linear(hidden, first, latent, bias=bias),
         queries=queries,
         rotary=LatentRotary(norm, _INNER_EPS, rotary.cos, rotary.sin, _interleaves(config)),
         absorb=weights.kernels.pack_heads(up_k.mT),
         expand=weights.kernels.pack_heads(up_v),
-        v_dim=sizes.v_dim,
         output=weights.row_parallel(
             sizes.num_heads * sizes.v_dim, Part(f"{prefix}.o_proj", hidden), bias=bias
         ),

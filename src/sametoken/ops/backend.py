@@ -17,6 +17,8 @@ from sametoken.ops.model.attention.kv import LayerKV as LayerKV
 from sametoken.ops.model.attention.shape import AttentionShape as AttentionShape
 from sametoken.ops.model.attention.shape import QKNorm as QKNorm
 from sametoken.ops.model.attention.shape import RotaryTable as RotaryTable
+from sametoken.ops.model.latent_attention.prompts import ChunkRows as ChunkRows
+from sametoken.ops.model.latent_attention.prompts import ExpandedRows as ExpandedRows
 from sametoken.ops.model.latent_attention.shape import (
     HeadWeights,
     LatentRotary,
@@ -84,6 +86,7 @@ class AttentionRows:
         runs: the rows by slot; None on a CPU, whose kernels need none.
         committed: [T] bool, whether the row's token is committed; None: all are. A slot's
             committed rows come first. Only layers with recurrent state read it.
+        prompts: the rows that latent attention expands latents for; None: none.
     """
 
     positions: Tensor
@@ -92,6 +95,7 @@ class AttentionRows:
     block_table: Tensor
     runs: RowRuns | None = None
     committed: Tensor | None = None
+    prompts: ExpandedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

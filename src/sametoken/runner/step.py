@@ -6,7 +6,6 @@ Synthetic acceptance, for timing only: a step computes logits and chooses tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,19 +20,6 @@ from sametoken.ops.step.types import Chances, LayoutTable, StepInputs, StepOps, 
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-
-
-def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
-    """[k] fp32: acceptance rate of draft i given that all earlier drafts are accepted.
-
-    Args:
-        unconditional: k non-increasing rates from 0 to 1: how often drafts 1..i are all
-            accepted (``SpeculativeConfig.synthetic_rates``).
-        device: where steps run.
-    """
-    ratios = zip(unconditional, (1.0, *unconditional), strict=False)
-    rates = [rate / last if last else 0.0 for rate, last in ratios]
-    return torch.tensor(rates, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +68,8 @@ class Step:
     def forward(self, layout: LayoutTable) -> ForwardOutput:
         """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
-        hidden = self.model.forward(x.token_ids, x.rows, self.kv, x.kept)
+        rows = layout.with_prompts(x.rows, self.sequences.block_size)
+        hidden = self.model.forward(x.token_ids, rows, self.kv, x.kept)
         sampled = hidden.last
         if x.kept is None:
             sampled = self.kernels.take_rows(sampled, x.sampled.index)

@@ -15,6 +15,9 @@ from sametoken.scheduler.swap_space import BlockFile, Found, SwapSpace
 from sametoken.types.plan import SwapIn, SwapOut
 from sametoken.types.request import EngineRequest
 
+#: Sets the keys of blocks in the expanded form apart.
+_EXPANDED = b"expanded"
+
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
@@ -64,6 +67,9 @@ class KVMemory:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
         if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
+        if self._limits.expands(request):
+            # KV in the expanded form has other bits, and the last token's is in the absorbed one.
+            return self._keys_of(request.prompt_token_ids[:-1], self._root + _EXPANDED)
         return self._keys_of(request.prompt_token_ids, self._root)
 
     def looks_up(self, request: RequestState) -> bool:
@@ -234,8 +240,8 @@ class KVMemory:
         may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks
         if not (may_cache and request.request.use_prefix_cache):
             return
-        if request.weight_versions[0] != self.weight_version:
-            # Some of its KV is of older weights.
+        if request.expands or request.weight_versions[0] != self.weight_version:
+            # Answers are absorbed, which a longer prompt is not; or some KV is of older weights.
             return
         keys = self._kept_keys(request, num_kept_tokens)
         num_blocks = request.num_final // limits.block_size
@@ -272,4 +278,6 @@ class KVMemory:
         usable = self.states.usable(request.block_keys, len(cached))
         request.num_cached = request.position = usable * self._limits.block_size
         request.chunk_ends = self.states.chunk_ends(request, request.position, len(cached))
+        if request.expands:
+            request.chunk_ends += (request.prompt_len - 1,)
         return cached.first(usable)

@@ -47,6 +47,8 @@ class SchedulerLimits:
         num_kept_states: recurrent states that can be kept; 0 if the model has no recurrent
             layers or prefix caching is off.
         captured_shapes: a step that the first of them holds is padded to it.
+        expand_prompts_from: tokens from which a prompt runs in the expanded form of latent
+            attention, all but its last token; 0: none does.
 
     Raises:
         ConfigError: a value is impossible.
@@ -72,6 +74,7 @@ class SchedulerLimits:
     cache_emitted_blocks: bool
     num_kept_states: int
     captured_shapes: tuple[StepShape, ...] = ()
+    expand_prompts_from: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,6 +82,10 @@ class SchedulerLimits:
             low = _lowest(field.name)
             if isinstance(value, int) and value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
+
+    def expands(self, request: EngineRequest) -> bool:
+        """Whether a prompt runs in the expanded form: by its own length, whatever runs beside."""
+        return 0 < self.expand_prompts_from <= len(request.prompt_token_ids)
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

@@ -74,6 +74,7 @@ class Turn:
             self.draft_limit,
             self.samples,
             self.request.replays,
+            self.request.expands_to(self.num_query),
         )
 
 
@@ -125,8 +126,8 @@ class PlanDraft:
         )
 
     def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
-        """The finished plan, windows before chunks; ``turns`` are sorted likewise."""
-        self.turns.sort(key=lambda turn: not turn.is_window)
+        """The finished plan, its requests in order; ``turns`` are sorted likewise."""
+        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.expands_to(1) > 0))
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),

@@ -47,6 +47,7 @@ class RequestState:
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         weight_versions: of the weights of its first step, and of its newest.
+        expands: whether its prompt, except the last token, runs in the expanded form.
         prompt_len: tokens of the prompt.
     """
 
@@ -69,6 +70,7 @@ class RequestState:
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     weight_versions: tuple[int, int] = (0, 0)
+    expands: bool = False
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +92,11 @@ class RequestState:
         end = self.num_replayed if self.replays else self.prompt_len
         ahead = (one for one in self.chunk_ends if self.position < one < end)
         return next(ahead, end) - self.position
+
+    def expands_to(self, num_query: int) -> int:
+        """Positions that a chunk from here on sees in the expanded form; 0 in the absorbed one."""
+        expanded = self.expands and self.position < self.prompt_len - 1
+        return self.position + num_query if expanded else 0
 
     @property
     def at_limit(self) -> bool:

@@ -123,6 +123,7 @@ class Scheduler:
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
             weight_versions=(self.weight_version, self.weight_version),
+            expands=self.limits.expands(request),
         )
 
     def begin_weights(self, version: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from sametoken.types.expanded import ExpandedChunk, expanded_chunks
 from sametoken.types.plan import StepPlan
 
 #: Row indices of a layout's table.
@@ -29,6 +30,7 @@ class StepShape:
         max_rows: rows of the longest request.
         all_states: whether the last layer's states of all rows are wanted, not only of the
             sampled ones.
+        expanded: the last chunks, which no captured graph holds.
     """
 
     num_requests: int
@@ -38,6 +40,7 @@ class StepShape:
     max_window: int
     max_rows: int
     all_states: bool = False
+    expanded: tuple[ExpandedChunk, ...] = ()
 
     @property
     def all_sampled(self) -> bool:
@@ -61,7 +64,7 @@ class StepShape:
             # Windows have no other rows.
             (other.all_states, self.all_states or self.all_sampled),
         )
-        return all(needed <= available for needed, available in pairs)
+        return not other.expanded and all(needed <= available for needed, available in pairs)
 
     @property
     def table_width(self) -> int:
@@ -82,7 +85,7 @@ class StepLayout:
         step_id: the plan's.
         slots, num_query, draft_limit, samples: by request; windows come first.
         row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
-        all_states: as in ``StepShape``.
+        all_states, expanded: as in ``StepShape``.
     """
 
     step_id: int
@@ -93,6 +96,7 @@ class StepLayout:
     row_starts: tuple[int, ...]
     window_starts: tuple[int, ...]
     all_states: bool = False
+    expanded: tuple[ExpandedChunk, ...] = ()
 
     @classmethod
     def of(
@@ -111,15 +115,17 @@ class StepLayout:
         pairs = list(zip(plan.requests, limits, strict=True))
         sizes = [scheduled.num_query + limit for scheduled, limit in pairs]
         windows = [limit + 1 if scheduled.samples else 0 for scheduled, limit in pairs]
+        row_starts = tuple(accumulate(sizes, initial=0))
         return cls(
             step_id=plan.step_id,
             slots=tuple(scheduled.slot for scheduled in plan.requests),
             num_query=tuple(scheduled.num_query for scheduled in plan.requests),
             draft_limit=tuple(limits),
             samples=tuple(scheduled.samples for scheduled in plan.requests),
-            row_starts=tuple(accumulate(sizes, initial=0)),
+            row_starts=row_starts,
             window_starts=tuple(accumulate(windows, initial=0)),
             all_states=all_states,
+            expanded=expanded_chunks(plan, row_starts),
         )
 
     @property
@@ -139,6 +145,7 @@ class StepLayout:
             max_window=_longest(self.window_starts),
             max_rows=_longest(self.row_starts),
             all_states=self.all_states,
+            expanded=self.expanded,
         )
 
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:

@@ -16,11 +16,12 @@ from helpers.launch_forms import (
     step_on_meta,
     write_shapes,
 )
-from sametoken.engine.build_gpu import captured_shapes, eager_shapes
+from sametoken.engine.build_gpu import captured_shapes, eager_shapes, expanded_shapes
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
+from sametoken.types.expanded import ExpandedChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
 
@@ -97,6 +98,30 @@ def test_start_up_compiles_the_attention_of_every_step(heads, engine):
         attend(steps_of(engine, 100), heads, engine)
     assert len(compiled) >= 3
     assert forms == compiled
+
+
+@pytest.mark.parametrize("heads", [20, 16, 128])
+def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads):
+    """Chunks of any rows that see any context, alone or after windows and other chunks."""
+    write_shapes(
+        tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
+    )
+    engine, draw = (64, 0, 8192, 33024), random.Random(0)
+    with recorded() as forms:
+        step = step_on_meta(tmp_path / "glm-4.7-flash", None, engine[0], engine[3])
+        run_on_meta(step, [*compiled_shapes(engine), *expanded_shapes(engine[2], step)])
+        compiled = set(forms)
+        for _ in range(60):
+            windows, before = draw.randint(0, 63), draw.choice([0, 0, 1, 30, 300])
+            rows = draw.choice([1, 5, 60, 100, 330, 700, 4096])
+            first = windows + before
+            stop = rows + draw.choice([0, 3, 500, 9000, 28000])
+            chunk = ExpandedChunk(0, first, rows, stop)
+            sizes = (windows + (before > 0) + 1, first + rows, windows + 1, windows, 1)
+            shape = StepShape(*sizes, max(before, rows), expanded=(chunk,))
+            run_on_meta(step, [padded(shape, ROW_MULTIPLE)])
+    assert {"rows_kernel", "splits_kernel", "_head_products_kernel"} <= {one for one, _ in compiled}
+    assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 
 
 #: Of products each row count has been compiled (tests/unit/engine/test_build_gpu.py).

@@ -42,6 +42,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
+from sametoken.types.expanded import ExpandedChunk
 from sametoken.types.layout import StepShape
 
 GIB = 2**30
@@ -92,7 +93,9 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
     assert memory.peak <= planned <= 2.5 * memory.peak
 
 
-def peak_and_planned(path, max_len: int, longest_chunks=range(1, 17)) -> tuple[int, int]:
+def peak_and_planned(
+    path, max_len: int, longest_chunks=range(1, 17), *, expands: bool = False
+) -> tuple[int, int]:
     """Bytes that steps of 256 rows take on a GPU, of 64 requests, and those planned."""
     sizes = (64, 0, 256)
     with recorded():
@@ -100,9 +103,15 @@ def peak_and_planned(path, max_len: int, longest_chunks=range(1, 17)) -> tuple[i
         shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
+        if expands:
+            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (9000, max_len)]
+            shapes += [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
         with PeakMemory() as memory:
             run_on_meta(step, shapes)
-        config = EngineConfig("m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64)
+        config = EngineConfig(
+            "m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64,
+            expand_prompts_from=int(expands),
+        )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
         mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=model.has_sinks)
         planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
@@ -125,6 +134,16 @@ def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, change
     write_shapes(tmp_path, name, changes)
     peak, planned = peak_and_planned(tmp_path / name, 33023)
     assert peak <= planned <= 1.1 * peak
+
+
+@pytest.mark.parametrize("heads", [20, 2])
+def test_an_expanded_prompt_on_a_gpu_takes_no_more_than_planned(tmp_path, heads):
+    """Keys and values of as many heads as fit in a bound, or of all."""
+    write_shapes(
+        tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
+    )
+    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, expands=True)
+    assert peak <= planned <= 1.2 * peak
 
 
 @pytest.mark.parametrize("name", FAMILIES)

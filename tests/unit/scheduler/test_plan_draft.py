@@ -40,6 +40,20 @@ def test_a_prompt_takes_all_that_is_left_and_its_end_samples(kit):
     assert plans[0].admissions[0].num_cached == 0
 
 
+def test_an_expanded_prompt_ends_before_its_last_token(kit):
+    """Its chunks come last, so that all rows before them are absorbed."""
+    scheduler = kit.scheduler(max_num_batched_tokens=16, expand_prompts_from=9)
+    scheduler.add(kit.request("long", 20))
+    scheduler.add(kit.request("short", 8))
+    plans = [kit.step(scheduler)[0] for _ in range(3)]
+    assert [kit.rows(plan) for plan in plans] == [
+        [(0, 16, 0, False)],
+        [(1, 8, 0, True), (0, 3, 0, False)],
+        [(0, 1, 0, True), (1, 1, 0, True)],
+    ]
+    assert [[one.expands_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
+
+
 def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=13)
     scheduler.add(kit.request("a", 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,21 @@ class PanelHeadWeights:
         """Bytes of the one copy."""
         return self.panels.numel()
 
+    def heads(self, first: int, last: int) -> PanelHeadWeights:
+        """See ``HeadWeights.heads``."""
+        heads, n, k = self.shape
+        size = len(self.panels) // heads
+        panels = self.panels[first * size : last * size]
+        return PanelHeadWeights(self.library, panels, (last - first, n, k), self.dtype)
+
+    def transposed(self) -> PanelHeadWeights:
+        """See ``HeadWeights.transposed``: packed anew, from products with the identity."""
+        heads, n, k = self.shape
+        identity = torch.eye(k, dtype=self.dtype)[:, None].expand(-1, heads, -1)
+        rows = torch.empty(k, heads, n, dtype=self.dtype)
+        self.matmul(identity, rows)
+        return _packed(self.library, rows.transpose(0, 1), _bytes)
+
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""
         heads, n, k = self.shape
@@ -62,14 +78,7 @@ class LatentOperations:
 
     def pack_heads(self, weight: Tensor) -> PanelHeadWeights:
         """See ``Kernels.pack_heads``."""
-        heads, n, k = weight.shape
-        is_bf16 = weight.dtype is torch.bfloat16
-        weight = weight.contiguous()
-        size = self._library.packed_bytes(n, k, is_bf16)
-        panels = self._memory.take(heads * size)
-        for head, matrix in enumerate(weight):
-            self._library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
-        return PanelHeadWeights(self._library, panels, (heads, n, k), weight.dtype)
+        return _packed(self._library, weight, self._memory.take)
 
     def require_latent(self, shape: LatentShape) -> None:
         """See ``Kernels.require_latent``."""
@@ -155,6 +164,23 @@ class LatentOperations:
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
+
+
+def _packed(
+    library: NativeLibrary, weight: Tensor, take: Callable[[int], Tensor]
+) -> PanelHeadWeights:
+    """[H, N, K] packed in the bytes that ``take`` gives."""
+    heads, n, k = weight.shape
+    is_bf16 = weight.dtype is torch.bfloat16
+    size = library.packed_bytes(n, k, is_bf16)
+    panels = take(heads * size)
+    for head, matrix in enumerate(weight.contiguous()):
+        library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
+    return PanelHeadWeights(library, panels, (heads, n, k), weight.dtype)
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _require_rows(dtype: torch.dtype, *tensors: Tensor) -> None:

@@ -6,12 +6,20 @@ B requests, T rows, L sampled rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
+from sametoken.ops.backend import (
+    AttentionRows,
+    ChunkRows,
+    ExpandedRows,
+    KeptRows,
+    RowRuns,
+    SampledRows,
+)
 from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
@@ -88,6 +96,25 @@ class LayoutTable:
             shape.max_window,
         )
 
+    def with_prompts(self, rows: AttentionRows, block_size: int) -> AttentionRows:
+        """The step's rows, of which those of expanded prompts stand apart."""
+        expanded = self.shape.expanded
+        if not expanded:
+            return rows
+        first, table = expanded[0].first_row, rows.block_table
+        runs = self.runs
+        longest, starts = min(runs.max_rows, first), self.starts(ROW_START).clamp(max=first)
+        runs = replace(runs, max_rows=longest, starts=starts)
+        others = AttentionRows(
+            rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
+        )
+        chunks = []
+        for one in expanded:
+            where = slice(one.first_row, one.first_row + one.num_rows)
+            blocks = table[one.slot, : -(-one.stop // block_size)]
+            chunks.append(ChunkRows(where, rows.positions[where], blocks, one.stop))
+        return replace(rows, prompts=ExpandedRows(others, tuple(chunks)))
+
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
         """The sampled rows, if only their states are wanted; None: all rows are."""
         shape = self.shape
@@ -155,6 +182,16 @@ class Chances:
 
     rates: Tensor
     seeds: Tensor
+
+    @classmethod
+    def of(cls, unconditional: Sequence[float], seeds: Tensor) -> Chances:
+        """From k non-increasing rates: how often drafts 1..i are all accepted.
+
+        They are ``SpeculativeConfig.synthetic_rates``, from 0 to 1.
+        """
+        ratios = zip(unconditional, (1.0, *unconditional), strict=False)
+        rates = [rate / last if last else 0.0 for rate, last in ratios]
+        return cls(torch.tensor(rates, dtype=torch.float32, device=seeds.device), seeds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,12 @@ def test_products_are_per_head_and_per_row(kernels, heads, features, depth, dtyp
     alone = torch.empty(1, heads, features, dtype=dtype)
     weight.matmul(x[17:18], alone)
     assert torch.equal(alone[0], out[17, :, :features])
+    last = torch.empty(29, 1, features, dtype=dtype)
+    weight.heads(heads - 1, heads).matmul(x[:, -1:], last)
+    assert torch.equal(last[:, 0], out[:, -1, :features])
+    turned = torch.empty_like(out[..., :features])
+    kernels.pack_heads(matrices.mT).transposed().matmul(x, turned)
+    assert torch.equal(turned, out[..., :features])
     assert weight.nbytes >= matrices.nbytes
 
 

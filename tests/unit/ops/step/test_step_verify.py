@@ -12,7 +12,6 @@ from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
 from sametoken.ops.step.reference import verify, write_tables
 from sametoken.ops.step.types import Chances, LayoutTable
-from sametoken.runner.step import conditional_rates
 from sametoken.state.commit import admit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
@@ -155,12 +154,9 @@ def test_other_seeds_give_other_streams(plain):
     assert not torch.equal(plain[0, 1:], plain[VOCAB_SIZE, 1:])
 
 
-CPU = torch.device("cpu")
-
-
-def accepted(rates, seeds, positions, num_drafts) -> torch.Tensor:
+def accepted(unconditional, seeds, positions, num_drafts) -> torch.Tensor:
     """num_accepted of a window for each seed, whose target agrees with no draft."""
-    count, k = len(seeds), len(rates)
+    count, k = len(seeds), len(unconditional)
     x = SimpleNamespace(
         slots=torch.arange(count),
         samples=torch.ones(count, dtype=torch.bool),
@@ -170,15 +166,14 @@ def accepted(rates, seeds, positions, num_drafts) -> torch.Tensor:
         sampled=SimpleNamespace(token_ids=torch.ones(count * (k + 1), dtype=torch.int64)),
     )
     keys = torch.full((count * (k + 1), 1), 0xFFFFFFFF)
-    return verify(keys, x, Chances(rates, seeds)).num_accepted
+    return verify(keys, x, Chances.of(unconditional, seeds)).num_accepted
 
 
 def drawn(unconditional, num_windows=20_000, num_drafts=None):
     """num_accepted of windows with seeds and positions of their own."""
     index = torch.arange(num_windows)
     drafts = torch.full_like(index, len(unconditional) if num_drafts is None else num_drafts)
-    rates = conditional_rates(unconditional, CPU)
-    return accepted(rates, index % 100, 7 + index // 100, drafts)
+    return accepted(unconditional, index % 100, 7 + index // 100, drafts)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ def test_consecutive_positions_of_one_seed_are_independent():
     """Windows of a request follow each other, so its own positions must not be correlated."""
     positions = torch.arange(20_000)
     one = torch.ones_like(positions)
-    hit = accepted(conditional_rates((0.5,), CPU), one * 123, positions, one).double()
+    hit = accepted((0.5,), one * 123, positions, one).double()
     for lag in (1, 2, 3, 64):
         both = (hit[lag:] * hit[:-lag]).mean().item()
         assert both == pytest.approx(0.25, abs=0.02)

@@ -22,7 +22,7 @@ _MOST_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class DeviceHeadWeights:
-    """``HeadWeights`` as one contiguous tensor [H, N, K]."""
+    """``HeadWeights`` as one tensor [H, N, K]."""
 
     matrices: Tensor
 
@@ -30,6 +30,14 @@ class DeviceHeadWeights:
     def nbytes(self) -> int:
         """Bytes of all heads."""
         return self.matrices.nbytes
+
+    def heads(self, first: int, last: int) -> DeviceHeadWeights:
+        """See ``HeadWeights.heads``."""
+        return DeviceHeadWeights(self.matrices[first:last])
+
+    def transposed(self) -> DeviceHeadWeights:
+        """See ``HeadWeights.transposed``."""
+        return DeviceHeadWeights(self.matrices.mT)
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""
@@ -42,7 +50,6 @@ def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     assert x.shape == (num_rows, heads, depth)
     assert out.shape == (num_rows, heads, features)
     assert x.dtype == matrices.dtype == out.dtype
-    assert matrices.is_contiguous()
     assert x.stride(2) == out.stride(2) == 1
     if not num_rows:
         return
@@ -54,6 +61,7 @@ def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
         out,
         num_rows,
         *x.stride()[:2],
+        *matrices.stride(),
         *out.stride()[:2],
         N=features,
         K=depth,
@@ -69,11 +77,14 @@ def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
 @triton.jit(do_not_specialize=["num_rows"])
 def _head_products_kernel(
     x,  # [T, H, K], strided
-    matrices,  # [H, N, K]
+    matrices,  # [H, N, K], strided
     out,  # [T, H, N], strided
     num_rows,
     x_row,
     x_head,
+    w_head,
+    w_feature,
+    w_depth,
     out_row,
     out_head,
     N: tl.constexpr,
@@ -91,11 +102,11 @@ def _head_products_kernel(
     feature = tl.program_id(0) // row_tiles * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     depth = tl.arange(0, BLOCK_DEPTH)
     x_at = x + head * x_head + row.to(tl.int64)[:, None] * x_row + depth[None, :]
-    w_at = matrices + (head * N + feature.to(tl.int64))[:, None] * K + depth[None, :]
+    w_at = matrices + head * w_head + feature[:, None] * w_feature + depth[None, :] * w_depth
     acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
     for k in tl.range(0, K, BLOCK_DEPTH):
         inside = (k + depth < K)[None, :]
-        w = tl.load(w_at + k, mask=(feature < N)[:, None] & inside, other=0.0)
+        w = tl.load(w_at + k * w_depth, mask=(feature < N)[:, None] & inside, other=0.0)
         a = tl.load(x_at + k, mask=(row < num_rows)[:, None] & inside, other=0.0)
         acc = tl.dot(w, a.T, acc, input_precision="ieee")
     at = out + head * out_head + row.to(tl.int64)[None, :] * out_row + feature[:, None]

@@ -19,7 +19,7 @@ from sametoken.ops.model.one_thread import one_thread
 
 @dataclass(frozen=True, slots=True)
 class PlainHeadWeights:
-    """``HeadWeights`` as one contiguous tensor [H, N, K]."""
+    """``HeadWeights`` as one tensor [H, N, K]."""
 
     matrices: Tensor
 
@@ -27,6 +27,14 @@ class PlainHeadWeights:
     def nbytes(self) -> int:
         """Bytes of all heads."""
         return self.matrices.nbytes
+
+    def heads(self, first: int, last: int) -> PlainHeadWeights:
+        """See ``HeadWeights.heads``."""
+        return PlainHeadWeights(self.matrices[first:last])
+
+    def transposed(self) -> PlainHeadWeights:
+        """See ``HeadWeights.transposed``."""
+        return PlainHeadWeights(self.matrices.mT)
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""

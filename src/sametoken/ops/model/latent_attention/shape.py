@@ -1,8 +1,8 @@
-"""Types of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), in the absorbed form.
+"""Types of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434).
 
 A token keeps one vector, its normed latent (``rank`` elements) and a rotated key (``rope_dim``).
-All heads attend to it alike: their queries are taken into the latent space by ``W_UK``, and the
-weighted latents out of it by ``W_UV``, one matrix per head each.
+In the absorbed form all heads attend to it alike: their queries are taken into the latent space by
+``W_UK``, and the weighted latents out of it by ``W_UV``, one matrix per head each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from sametoken.ops.model.attention.shape import AttentionShape
+
+#: What kernels take head sizes in.
+_MULTIPLE = 8
+
+#: Most bytes of keys and values at once, of more heads than one.
+MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,49 @@ class LatentShape:
     def width(self) -> int:
         """Elements of a token's vector, and of a query."""
         return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedShape:
+    """Sizes of the same heads in the expanded form: each has keys and values of its own.
+
+    A key is its part that is not rotated, the rotated key, then zeros; a value ends in zeros too.
+
+    Attributes:
+        nope_dim, v_dim: elements of a key that are not rotated, and of a value.
+    """
+
+    latent: LatentShape
+    nope_dim: int
+    v_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a key and of a query, without zeros."""
+        return self.nope_dim + self.latent.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key, and of a value."""
+        return -(-max(self.key_dim, self.v_dim) // _MULTIPLE) * _MULTIPLE
+
+    @property
+    def head(self) -> AttentionShape:
+        """Of one head: to the kernels each is a slot with a block table of its own."""
+        return AttentionShape(1, 1, self.head_dim, score_factor=self.latent.scale)
+
+    def num_at_once(self, num_positions: int, dtype: torch.dtype) -> int:
+        """Heads whose keys and values of ``num_positions`` fit in ``MOST_BYTES``, at least one."""
+        fitting = MOST_BYTES // self._head_bytes(num_positions, dtype)
+        return max(1, min(fitting, self.latent.num_heads))
+
+    def most_bytes(self, num_positions: int, dtype: torch.dtype) -> int:
+        """The most bytes of keys and values at once, of at most ``num_positions``."""
+        one = self._head_bytes(num_positions, dtype)
+        return max(one, min(MOST_BYTES, self.latent.num_heads * one))
+
+    def _head_bytes(self, num_positions: int, dtype: torch.dtype) -> int:
+        return 2 * num_positions * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +122,14 @@ class HeadWeights(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    def heads(self, first: int, last: int) -> HeadWeights:
+        """The matrices of heads ``first .. last - 1``, in the same memory."""
+        ...
+
+    def transposed(self) -> HeadWeights:
+        """The matrices [K, N], in the same memory where the layout allows."""
+        ...
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """Write ``x[:, h] @ weight[h].T`` into ``out[:, h]``, summed in fp32, rounded once.

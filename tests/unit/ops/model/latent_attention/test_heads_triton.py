@@ -29,6 +29,12 @@ def test_each_head_has_its_own_matrix(rows, heads, features, depth, dtype):
     )
     assert (out[..., features:] == 7).all()
     assert weight.nbytes == matrices.nbytes
+    last, turned = torch.empty(rows, 1, features, dtype=dtype), torch.empty_like(out)
+    weight.heads(heads - 1, heads).matmul(x[:, -1:, :depth], last)
+    assert torch.equal(last[:, 0], out[:, -1, :features])
+    of_turned = DeviceHeadWeights(matrices.mT.contiguous()).transposed()
+    of_turned.matmul(x[..., :depth], turned[..., :features])
+    assert torch.equal(turned[..., :features], out[..., :features])
     weight.matmul(x[:0, :, :depth], out[:0, :, :features])
 
 
@@ -38,7 +44,9 @@ def test_real_sizes_compile(tmp_path):
 from sametoken.ops.model.latent_attention.heads_triton import head_products
 for rows in (1, 200):
     q, out = (torch.zeros(rows, 20, width, dtype=torch.bfloat16) for width in (256, 576))
-    head_products(q[..., :192], torch.zeros(20, 512, 192, dtype=torch.bfloat16), out[..., :512])
+    matrices = torch.zeros(20, 512, 192, dtype=torch.bfloat16)
+    head_products(q[..., :192], matrices, out[..., :512])
+    head_products(out[..., :512], matrices.mT, q[..., :192])
 """,
         tmp_path,
     )

@@ -9,6 +9,9 @@ from sametoken.models.load.linear_format import LinearFormat
 from sametoken.models.load.mxfp4 import Mxfp4Stack
 from sametoken.models.load.sources import TensorSource
 
+#: The head, which most writers leave out without saying so.
+HEAD = re.compile(r"(?:.*\.)?lm_head$")
+
 
 @dataclass(frozen=True, slots=True)
 class Targeted:
@@ -67,6 +70,12 @@ class ByTarget:
 
     def stack_of(self, stack: str, source: TensorSource) -> None:
         """None: these formats store experts one by one."""
+
+
+def all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> ByTarget:
+    """One format for every linear that is stored in it, ``besides`` some."""
+    ignored = Targeted(frozenset(), besides, False, None)
+    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
 
 
 @dataclass(frozen=True, slots=True)

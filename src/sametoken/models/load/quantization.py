@@ -22,9 +22,10 @@ from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.load.by_target import ByTarget, StackedExperts, Targeted
+from sametoken.models.load.by_target import HEAD, ByTarget, StackedExperts, Targeted, all_stored
+from sametoken.models.load.four_bits import OF_QUANTIZING, read_awq, read_gptq
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
-from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
+from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
 from sametoken.models.load.modelopt import read_modelopt
 from sametoken.models.load.mxfp4 import Mxfp4Stack
@@ -34,6 +35,7 @@ from sametoken.models.load.settings import (
     COMPARE,
     KV_SCHEME,
     Settings,
+    compiled,
     quantization_settings,
     require_known,
     unsupported,
@@ -42,35 +44,6 @@ from sametoken.models.load.settings import (
 #: The class of every projection that a format may cover.
 _LINEAR = "Linear"
 _EXPRESSION = "re:"
-#: The version of AWQ's layout that is read.
-_GEMM = "gemm"
-#: The head, which most writers leave out without saying so.
-_HEAD = re.compile(r"(?:.*\.)?lm_head$")
-#: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
-_MAX_EXPRESSION, _MAX_REPEATS = 400, 5
-#: How a checkpoint was made, and by which kernels its writers run it.
-_OF_QUANTIZING = (
-    "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
-    "autoround_version", "backend", "batch_size", "block_name_to_quantize",
-    "cache_block_outputs", "damp_auto_increment", "damp_percent",
-    "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning",
-    "enable_quanted_input", "exllama_config", "fuse_max_seq_len", "gradient_accumulate_steps",
-    "hyb_act", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "minmax_lr",
-    "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse", "n_samples",
-    "nsamples", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer",
-    "scale_dtype", "seqlen", "static_attention_granularity", "static_kv_granularity",
-    "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16",
-    "use_exllama",
-)  # fmt: skip
-#: What else writers of both 4-bit methods say, where it means what is read.
-_OF_FOUR_BITS: dict[str, tuple[object, ...]] = {
-    "sym": (True, False),
-    "lm_head": (True, False),
-    "pack_dtype": ("int32",),
-    "data_type": ("int",),
-    "act_bits": (16, 32),
-}
 
 
 def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
@@ -166,80 +139,7 @@ def _read_fp8(settings: Settings) -> Quantization:
     # As transformers matches them: from the start of a name to the end of a part, or at its end.
     literal = [re.escape(name) for name in names]
     patterns = (rf"(?:{name}(?:\.|$)|.*{name}$)" for name in literal)
-    return _all_stored(linear, tuple(map(re.compile, patterns)) if says_so else (_HEAD,))
-
-
-def _read_gptq(settings: Settings) -> Quantization:
-    """``quant_method: gptq``."""
-    layouts = (GPTQ, GPTQ_V2)
-    require_known(
-        settings,
-        used=("bits", "group_size", "checkpoint_format", "dynamic"),
-        only={
-            **_OF_FOUR_BITS,
-            "desc_act": (True, False),
-            "static_groups": (True, False),
-            "is_marlin_format": (False,),
-            "format": layouts,
-            "method": (GPTQ,),
-        },
-        unused=("quant_method", *_OF_QUANTIZING),
-    )
-    _require_no_overrides(settings)
-    layout = settings.get("checkpoint_format", settings.get("format", GPTQ))
-    if layout not in layouts:
-        raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
-    return _four_bits_stored(settings, layout, symmetric=settings.get("sym") is True)
-
-
-def _read_awq(settings: Settings) -> Quantization:
-    """``quant_method: awq``."""
-    require_known(
-        settings,
-        used=("bits", "group_size", "version", "format", "dynamic"),
-        only={
-            **_OF_FOUR_BITS,
-            # Zeros are stored either way; AutoRound's symmetric ones are all 8.
-            "zero_point": (True, False),
-            "desc_act": (False,),
-            "checkpoint_format": (_GEMM,),
-            "method": (AWQ,),
-        },
-        unused=("quant_method", "modules_to_not_convert", *_OF_QUANTIZING),
-    )
-    _require_no_overrides(settings)
-    version = settings.get("version", settings.get("format", _GEMM))
-    if str(version).lower() != _GEMM:
-        raise unsupported(settings, "version", f"use {_GEMM}")
-    return _four_bits_stored(settings, AWQ)
-
-
-def _four_bits_stored(settings: Settings, layout: str, *, symmetric: bool = False) -> Quantization:
-    besides = () if settings.get("lm_head") else (_HEAD,)
-    return _all_stored(Int4Linear(layout, _group_size(settings), symmetric), besides)
-
-
-def _require_no_overrides(settings: Settings) -> None:
-    """Refuse GPTQModel's ``dynamic`` where it gives some modules settings of their own.
-
-    Rules of ``-:`` leave modules out, which is seen from what is stored; empty ones change nothing.
-    """
-    rules = settings.nested("dynamic").items()
-    if any(own and not rule.startswith("-:") for rule, own in rules):
-        raise unsupported(settings, "dynamic", "use a checkpoint whose linears share one form")
-
-
-def _group_size(settings: Settings) -> int:
-    if settings.get("bits") != 4:
-        raise unsupported(settings, "bits", "use 4")
-    size = settings.get("group_size", 128)
-    return size if size == -1 else settings.integer("group_size", 128)
-
-
-def _all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> Quantization:
-    """One format for every linear that is stored in it, ``besides`` some."""
-    ignored = Targeted(frozenset(), besides, False, None)
-    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
+    return all_stored(linear, tuple(map(re.compile, patterns)) if says_so else (HEAD,))
 
 
 def _read_mxfp4(settings: Settings) -> Quantization:
@@ -247,7 +147,7 @@ def _read_mxfp4(settings: Settings) -> Quantization:
     require_known(settings, used=("modules_to_not_convert",), unused=("quant_method", "dequantize"))
     names = settings.names("modules_to_not_convert")
     # As transformers matches them: an expression up to the end of a part of a name, or its ending.
-    starts = (_compiled(settings, name).pattern for name in names)
+    starts = (compiled(settings, name).pattern for name in names)
     patterns = [rf"(?:{start})(?:(?<=\.)|(?=\.|$))" for start in starts]
     patterns += [rf".*{re.escape(name)}$" for name in names]
     expressions = tuple(map(re.compile, patterns))
@@ -260,7 +160,7 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
         settings,
         used=("config_groups", "format", "ignore", KV_SCHEME, "sparsity_config"),
         only={"quantization_status": ("compressed", "frozen")},
-        unused=("quant_method", "version", "global_compression_ratio", *_OF_QUANTIZING),
+        unused=("quant_method", "version", "global_compression_ratio", *OF_QUANTIZING),
     )
     # Writers of 2024 state a sparsity that they measured; the weights are stored whole.
     if settings.nested("sparsity_config").get("format", "dense") != "dense":
@@ -289,26 +189,9 @@ def _targeted(
 ) -> Targeted:
     """Targets as compressed-tensors writes them."""
     given = [one.removeprefix(_EXPRESSION) for one in targets if one.startswith(_EXPRESSION)]
-    expressions = tuple(_compiled(settings, one) for one in given)
+    expressions = tuple(compiled(settings, one) for one in given)
     names = frozenset(one for one in targets if not one.startswith(_EXPRESSION))
     return Targeted(names - {_LINEAR}, expressions, _LINEAR in names, linear)
-
-
-def _compiled(settings: Settings, expression: str) -> re.Pattern[str]:
-    """A checkpoint's regular expression; refused where matching could take very long."""
-    repeats = len(re.findall(r"(?<!\\)[*+{]", expression))
-    nested = re.search(r"\)[*+{]", expression)
-    if len(expression) > _MAX_EXPRESSION or repeats > _MAX_REPEATS or nested:
-        raise UnsupportedError(
-            f"{settings.location}: the expression {short(expression)} repeats too much",
-            "name the modules",
-        )
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise CheckpointError(
-            f"{settings.location}: {short(expression)} is no regular expression ({error})", COMPARE
-        ) from error
 
 
 def _float_linear(group: Settings) -> Fp8Linear:
@@ -423,8 +306,8 @@ _COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {
 _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
-    "gptq": _read_gptq,
-    "awq": _read_awq,
+    "gptq": read_gptq,
+    "awq": read_awq,
     "modelopt": read_modelopt,
     "mxfp4": _read_mxfp4,
 }

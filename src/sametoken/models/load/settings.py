@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ MAX_EXPERTS = 4096
 MAX_COUNT = 2**22
 #: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
+#: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
+_MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 ANOTHER = "use another checkpoint"
 COMPARE = "compare with the original checkpoint's"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -161,6 +164,28 @@ def require_known(
             continue
         if value not in only.get(key, ()):
             raise unsupported(settings, key, ANOTHER)
+
+
+def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
+    """A checkpoint's regular expression; refused where matching could take very long.
+
+    Raises:
+        CheckpointError: it is none.
+        UnsupportedError: it is too long, or repeats too much.
+    """
+    repeats = len(re.findall(r"(?<!\\)[*+{]", expression))
+    nested = re.search(r"\)[*+{]", expression)
+    if len(expression) > _MAX_EXPRESSION or repeats > _MAX_REPEATS or nested:
+        raise UnsupportedError(
+            f"{settings.location}: the expression {short(expression)} repeats too much",
+            "name the modules",
+        )
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(
+            f"{settings.location}: {short(expression)} is no regular expression ({error})", COMPARE
+        ) from error
 
 
 def unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:

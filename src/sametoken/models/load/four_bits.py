@@ -1,13 +1,17 @@
 """Linears in 4 bits by GPTQ and AWQ: all that are stored so, as their writers' configs tell.
 
 ``gptq`` is that of AutoGPTQ and GPTQModel, ``awq`` that of AutoAWQ; AutoRound exports to both.
+Its own ``auto-round`` (github.com/intel/auto-round) is stored as one of them, and ``extra_config``
+gives modules settings of their own, by name or by an expression.
 """
 
 from __future__ import annotations
 
-from sametoken.models.load.by_target import HEAD, ByTarget, all_stored
+from collections import defaultdict
+
+from sametoken.models.load.by_target import HEAD, ByTarget, Targeted, all_stored
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, Int4Linear
-from sametoken.models.load.settings import Settings, require_known, unsupported
+from sametoken.models.load.settings import Settings, compiled, require_known, unsupported
 
 #: The version of AWQ's layout that is read.
 _GEMM = "gemm"
@@ -34,6 +38,20 @@ _OF_FOUR_BITS: dict[str, tuple[object, ...]] = {
     "data_type": ("int",),
     "act_bits": (16, 32),
 }
+#: Layouts by AutoRound's ``packing_format``; its own stores zeros as they are, its GPTQ less 1.
+_PACKED_BY_AUTO_ROUND = {
+    "auto_round:auto_gptq": GPTQ,
+    "auto_round:gptq": GPTQ,
+    "auto": GPTQ,
+    "auto_round": GPTQ_V2,
+    "auto_round:gptqmodel": GPTQ_V2,
+    "auto_round:auto_awq": AWQ,
+    "auto_round:awq": AWQ,
+}
+#: Of weights that are not quantized, and more.
+_FLOAT_BITS = 16
+#: What only an expression has, of the keys of ``extra_config``.
+_SPECIAL = frozenset("*+?^$()[]{}|\\")
 
 
 def read_gptq(settings: Settings) -> ByTarget:
@@ -79,6 +97,57 @@ def read_awq(settings: Settings) -> ByTarget:
     if str(version).lower() != _GEMM:
         raise unsupported(settings, "version", f"use {_GEMM}")
     return _four_bits_stored(settings, AWQ)
+
+
+def read_auto_round(settings: Settings) -> ByTarget:
+    """``quant_method: auto-round``; errors as for ``read_quantization``.
+
+    The blocks that it names need no reading: what is stored shows them.
+    """
+    names: dict[Int4Linear | None, set[str]] = defaultdict(set)
+    expressions = []
+    for key, own in settings.objects("extra_config").items():
+        given = {name: value for name, value in own.values.items() if value is not None}
+        linear = _of_auto_round(Settings({**settings.values, **given}, own.location))
+        if _SPECIAL.isdisjoint(key):
+            names[linear].add(key)
+        else:
+            found = compiled(settings, f".*(?:{key})")
+            expressions.append(Targeted(frozenset(), (found,), False, linear))
+    named = [Targeted(frozenset(modules), (), False, one) for one, modules in names.items()]
+    head = Targeted(frozenset(), (HEAD,), False, None)
+    others = Targeted(frozenset(), (), True, _of_auto_round(settings))
+    return ByTarget((*named, head, *expressions, others), Targeted(frozenset(), (), False, None))
+
+
+def _of_auto_round(settings: Settings) -> Int4Linear | None:
+    """The format of linears with these settings; None: unquantized."""
+    bits = settings.get("bits")
+    if isinstance(bits, int) and bits >= _FLOAT_BITS:
+        return None
+    require_known(
+        settings,
+        used=("bits", "group_size", "packing_format", "extra_config"),
+        only={
+            "sym": (True, False),
+            "data_type": ("int",),
+            "act_bits": (16, 32),
+            "desc_act": (False,),
+            "model_free": (True, False),
+        },
+        unused=("quant_method", *OF_QUANTIZING),
+    )
+    # Until May 2025 it was called backend, which names kernels since.
+    key = "backend" if settings.get("packing_format") is None else "packing_format"
+    packing, symmetric = settings.get(key, "auto"), settings.get("sym") is True
+    if not isinstance(packing, str) or packing not in _PACKED_BY_AUTO_ROUND:
+        raise unsupported(settings, key, f"use one of {', '.join(_PACKED_BY_AUTO_ROUND)}")
+    if settings.get("model_free") and not symmetric:
+        # This writer stores zeros less 1 and names the layout that has them as they are.
+        raise unsupported(
+            settings, "model_free", "use symmetric weights, or AutoRound's tuned ones"
+        )
+    return Int4Linear(_PACKED_BY_AUTO_ROUND[packing], _group_size(settings), symmetric)
 
 
 def _four_bits_stored(settings: Settings, layout: str, *, symmetric: bool = False) -> ByTarget:

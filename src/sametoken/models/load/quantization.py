@@ -6,7 +6,8 @@ Formats, as their writers define them:
   targets by module, by ``re:`` and a regular expression, or by class; ``ignore`` takes out.
 - ``fp8`` (DeepSeek's and Qwen's; transformers' FineGrainedFP8Config): all linears except
   ``modules_to_not_convert``.
-- ``gptq`` (AutoGPTQ, GPTQModel) and ``awq`` (AutoAWQ): all linears that are stored so.
+- ``gptq`` (AutoGPTQ, GPTQModel), ``awq`` (AutoAWQ) and ``auto-round`` (Intel's AutoRound): all
+  linears that are stored so.
 - ``modelopt`` (NVIDIA's Model Optimizer): ``config_groups``, as above in part.
 - ``mxfp4`` (gpt-oss; transformers' Mxfp4Config): stacked experts except ``modules_to_not_convert``.
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.by_target import HEAD, ByTarget, StackedExperts, Targeted, all_stored
-from sametoken.models.load.four_bits import OF_QUANTIZING, read_awq, read_gptq
+from sametoken.models.load.four_bits import OF_QUANTIZING, read_auto_round, read_awq, read_gptq
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
 from sametoken.models.load.int4_linear import PACKED, Int4Linear
 from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
@@ -308,6 +309,7 @@ _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "fp8": _read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
+    "auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "mxfp4": _read_mxfp4,
 }

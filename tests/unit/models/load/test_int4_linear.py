@@ -151,6 +151,27 @@ def test_symmetric_zeros_are_8_whatever_is_stored(tmp_path, layout, stored):
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("packing", "layout"),
+    [("auto_round:auto_gptq", "gptq"), ("auto_round", "gptq_v2"), ("auto_round:auto_awq", "awq")],
+)
+def test_auto_round_stores_one_of_the_layouts(tmp_path, packing, layout):
+    config, stored, meant = made(layout, 32)
+    _, wider, of_wider = made(layout, 64, chosen="down_proj.weight")
+    wider = {name: one for name, one in wider.items() if "down_proj" in name}
+    meant |= {name: one for name, one in of_wider.items() if "down_proj" in name}
+    # It writes no order of features.
+    stored = {name: one for name, one in (stored | wider).items() if "g_idx" not in name}
+    stored = {name: one for name, one in stored.items() if Q_PROJ not in name}
+    stored[f"{Q_PROJ}.weight"] = meant[f"{Q_PROJ}.weight"]
+    own = {".*down_proj.*": {"group_size": 64}, Q_PROJ: {"bits": 16, "data_type": "fp"}}
+    written = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+    written |= {"packing_format": packing, "extra_config": own}
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    path = write_checkpoint(tmp_path / "int4", config | {"quantization_config": written}, stored)
+    assert torch.allclose(logits_of(load(path)), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("layout", "size", "permuted"), [("gptq", 64, True), ("awq", 32, False)])
 def test_a_matrix_is_expanded_for_what_is_no_product(tmp_path, layout, size, permuted):
     _, _, meant = made(layout, size, permuted=permuted)

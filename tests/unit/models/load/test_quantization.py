@@ -173,6 +173,20 @@ def changed(config: dict, path: str, value: object) -> dict:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True}
+#: As AutoRound 0.12 writes Intel's checkpoints.
+AUTO_ROUND = {
+    "autoround_version": "0.12.3",
+    "bits": 4,
+    "block_name_to_quantize": "model.language_model.layers",
+    "data_type": "int",
+    "group_size": 128,
+    "iters": 0,
+    "low_gpu_mem_usage": True,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "seqlen": 256,
+    "sym": True,
+}
 PACKED = compressed_config("channel", None, format="pack-quantized")
 PACKED["config_groups"]["group_0"]["weights"] = {
     "num_bits": 4,
@@ -215,6 +229,17 @@ REFUSED = [
     (AWQ, "checkpoint_format", "gemv_fast"),
     (AWQ, "desc_act", True),
     (AWQ, "dynamic", {".*": {"group_size": 32}}),
+    (AUTO_ROUND, "bits", 2),
+    (AUTO_ROUND, "bits", 8),
+    (AUTO_ROUND, "act_bits", 8),
+    (AUTO_ROUND, "data_type", "mx_fp"),
+    (AUTO_ROUND, "packing_format", "auto_round:llm_compressor"),
+    (AUTO_ROUND, "packing_format", ["auto_round"]),
+    (AUTO_ROUND | {"packing_format": None}, "backend", "auto_round:exllamav2"),
+    (AUTO_ROUND, "desc_act", True),
+    (AUTO_ROUND, "extra_config", [1]),
+    (AUTO_ROUND, "rotation_config", {"hadamard_type": "random"}),
+    (AUTO_ROUND | {"sym": False, "packing_format": "auto_round"}, "model_free", True),
     (PACKED, "weights.num_bits", 8),
     (PACKED, "weights.type", "float"),
     (PACKED, "weights.strategy", "tensor"),
@@ -316,6 +341,60 @@ def test_four_bits_by_other_writers_are_read(written, method, layout, names):
     quantization, symmetric = read(settings), method == "gptq" and settings.get("sym") is True
     assert quantization.format_of("x", Everything()) == Int4Linear(layout, 128, symmetric)
     assert quantization.format_of("lm_head", Everything()) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({}, Int4Linear("gptq", 128, True)),
+        ({"act_bits": 16, "model_free": True, "super_bits": None}, Int4Linear("gptq", 128, True)),
+        ({"packing_format": "auto_round:auto_awq"}, Int4Linear("awq", 128, True)),
+        ({"packing_format": "auto_round", "sym": False}, Int4Linear("gptq_v2", 128)),
+        ({"sym": False, "group_size": -1}, Int4Linear("gptq", -1)),
+        ({"packing_format": None}, Int4Linear("gptq", 128, True)),
+        ({"packing_format": None, "backend": "auto_round"}, Int4Linear("gptq_v2", 128, True)),
+    ],
+)
+def test_auto_round_names_its_layout(written, expected):
+    quantization = read(AUTO_ROUND | written)
+    assert quantization.format_of("x", Everything()) == expected
+    assert quantization.format_of("lm_head", Everything()) is None
+
+
+def test_auto_round_s_own_settings_of_modules():
+    own = {
+        ".*mlp\\.gate.*": {"bits": 16, "act_bits": 16},
+        "mlp.gate_proj$": {"group_size": 32},
+        f"{LAYER}.mlp.gate_proj": {"sym": False, "act_bits": None},
+        "k_proj$": {"group_size": 32},
+        f"{LAYER}.q": {"bits": 16, "data_type": "float"},
+        "lm_head": {"bits": 4, "group_size": 64, "sym": True, "data_type": "int"},
+    }
+    quantization = read(AUTO_ROUND | {"extra_config": own})
+    found = {
+        name: quantization.format_of(name, Everything())
+        for name in (f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.q", "lm_head")
+    }
+    # A name goes before expressions, of which the first decides.
+    assert list(found.values()) == [
+        None, Int4Linear("gptq", 128), None, Int4Linear("gptq", 64, True),
+    ]  # fmt: skip
+    assert quantization.format_of("model.layers.1.mlp.gate_proj", Everything()) is None
+    assert quantization.format_of(f"{LAYER}.k_proj", Everything()) == Int4Linear("gptq", 32, True)
+    assert quantization.format_of(f"{LAYER}.v_proj", Everything()) == Int4Linear("gptq", 128, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "own", "said"),
+    [
+        (f"{LAYER}.q", {"bits": 8}, r"layers.11.q: bits=8"),
+        (f"{LAYER}.q", {"act_bits": 8}, r"layers.11.q: act_bits=8"),
+        ("(a+)+b", {"bits": 16}, "repeats too much"),
+    ],
+)
+def test_modules_that_auto_round_gives_what_is_not_served(key, own, said):
+    with pytest.raises(UnsupportedError, match=said):
+        read(AUTO_ROUND | {"extra_config": {key: own}})
 
 
 def test_compressed_tensors_by_another_writer_are_read():

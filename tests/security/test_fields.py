@@ -27,6 +27,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.body import read_model
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -372,6 +373,7 @@ INTERNAL = re.compile(r"0x[0-9a-f]{3}|[\[<]|function-|\.(str|bool|int|dict|[A-Z]
     [
         (CompletionRequest, {"prompt": "a"}),
         (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+        (ResponsesRequest, {"input": "x"}),
         (TokenizeRequest, {"prompt": "a"}),
         (DetokenizeRequest, {"tokens": [1]}),
     ],

@@ -26,7 +26,10 @@ MAX_DIGITS = 200
 _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
-_FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool", "NamedFunctionTool"))
+_FORMS = frozenset((
+    "str", "int", "bool", "dict",
+    "NamedTool", "NamedFunctionTool", "FunctionTool", "NamespaceTool", "OtherTool",
+))  # fmt: skip
 _NOT_FINITE = re.compile(rb"[NI]")
 # Both are anchored at the start of a number, so that the time is linear in the text. Up to
 # MAX_DIGITS digits with an exponent of one or two are finite.

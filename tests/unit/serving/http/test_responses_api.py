@@ -20,6 +20,13 @@ from sametoken.serving.http.tools import template_messages
 EVENT = TypeAdapter(ResponseStreamEvent)
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+#: As Codex sends an MCP server's functions, and what it has besides.
+GROUP = {"type": "namespace", "name": "mcp__sums", "description": "Sums.", "tools": [ADD]}
+OTHERS = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "local_shell"},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+]
 TEXT = "héllo wörld 🙂 done"
 
 
@@ -93,6 +100,11 @@ CASES = {
     "reasoning": ("<think>Let me héar.</think>It is 3.", {"reasoning_parser": "deepseek_r1"}, {}),
     "only reasoning": ("<think>Let me", {"reasoning_parser": "deepseek_r1"}, {}),
     "call": (f"Sure.\n{CALL}", {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
+    "a call in a namespace": (
+        CALL.replace("add", "mcp__sums__add"),
+        {"tool_call_parser": "hermes"},
+        {"tools": [GROUP]},
+    ),
     "calls": (CALL + CALL, {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
     "a call or a format": (CALL, {}, {"tools": [ADD], **FORMAT}),
     "a format or a call": ('{"a": "<tool_call>"}', {}, {"tools": [ADD], **FORMAT}),
@@ -283,6 +295,38 @@ def test_an_answer_can_be_sent_back(serve):
     assert '"a": 1' in prompt or "'a': 1" in prompt or "add" in prompt
 
 
+def prompt_of(engine) -> str:
+    return engine.tokenizer.decode(engine.seen[-1][0].token_ids, skip_special_tokens=False)
+
+
+def test_tools_that_are_no_functions_are_left_out(serve, caplog):
+    """Codex sends them to every server (llama.cpp#20156)."""
+    engine, server = FakeEngine(TEXT), {"tool_call_parser": "hermes"}
+    mixed = [*OTHERS, ADD, GROUP | {"tools": [ADD, *OTHERS]}]
+    answer = post(serve, engine, server, tools=mixed)
+    assert Response.model_validate(answer.json()).output_text == TEXT
+    assert answer.json()["tools"] == [ADD, GROUP]
+    sent = prompt_of(engine)
+    assert "add" in sent
+    assert "apply_patch" not in sent
+    assert "'custom, local_shell, web_search'" in caplog.text
+    assert whole(serve, TEXT, tools=OTHERS, tool_choice="auto").tools == []
+
+
+def test_functions_in_a_namespace_have_names_of_their_own(serve):
+    said, server, body = CASES["a call in a namespace"]
+    engine = FakeEngine(said)
+    (call,) = whole(serve, engine, server, **body).output
+    assert (call.namespace, call.name, call.arguments) == ("mcp__sums", "add", '{"a": 1}')
+    assert "mcp__sums__add" in prompt_of(engine)
+    for event in streamed(serve, said, server, **body):
+        if event.type.startswith("response.output_item"):
+            assert (event.item.namespace, event.item.name) == ("mcp__sums", "add")
+        assert event.type != "response.function_call_arguments.done" or event.name == "add"
+    (found,) = rendered(input=[call.model_dump(exclude_none=True)])
+    assert found["tool_calls"][0]["function"]["name"] == "mcp__sums__add"
+
+
 def test_the_constraint_is_that_of_the_format(serve):
     engine = FakeEngine('{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -320,8 +364,20 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
         ({"return_token_ids": True}, "return_token_ids", "/v1/chat/completions"),
         ({"include": ["file_search_call.results"]}, "include", "message.output_text.logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
         ({"tools": [{"name": "f"}]}, "tools", "tools.0.type: Field required"),
+        (
+            {"tools": [GROUP | {"tools": [{"type": "function"}]}]},
+            "tools",
+            "tools.0.tools.0.name: Field required",
+        ),
+        (
+            {"tools": [GROUP, ADD | {"name": "mcp__sums__add"}]},
+            "tools",
+            "two functions that the model would see as 'mcp__sums__add'",
+        ),
+        ({"tools": [GROUP | {"tools": [ADD] * 65}] * 2}, "tools", "at most 128"),
+        ({"tools": OTHERS, "tool_choice": "required"}, "tool_choice", "Send tools"),
+        ({"tools": OTHERS, "tool_choice": OTHERS[0]}, "tool_choice", "tool_choice.type"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: Input should be"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
@@ -386,7 +442,7 @@ def test_an_error_in_a_stream_is_an_event(serve):
 def write(steps: list[tuple]) -> list[str]:
     """The texts of the items of an answer in which these parts are found, step by step."""
     found = iter(parsed_of(step) for step in steps)
-    writer = ItemWriter(lambda text, finished: next(found), "k", with_logprobs=False)
+    writer = ItemWriter(lambda text, finished: next(found), "k", {}, with_logprobs=False)
     for _ in steps[1:]:
         list(writer.write("x" * 100, []))
     list(writer.finish("x" * 100, [], is_cut=False))
@@ -412,7 +468,7 @@ def test_a_part_that_goes_on_after_another_is_an_item_of_its_own():
 
 
 def test_an_answer_of_nothing_is_an_empty_message():
-    writer = ItemWriter(parse_nothing, "k", with_logprobs=True)
+    writer = ItemWriter(parse_nothing, "k", {}, with_logprobs=True)
     events = list(writer.finish("", [], is_cut=True))
     (item,) = writer.items
     assert (item.status, text_of(item), item.content[0].logprobs) == ("incomplete", "", [])

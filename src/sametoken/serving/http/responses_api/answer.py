@@ -35,6 +35,7 @@ from sametoken.serving.http.responses_api.objects import (
     ResponseUsage,
 )
 from sametoken.serving.http.responses_api.request import ResponsesRequest
+from sametoken.serving.http.responses_api.tools import called_names, without_others
 from sametoken.serving.http.served import Served
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 
@@ -136,7 +137,9 @@ class _Answer:
         yield event(done.status, response=done)
 
     def _writer(self) -> ItemWriter:
-        return ItemWriter(self.parser, self.key, with_logprobs=self.request.wants_logprobs)
+        names = called_names(self.request.tools or ())
+        logprobs = self.request.wants_logprobs
+        return ItemWriter(self.parser, self.key, names, with_logprobs=logprobs)
 
     def _finish(
         self,
@@ -223,7 +226,7 @@ class _Answer:
             temperature=defaults.temperature if temperature is None else temperature,
             text={"format": {"type": "text"}, **_sent(request.text)},
             tool_choice=choice if isinstance(choice, str) else _sent(choice),
-            tools=[_sent(tool) for tool in request.tools or ()],
+            tools=[_sent(tool) for tool in without_others(request.tools or ())],
             top_logprobs=request.top_logprobs or 0,
             top_p=defaults.top_p if top_p is None else top_p,
         )

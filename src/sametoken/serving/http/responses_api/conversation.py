@@ -14,16 +14,15 @@ from sametoken.serving.http.responses_api.request import (
     ResponsesRequest,
     TextFormat,
 )
+from sametoken.serving.http.responses_api.tools import CalledName, chat_tools
 from sametoken.serving.http.schemas import (
     ChatRequest,
-    FunctionDefinition,
     JsonSchemaFormat,
     Message,
     NamedFunction,
     NamedTool,
     ResponseFormat,
     SamplingFields,
-    Tool,
 )
 
 #: Roles whose messages instruct the model.
@@ -36,7 +35,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     """The same request for a chat completion.
 
     Raises:
-        ApiError: an item lacks a field, or holds other parts than text.
+        ApiError: an item lacks a field, or holds other parts than text; or see ``chat_tools``.
     """
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     choice: Any = request.tool_choice
@@ -45,7 +44,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     values: dict[str, Any] = sampling | {
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,
-        "tools": None if request.tools is None else [_tool(one) for one in request.tools],
+        "tools": None if request.tools is None else chat_tools(request.tools),
         "tool_choice": choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request.text.format if request.text else None),
@@ -56,11 +55,6 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     }
     # All values have been validated.
     return ChatRequest.model_construct(**values)
-
-
-def _tool(function: FunctionDefinition) -> Tool:
-    fields = function.model_dump(exclude_unset=True, exclude={"type"})
-    return Tool(type="function", function=FunctionDefinition(**fields))
 
 
 def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
@@ -114,11 +108,12 @@ class _MessageWriter:
             if text:
                 self._of_assistant("reasoning", "content", "tool_calls")["reasoning"] = text
         elif item.type == "function_call":
+            name = CalledName(_needed(item.name, "name", place), item.namespace)
             call = {
                 "id": _needed(item.call_id, "call_id", place),
                 "type": "function",
                 "function": {
-                    "name": _needed(item.name, "name", place),
+                    "name": name.shown_to_model,
                     "arguments": item.arguments or "",
                 },
             }

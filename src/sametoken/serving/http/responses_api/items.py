@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from sametoken.serving.http.responses_api.objects import (
     ResponseEvent,
     Status,
 )
+from sametoken.serving.http.responses_api.tools import CalledName
 
 Events = Iterator[ResponseEvent]
 Logprobs = list[TokenLogprob]
@@ -100,14 +101,15 @@ class _Call(_Item):
     """A call whose arguments grow."""
 
     call_id: str
-    function: str
+    function: CalledName
 
     def object(self, status: Status) -> CallItem:
         """The item; one in progress has no arguments yet."""
         return CallItem(
             id=self.item_id,
             call_id=self.call_id,
-            name=self.function,
+            name=self.function.name,
+            namespace=self.function.namespace,
             arguments="" if status == "in_progress" else self.text,
             status=status,
         )
@@ -119,14 +121,18 @@ class ItemWriter:
     Args:
         parser: of the answer.
         key: a unique part of the items' ids.
+        names: of functions, by those that the model sees.
         with_logprobs: whether texts have the log-probabilities of their tokens.
 
     Attributes:
         items: those that are done.
     """
 
-    def __init__(self, parser: Parser, key: str, *, with_logprobs: bool) -> None:
+    def __init__(
+        self, parser: Parser, key: str, names: Mapping[str, CalledName], *, with_logprobs: bool
+    ) -> None:
         self.items: list[OutputItem] = []
+        self._names = names
         self._answer, self._key, self._with_logprobs = GrowingAnswer(parser), key, with_logprobs
         self._open: _Reasoning | _Message | _Call | None = None
         self._num_calls = 0
@@ -182,7 +188,8 @@ class ItemWriter:
     def _add_call(self, call: FoundCall) -> Events:
         number = f"{self._key}_{self._num_calls}"
         self._num_calls += 1
-        yield from self._begin(_Call(f"fc_{number}", f"call_{number}", call.name))
+        name = self._names.get(call.name, CalledName(call.name))
+        yield from self._begin(_Call(f"fc_{number}", f"call_{number}", name))
         yield from self._grow_call(call.arguments)
 
     def _grow_call(self, added: str) -> Events:
@@ -210,7 +217,7 @@ class ItemWriter:
         item = self._open
         assert item is not None
         if isinstance(item, _Call):
-            done = {"name": item.function, "arguments": item.text}
+            done = {"name": item.function.name, "arguments": item.text}
             yield self._placed("function_call_arguments.done", **done)
         else:
             logprobs = item.logprobs if isinstance(item, _Message) else []

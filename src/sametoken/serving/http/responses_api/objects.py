@@ -62,6 +62,7 @@ class CallItem(_Sent):
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: Status
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.responses_api.tools import ResponseTool
 from sametoken.serving.http.schemas import (
     IGNORED_FIELDS,
     MAX_MESSAGES,
@@ -17,7 +18,6 @@ from sametoken.serving.http.schemas import (
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
     Effort,
-    FunctionDefinition,
     Limit,
     SamplingFields,
     Strict,
@@ -56,23 +56,10 @@ class InputItem(BaseModel):
     content: str | Parts | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
-
-
-class FunctionTool(FunctionDefinition):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_function(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"a tool is of type {shown(kind)}, and the server has only functions")
-        return given
 
 
 class NamedFunctionTool(Strict):
@@ -138,7 +125,7 @@ class ResponsesRequest(SamplingFields):
     )
     instructions: str | None = None
     max_output_tokens: Limit | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

@@ -328,8 +328,7 @@ class Decoder:
             if layer == index:
                 auxiliary[:, place * width : (place + 1) * width] = residual
 
-    @property
-    def _embedding_name(self) -> str:
+    def _embedding_name(self, weights: WeightReader) -> str:
         return f"{self._prefix}.{self.embedding_name}.weight"
 
     @property
@@ -339,7 +338,7 @@ class Decoder:
         return beside + HEAD.removesuffix(".weight")
 
     def _load_embedding(self, weights: WeightReader) -> UnquantizedWeight:
-        vocabulary = Part(self._embedding_name, self.config.vocab_size)
+        vocabulary = Part(self._embedding_name(weights), self.config.vocab_size)
         return weights.packed(self.config.hidden_size, vocabulary)
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
@@ -388,7 +387,7 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             weights.require_head(self._head_name)
             return weights.linear(self.config.hidden_size, vocabulary).weight
-        weights.require_tied(self._embedding_name, self._head_name)
-        tied = replace(vocabulary, name=self._embedding_name)
+        weights.require_tied(self._embedding_name(weights), self._head_name)
+        tied = replace(vocabulary, name=self._embedding_name(weights))
         one_rank = weights.parallel.size == 1
         return self.embedding if one_rank else weights.packed(self.config.hidden_size, tied)

@@ -371,6 +371,11 @@ class NemotronHForCausalLM(Decoder):
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         return (no_rotation(self._max_positions, device),) * self.config.num_layers
 
+    def _embedding_name(self, weights: WeightReader) -> str:
+        """In the singular where transformers 5.3 to 5.15 has saved it (transformers#48075)."""
+        singular = f"{self._prefix}.embedding.weight"
+        return singular if singular in weights else super()._embedding_name(weights)
+
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"
         settings = Settings(self.config.extra, weights.source.location)

@@ -162,6 +162,16 @@ class HybridDecoder(Decoder, ABC):
     rotates_parts = True
 
     @staticmethod
+    def tensor_prefix(weights: WeightReader) -> str:
+        """As ``Decoder.tensor_prefix``, or with repetitions.
+
+        transformers 5.4 and 5.5 saves the decoder with three (transformers#45216), some tools two.
+        """
+        repeated = ("model" + ".language_model" * count for count in (2, 3))
+        names = (prefix for prefix in repeated if f"{prefix}.embed_tokens.weight" in weights)
+        return next(names, Decoder.tensor_prefix(weights))
+
+    @staticmethod
     @abstractmethod
     def load_projection(
         rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int

@@ -156,12 +156,16 @@ def test_tied_embeddings_of_a_nested_decoder_are_compared(checkpoint):
         load(checkpoint)
 
 
-@pytest.mark.parametrize("prefix", ["model.visual", "model.language_model.visual"])
-def test_an_encoder_of_images_is_passed_over_whatever_its_prefix(checkpoint, prefix):
-    """transformers 5.4 to 5.5.3 saves it within the decoder's (transformers#45357)."""
+@pytest.mark.parametrize(
+    ("repeated", "encoder"),
+    [(1, "model.visual"), (2, "model.visual"), (3, "model.language_model.visual")],
+)
+def test_a_decoder_and_its_encoder_of_images_load_by_any_prefix(checkpoint, repeated, encoder):
+    """transformers 5.4 to 5.5.3 repeats the decoder's (transformers#45216 and #45357)."""
+    nested = "model." + "language_model." * repeated
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
-    tensors[f"{prefix}.blocks.0.norm1.weight"] = torch.zeros(3)
+    tensors = {name.replace("model.", nested): t for name, t in tensors.items()}
+    tensors[f"{encoder}.blocks.0.norm1.weight"] = torch.zeros(3)
     save_file(tensors, checkpoint / "model.safetensors")
     change_config(checkpoint, architectures=["Qwen3_5MoeForConditionalGeneration"])
     load(checkpoint)

@@ -66,6 +66,10 @@ def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
     return write_checkpoint(directory, config, tensors)
 
 
+#: The ``eagle_config`` of a head that reads the target's last state alone.
+NO_FC = {"use_aux_hidden_state": False}
+
+
 def head_tensors(
     seed: int = 0, *, own_embedding: bool = False, full_vocab: bool = False, **flags
 ) -> dict[str, torch.Tensor]:
@@ -79,6 +83,8 @@ def head_tensors(
         "norm.weight": (hidden,),
         "lm_head.weight": (vocab if full_vocab else len(DRAFT_IDS), hidden),
     }
+    if flags.get("eagle_config") == NO_FC:
+        del shapes["fc.weight"]
     if own_embedding:
         shapes["embed_tokens.weight"] = (vocab, hidden)
     if flags.get("norm_before_fc"):

@@ -41,7 +41,7 @@ from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import TABLE_ROWS, StepShape
 from sametoken.types.speculative_config import SpeculativeConfig
-from sametoken.types.speculative_methods import TABLE
+from sametoken.types.speculative_methods import HEADS
 
 META = torch.device("meta")
 Form = tuple[str, tuple]
@@ -164,7 +164,7 @@ def step_on_meta(
         table=table,
         drafter=drafter.attach(allocated(drafter.caches), Coupling(backend.model.sample, table)),
         results=torch.zeros(max_num_seqs, NUM_COUNTS + k + 1, dtype=torch.int64, device=META),
-        all_states=spec is not None and TABLE[spec.method].reads_last,
+        all_states=spec is not None and spec.method in HEADS and not aux_layers,
     )
 
 

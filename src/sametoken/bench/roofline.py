@@ -201,7 +201,7 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
         max_positions=1,
         token_ids=token_ids,
     )
-    fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
+    fusion = _elements(head.fc) if isinstance(head, Eagle3Head) and head.fc is not None else 0
     experts = unread = 0
     mixture = head.module.layer.mlp if isinstance(head, ModuleHead) else None
     if isinstance(mixture, SparseMoE | SquaredReluMoE):

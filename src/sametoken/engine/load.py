@@ -65,7 +65,7 @@ from sametoken.ops.cache_types import (
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.runner.routed_experts import Mixture, mixtures_of, recording
 from sametoken.text.tokenizer import load_tokenizer_of, require_own_end
-from sametoken.types.speculative_methods import TABLE
+from sametoken.types.speculative_methods import HEADS
 from sametoken.types.units import in_units
 
 #: The process that builds engines; its forks have it too.
@@ -119,7 +119,8 @@ class Requested:
     def all_states(self) -> bool:
         """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers
-        drafter_reads = spec is not None and TABLE[spec.method].reads_last
+        is_head = spec is not None and spec.method in HEADS
+        drafter_reads = is_head and not self.needs.aux_layers
         records = self.config.enable_return_routed_experts
         return drafter_reads or last in self.needs.aux_layers or records
 

@@ -40,7 +40,6 @@ class Method:
         num_tokens: the default k; 0: the config or the checkpoint tells it.
         limits: least and greatest k.
         head: "module:class" of a draft head's checkpoint, or "module:function" that chooses it.
-        reads_last: whether its head reads the target's states after the last layer.
         architectures: parts of an architecture's name, in lower case, that tell the method.
     """
 
@@ -50,7 +49,6 @@ class Method:
     num_tokens: int = 0
     limits: tuple[int, int] = (1, MAX_SPECULATIVE_TOKENS)
     head: str = ""
-    reads_last: bool = False
     architectures: tuple[str, ...] = ()
 
 
@@ -70,7 +68,6 @@ TABLE: dict[str, Method] = {
         _HEAD,
         _NEEDED,
         head=f"{_HEADS}.eagle:Eagle1Checkpoint",
-        reads_last=True,
         architectures=("eagle",),
     ),
     "eagle3": Method(
@@ -86,7 +83,6 @@ TABLE: dict[str, Method] = {
         num_tokens=3,
         limits=(1, 8),
         head=f"{_HEADS}.own_module:open_module",
-        reads_last=True,
         architectures=("mtp", "nextn"),
     ),
     EXTRACT: Method(Kind.RECORDER, f"{_DRAFTERS}.extract:load", limits=(0, 1)),

@@ -7,6 +7,7 @@ import torch
 
 from helpers.checkpoints import (
     HIDDEN,
+    NO_FC,
     VOCAB,
     eagle1_tensors,
     head_tensors,
@@ -142,6 +143,7 @@ def load_both(directory, version: str, seed: int, **flags):
         (EAGLE3, 1, 0.0, {}),
         (EAGLE3, 3, 0.0, {"norm_before_residual": True}),
         (EAGLE3, 4, 0.8, {"norm_before_fc": True, "norm_output": True}),
+        (EAGLE3, 3, 0.8, {"eagle_config": NO_FC}),
         (EAGLE3, 3, 0.0, {"layer": {"layer_types": ["sliding_attention"], "sliding_window": 5}}),
     ],
 )

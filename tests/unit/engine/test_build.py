@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.checkpoints import LLAMA, NO_FC, VOCAB, head_tensors, write_llama, write_safeailab
 from helpers.families import write_family
 from helpers.harness import request, run, swapped_by
 from helpers.hybrids import write_hybrid
@@ -66,24 +66,23 @@ def test_it_says_what_it_decided(target):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "aux_layers", "expected"),
     [
-        ({}, False),
-        (speculative("draft_model", 3, "another"), False),
-        (speculative("eagle3", 3), False),
-        (speculative("eagle", 3, "another"), True),
-        (speculative("mtp", 3), True),
-        ({"enable_return_routed_experts": True}, True),
+        ({}, (), False),
+        (speculative("draft_model", 3, "another"), (), False),
+        (speculative("eagle3", 3), (2, 4, 5), False),
+        (speculative("eagle3", 3), (2, 4, 8), True),
+        (speculative("eagle3", 3), (), True),
+        (speculative("mtp", 3), (), True),
+        ({"enable_return_routed_experts": True}, (), True),
     ],
 )
-def test_who_reads_the_last_layer_s_states_of_all_rows(options, expected):
+def test_who_reads_the_last_layer_s_states_of_all_rows(options, aux_layers, expected):
     """On every rank the same, wherever the drafter is."""
     config = EngineConfig.from_options(model="any", **options)
-    architecture = toy_config(8)
-    assert requested_of(config, architecture).all_states == expected
-    needs = DrafterNeeds((architecture.num_layers,))
-    behind_it = replace(requested_of(config, architecture), needs=needs)
-    assert behind_it.all_states
+    architecture = replace(toy_config(8), num_layers=8)
+    requested = requested_of(config, architecture)
+    assert replace(requested, needs=DrafterNeeds(aux_layers)).all_states == expected
 
 
 def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:
@@ -159,8 +158,9 @@ def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k
     assert sequences.num_tokens.shape == (3,)
 
 
-def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path):
-    head = write_safeailab(tmp_path / "head", head_tensors())
+@pytest.mark.parametrize("flags", [{}, {"eagle_config": NO_FC}])
+def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path, flags):
+    head = write_safeailab(tmp_path / "head", head_tensors(**flags), **flags)
     core = build(target, **speculative("eagle3", 3, head))
     (cache,) = core._runner.step.drafter.kv_caches
     assert len(cache.layers) == 1

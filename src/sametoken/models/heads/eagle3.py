@@ -11,6 +11,8 @@ p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), vLLM
   ``hidden`` before its norm, or after it with ``norm_before_residual``.
 - The next row takes the residual stream before the final norm; with ``norm_output`` (EAGLE 3.1)
   the one after it.
+- With ``"use_aux_hidden_state": false`` under ``eagle_config`` (NVIDIA's v2 head for gpt-oss-120b)
+  there is no ``fc``, and a row takes the target's state after its final norm as it is.
 - ``norm_before_fc`` normalizes the whole concatenation, ``fc_norm`` each part.
 - ``lm_head`` covers the draft vocabulary; draft id d is target id ``d + d2t[d]``.
 - RoPE positions of rows need only be consistent: row p gets position p, as in vLLM.
@@ -104,7 +106,7 @@ class Eagle3Config:
         draft_vocab_size: number of tokens that the head can propose.
         target_hidden_size: width of one auxiliary state.
         aux_layer_ids: target layers whose inputs it reads, None for the default; the number of
-            target layers means the input of the final norm.
+            target layers means the input of the final norm. (): it reads the last state alone.
     """
 
     layer: ModelConfig
@@ -146,16 +148,21 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
     refuse(
         location,
         (says_depth and layer.num_layers != 1, f"{layer.num_layers} decoder layers"),
-        (not nested.get("use_aux_hidden_state", True), "no auxiliary hidden states"),
         (config.get("fc_norm") and config.get("norm_before_fc"), "norms in two places before fc"),
     )
+    target_hidden_size = settings.integer("target_hidden_size", layer.hidden_size)
+    aux_layer_ids = _aux_layer_ids(config, nested, location)
+    if not nested.get("use_aux_hidden_state", True):
+        is_other = target_hidden_size != layer.hidden_size
+        refuse(location, (is_other, "no fc and another hidden size than its target's"))
+        aux_layer_ids = ()
     (window,) = layer_windows(replace(layer, num_layers=1), location)
     return Eagle3Config(
         layer=layer,
         window=window,
         draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
-        target_hidden_size=settings.integer("target_hidden_size", layer.hidden_size),
-        aux_layer_ids=_aux_layer_ids(config, nested, location),
+        target_hidden_size=target_hidden_size,
+        aux_layer_ids=aux_layer_ids,
         norm_before_residual=bool(
             settings.get("norm_before_residual", "speculators_model_type" in config)
         ),
@@ -190,6 +197,7 @@ class Eagle3Head:
     Attributes:
         embedding: [V, hidden], the target's unless the head has its own.
         aux_norms: one over the whole concatenation, one per part, or none.
+        fc: None where it reads no auxiliary states.
         lm_head: [draft vocabulary, hidden], rows in the order of ``token_ids``.
         token_ids: [draft vocabulary] int64, ascending target ids; None: all of them.
     """
@@ -198,7 +206,7 @@ class Eagle3Head:
     kernels: Kernels
     embedding: UnquantizedWeight
     aux_norms: tuple[RMSNorm, ...]
-    fc: Linear
+    fc: Linear | None
     input_layernorm: RMSNorm
     hidden_norm: RMSNorm
     attention: Attention
@@ -211,7 +219,8 @@ class Eagle3Head:
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices except embedding and lm_head."""
-        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
+        fc_bytes = 0 if self.fc is None else self.fc.nbytes
+        return fc_bytes + self.attention.nbytes + self.mlp.nbytes
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
@@ -219,11 +228,18 @@ class Eagle3Head:
         return self.config.caches(self.norm.weight.dtype)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's auxiliary states, mapped to the head's hidden size."""
-        return self.combine(self.kernels.take_rows(hidden.auxiliary, rows))
+        """The target's auxiliary states, mapped to the head's hidden size, or its last state.
+
+        In new memory.
+        """
+        if self.fc is not None:
+            return self.combine(self.kernels.take_rows(hidden.auxiliary, rows))
+        last = self.kernels.take_rows(hidden.last, rows)
+        return last.clone() if rows is None else last
 
     def combine(self, auxiliary: Tensor) -> Tensor:
-        """[T, num_aux * target_hidden] to [T, hidden], in new memory."""
+        """[T, num_aux * target_hidden] to [T, hidden], in new memory, if there is an ``fc``."""
+        assert self.fc is not None
         if self.aux_norms:
             parts = auxiliary.chunk(len(self.aux_norms), dim=1)
             pairs = zip(self.aux_norms, parts, strict=True)
@@ -258,6 +274,8 @@ class Eagle3Head:
 
 def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...]:
     part, eps = config.target_hidden_size, config.layer.rms_norm_eps
+    if not config.num_aux:
+        return ()
     if config.norm_before_fc:
         weight = reader.vector("input_norm.weight", config.num_aux * part)
         return (RMSNorm(reader.kernels, weight, eps),)
@@ -265,6 +283,13 @@ def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...
         weights = [reader.vector(f"fc_norm.{i}.weight", part) for i in range(config.num_aux)]
         return tuple(RMSNorm(reader.kernels, weight, eps) for weight in weights)
     return ()
+
+
+def _fc(reader: WeightReader, config: Eagle3Config) -> Linear | None:
+    if not config.num_aux:
+        return None
+    part = Part("fc", config.layer.hidden_size)
+    return reader.linear(config.num_aux * config.target_hidden_size, part)
 
 
 def _attention(reader: WeightReader, config: Eagle3Config, max_positions: int) -> Attention:
@@ -334,7 +359,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
                 reader, "embed_tokens", layer.vocab_size, hidden_size, lambda: shared.embedding
             ),
             aux_norms=_aux_norms(reader, config),
-            fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
+            fc=_fc(reader, config),
             input_layernorm=load_norm(layer, reader, f"{LAYER}.input_layernorm"),
             hidden_norm=load_norm(layer, reader, f"{LAYER}.hidden_norm"),
             attention=_attention(reader, config, max_positions),

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from helpers.checkpoints import (
     DRAFT_IDS,
     HIDDEN,
+    NO_FC,
     VOCAB,
     as_pickle,
     head_tensors,
@@ -129,18 +130,21 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+@pytest.mark.parametrize(
+    "flags", [*FLAGS, {"eagle_config": NO_FC}], ids=lambda flags: "-".join(flags) or "plain"
+)
 def test_a_pass_leaves_the_target_s_states_as_they_are(tmp_path, flags, kernels):
     settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
     write_safeailab(tmp_path, head_tensors(5, **flags), **settings)
     shared = SharedTarget(kernels=kernels)
     head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 3 * HIDDEN))
-    before, rows = hidden.auxiliary.clone(), torch.tensor([3, 0])
+    auxiliary, last, rows = hidden.auxiliary.clone(), hidden.last.clone(), torch.tensor([3, 0])
     given = head.target_states(hidden, None)
     assert torch.equal(head.target_states(hidden, rows), given[rows])
     head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
-    assert torch.equal(hidden.auxiliary, before)
+    assert torch.equal(hidden.auxiliary, auxiliary)
+    assert torch.equal(hidden.last, last)
 
 
 def test_a_head_with_qk_norm(tmp_path):
@@ -289,6 +293,28 @@ def test_auxiliary_layers(tmp_path, settings, layers):
     assert Eagle3Checkpoint(tmp_path).aux_layers(32) == layers
 
 
+@pytest.mark.parametrize("rows", [None, torch.arange(9)])
+def test_a_head_without_fc_takes_the_target_s_last_states(tmp_path, rows):
+    tensors = head_tensors(5, eagle_config=NO_FC)
+    write_safeailab(tmp_path, tensors, eagle_config=NO_FC)
+    target = SharedTarget()
+    head = load(tmp_path, target)
+    assert Eagle3Checkpoint(tmp_path).aux_layers(8) == ()
+    last, token_ids = torch.randn(9, HIDDEN), torch.arange(9)
+    states = head.target_states(HiddenStates(last.clone(), torch.empty(9, 0)), rows)
+    found = head.forward(token_ids, states, rows_of_one_slot(0, 9), empty_kv(head))
+    logits, feedback = defined_head(tensors, target.embedding_matrix, token_ids, last, {})
+    torch.testing.assert_close(head.compute_logits(found.last), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.feedback, feedback, atol=1e-4, rtol=1e-4)
+
+
+def test_an_fc_that_no_auxiliary_states_enter_is_refused(tmp_path):
+    """NVIDIA's heads of the first EAGLE say so too, and have one of embedding and state."""
+    write_safeailab(tmp_path, head_tensors(), eagle_config=NO_FC)
+    with pytest.raises(UnsupportedError, match=r"fc\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("n", [24, 32, 36, 61])
 def test_the_default_of_nvidia_s_trainer_is_the_reference_s(tmp_path, n):
     """It counts outputs; nvidia/gpt-oss-120b-Eagle3-long-context says 1, 17 and 32 of 36."""
@@ -322,7 +348,7 @@ def test_a_head_for_another_target_is_refused(tmp_path):
             {"layer_types": ["full_attention"] * 2, "rope_parameters": {"sliding_attention": {}}},
             "rope settings per layer type",
         ),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "no auxiliary"),
+        ({"eagle_config": NO_FC, "target_hidden_size": 8}, "no fc and another hidden size"),
         ({"fc_norm": True, "norm_before_fc": True}, "two places"),
     ],
 )

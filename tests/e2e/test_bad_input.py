@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.chat_model import SPECIAL, vocab_size, write_chat_model
 from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_speculators
 from sametoken import LLM, SamplingParams
 from sametoken.errors import (
@@ -144,10 +145,13 @@ def test_a_drafter_that_is_not_there(target, tmp_path):
     refused(CheckpointError, cause, "checkpoint directory", LLM, str(target), **options)
 
 
-def test_a_drafter_of_another_vocabulary(target, tmp_path, nothing_may_load):
-    other = write_llama(tmp_path / "other", vocab_size=29)
+def test_a_drafter_of_another_vocabulary(tmp_path, nothing_may_load):
+    target = write_chat_model(tmp_path / "target")
+    other = write_chat_model(tmp_path / "other", vocab_size=vocab_size() + 8)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace(SPECIAL[1], "<other>"))
     options = SIZES | speculative("draft_model", model=str(other))
-    cause = "29 tokens, the target 23"
+    cause = f"is '<other>' to the draft model and '{SPECIAL[1]}' to the target"
     refused(DrafterMismatchError, cause, "same vocabulary", LLM, str(target), **options)
 
 

@@ -76,12 +76,12 @@ def require_drafter_fits(
     Raises:
         CheckpointError: the draft model's config is missing or broken.
         ConfigError: the token map cannot be read or has ids outside the target's vocabulary.
-        DrafterMismatchError: another vocabulary, or fewer positions than ``max_model_len``.
+        DrafterMismatchError: fewer positions than ``max_model_len``.
     """
     if spec is not None and spec.token_map is not None:
         read_token_map(Path(spec.token_map), target.vocab_size)
     if spec is not None and TABLE[spec.method].kind is Kind.MODEL:
-        draft_model.require_fit(read_config(Path(spec.model or "")), target, max_model_len)
+        draft_model.require_fit(read_config(Path(spec.model or "")), max_model_len)
 
 
 def require_drafter_files(spec: SpeculativeConfig | None, load_format: str) -> None:

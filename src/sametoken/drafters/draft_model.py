@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary as drafter."""
+"""A smaller model of the same tokens as drafter."""
 
 from __future__ import annotations
 
@@ -48,24 +48,37 @@ class DraftModelDrafter:
         kv_cache: its KV, with the target's number and size of blocks.
         k: drafts per step.
         coupling: chooses tokens.
+        vocab_size: the target's, where one of the two is padded further; None: the draft model's.
     """
 
     lookahead_tokens = 0
 
-    def __init__(self, model: CausalLM, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: ModelCache,
+        k: int,
+        coupling: Coupling,
+        vocab_size: int | None = None,
+    ) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
         self.lookahead_slots = lookahead_slots(k)
         self._model = model
         self._k = k
         self._coupling = coupling
+        self._last_id = model.config.vocab_size - 1
+        self._vocab_size = vocab_size or model.config.vocab_size
 
     def propose(self, context: DraftContext) -> Drafts:
         """k drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
-        chains = live.chains
+        chains, token_ids = live.chains, live.token_ids
+        if self._vocab_size - 1 > self._last_id:
+            # Padding of the target alone: no text has it, and any row of the embedding will do.
+            token_ids = token_ids.clamp(max=self._last_id)
         # Rows outside chains.last are run only for their KV.
-        hidden = self._model.forward(live.token_ids, live.rows, kv_cache, chains.last).last
+        hidden = self._model.forward(token_ids, live.rows, kv_cache, chains.last).last
         if not chains.last.index.numel():
             return NoDrafter().propose(context)
         drafts = [self._choose(hidden, chains)]
@@ -77,20 +90,16 @@ class DraftModelDrafter:
 
     def _choose(self, hidden: Tensor, chains: Chains) -> Tensor:
         logits = self._model.compute_logits(hidden)
+        logits[:, self._vocab_size :] = -torch.inf
         return self._coupling.choose(logits, chains.rows.slots, chains.following)
 
 
-def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+def require_fit(draft: ModelConfig, max_model_len: int) -> None:
     """Refuse a draft model that does not fit the target.
 
     Raises:
-        DrafterMismatchError: another vocabulary, or fewer positions than ``max_model_len``.
+        DrafterMismatchError: fewer positions than ``max_model_len``.
     """
-    if draft.vocab_size != target.vocab_size:
-        raise DrafterMismatchError(
-            f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}",
-            "use a draft model of the same vocabulary",
-        )
     if draft.max_position_embeddings < max_model_len:
         raise DrafterMismatchError(
             f"the draft model has {draft.max_position_embeddings} positions, "
@@ -132,10 +141,11 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         max_positions=placement.max_positions,
         load_format=placement.load_format,
     )
-    require_fit(model.config, target.config, placement.max_model_len)
+    require_fit(model.config, placement.max_model_len)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        return DraftModelDrafter(model, require_memory(kv_cache), k, coupling)
+        memory = require_memory(kv_cache)
+        return DraftModelDrafter(model, memory, k, coupling, target.config.vocab_size)
 
     def reload(source: TensorSource, target: CausalLM, kernels: Kernels) -> Decoder:
         formats = read_quantization(model.config.extra, source.location)

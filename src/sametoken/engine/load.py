@@ -64,8 +64,13 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.runner.routed_experts import Mixture, mixtures_of, recording
-from sametoken.text.tokenizer import load_tokenizer_of, require_own_end
-from sametoken.types.speculative_methods import HEADS
+from sametoken.text.tokenizer import (
+    load_tokenizer,
+    load_tokenizer_of,
+    require_own_end,
+    require_same_tokens,
+)
+from sametoken.types.speculative_methods import HEADS, TABLE, Kind
 from sametoken.types.units import in_units
 
 #: The process that builds engines; its forks have it too.
@@ -194,9 +199,30 @@ def _resolve_names(
     require_ranks(config, architecture, device)
     require_swap(config)
     require_drafter_fits(spec, architecture, max_len)
+    _require_same_tokens(config, architecture, path)
     config, extracting = resolve_extraction(config, device)
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
     return config, architecture, shipped | completed | extracting | stored
+
+
+def _require_same_tokens(config: EngineConfig, target: ModelConfig, path: Path) -> None:
+    """Refuse a draft model of another vocabulary; one that is only padded otherwise is none.
+
+    Raises:
+        DrafterMismatchError: as ``require_same_tokens``.
+        CheckpointError, UnsupportedError: a tokenizer cannot be read.
+    """
+    spec = config.speculative_config
+    if spec is None or spec.model is None or TABLE[spec.method].kind is not Kind.MODEL:
+        return
+    draft = Path(spec.model)
+    # Dummy weights tell times alone, and may have no tokenizer.
+    if config.load_format == DUMMY or read_config(draft).vocab_size == target.vocab_size:
+        return
+    is_own = config.tokenizer is None or config.skip_tokenizer_init
+    require_same_tokens(
+        load_tokenizer(draft), load_tokenizer(path if is_own else Path(str(config.tokenizer)))
+    )
 
 
 def _require_kv(requested: Requested) -> None:

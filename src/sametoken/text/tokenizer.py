@@ -15,7 +15,13 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.errors import CheckpointError, ConfigError, RequestError, in_words
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterMismatchError,
+    RequestError,
+    in_words,
+)
 from sametoken.io.cache_directory import expanded
 from sametoken.io.files import is_there
 from sametoken.models.hub import HubId, Needed, cached_on_hub
@@ -197,6 +203,22 @@ def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:
             f"the tokenizer ends texts with token {eos_id}, and the model has {vocab_size} tokens",
             "give the model's own tokenizer",
         )
+
+
+def require_same_tokens(draft: Tokenizer, target: Tokenizer) -> None:
+    """Refuse a draft model to which an id is another token than to its target.
+
+    Raises:
+        DrafterMismatchError: an id that both have is.
+    """
+    own = {token_id: token for token, token_id in draft.hf.get_vocab().items()}
+    for token, token_id in target.hf.get_vocab().items():
+        if own.get(token_id, token) != token:
+            raise DrafterMismatchError(
+                f"token {token_id} is {own[token_id]!r} to the draft model and {token!r} to the"
+                " target",
+                "use a draft model of the same vocabulary",
+            )
 
 
 def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -237,7 +237,7 @@ def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):
 
 def test_what_no_engine_takes_is_refused_here_too(tmp_path):
     llama = write_config(tmp_path / "llama", LLAMA)
-    other = write_config(tmp_path / "other", LLAMA, vocab_size=24)
+    other = write_config(tmp_path / "other", LLAMA, max_position_embeddings=32)
     spec = {"method": "draft_model", "model": other, "num_speculative_tokens": 2}
     with pytest.raises(DrafterMismatchError):
         measure_memory(config(llama, spec))

@@ -167,12 +167,10 @@ def test_a_target_without_such_a_module_is_refused(target_directory):
 
 def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
     target = load_target(target_directory)
-    other = write_llama(tmp_path / "other", vocab_size=29)
     short = write_llama(tmp_path / "short", max_position_embeddings=16)
     head = write_safeailab(tmp_path / "head", head_tensors(), target_hidden_size=32)
     wide = write_eagle1(tmp_path / "wide", eagle1_tensors(), hidden_size=32)
     for spec, message in (
-        (spec_of("draft_model", other), "29 tokens, the target 23"),
         (spec_of("draft_model", short), "16 positions, below max_model_len=40"),
         (spec_of("eagle3", head), "32 hidden elements, the target has 16"),
         (spec_of("eagle", wide), "32 hidden elements, the target has 16"),

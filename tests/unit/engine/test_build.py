@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.chat_model import vocab_size, write_chat_model
 from helpers.checkpoints import LLAMA, NO_FC, VOCAB, head_tensors, write_llama, write_safeailab
 from helpers.families import write_family
 from helpers.harness import request, run, swapped_by
@@ -156,6 +157,19 @@ def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k
     assert sequences.num_speculative_tokens == k
     assert sequences.token_ids.shape == (3, 32 + k + 1)
     assert sequences.num_tokens.shape == (3,)
+
+
+@pytest.mark.parametrize("padding", [-5, 8])
+def test_a_draft_model_is_padded_to_another_size_than_its_target(tmp_path, padding):
+    """As Qwen2.5-0.5B to 151,936 and Qwen2.5-7B to 152,064 (vllm#7252)."""
+    target = write_chat_model(tmp_path / "target", vocab_size=vocab_size() + 6)
+    size = vocab_size() + 6 + padding
+    draft = write_chat_model(tmp_path / "draft", vocab_size=size)
+    prompt = request("r", (3, vocab_size() + 5, 1, 2), 12, temperature=5.0)
+    plain = run(build(target), [prompt])
+    ran = run(build(target, **speculative("draft_model", 3, draft)), [prompt])
+    assert ran.tokens == plain.tokens
+    assert ran.offered > 0
 
 
 @pytest.mark.parametrize("flags", [{}, {"eagle_config": NO_FC}])

@@ -144,6 +144,7 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
 
 def test_a_key_of_vllm_that_asks_for_what_happens_anyway_is_accepted():
     given = NGRAM | {"draft_tensor_parallel_size": 1, "disable_by_batch_size": None}
+    given |= {"disable_padded_drafter_batch": True, "parallel_drafting": False}
     assert SpeculativeConfig.parse(given) == SpeculativeConfig.parse(NGRAM)
 
 
@@ -161,6 +162,8 @@ def test_a_key_of_vllm_that_asks_for_what_happens_anyway_is_accepted():
         (NGRAM | {"draft_tensor_parallel_size": 2}, "=2 is not offered", "use 1, or leave it out"),
         (NGRAM | {"disable_by_batch_size": 4}, "follows the load", "leave it out"),
         (NGRAM | {"enforce_eager": True}, "run alike", "use --enforce-eager"),
+        (NGRAM | {"max_model_len": 2048}, "the engine's own length", "use --max-model-len"),
+        (NGRAM | {"use_heterogeneous_vocab": True}, "of the target's tokens", "leave it out"),
         (NGRAM | {"revision": "main"}, "part of its name", "ORG/NAME@REVISION"),
         (NGRAM | {"speculative_token_tree": "[]"}, "one chain", "use num_speculative_tokens"),
         (NGRAM | {"prompt_lookup_mx": 3}, "'prompt_lookup_mx'", "did you mean 'prompt_lookup_max'"),

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _VLLM_KEYS = (
     VllmOptions(
         "drafters run whole on the first rank",
-        values="draft_tensor_parallel_size",
+        values="draft_tensor_parallel_size tensor_parallel_size",
         accepted=("1", "none"),
         instead="use 1, or leave it out",
     ),
     VllmOptions(
         "the number of drafts follows the load",
-        values="disable_by_batch_size",
+        values="disable_by_batch_size num_speculative_tokens_per_batch_size",
         accepted=("none",),
         instead="leave it out",
     ),
@@ -39,6 +39,37 @@ _VLLM_KEYS = (
         values="revision",
         accepted=("none",),
         instead='use "model": "ORG/NAME@REVISION"',
+    ),
+    VllmOptions(
+        "a drafter runs as its target does",
+        values="attention_backend draft_load_config kv_cache_dtype moe_backend",
+        accepted=("none", "auto"),
+        instead="leave it out",
+    ),
+    VllmOptions(
+        "drafts are made up to the engine's own length",
+        values="max_model_len",
+        accepted=("none",),
+        instead="use --max-model-len",
+    ),
+    VllmOptions(
+        "drafts are chosen with the target's own noise",
+        values="draft_sample_method",
+        accepted=("none",),
+        instead="leave it out: no choice of drafts changes a token",
+    ),
+    VllmOptions(
+        "drafts are made one after the other, of the target's tokens, and all are verified",
+        switches="enable_adaptive_verification parallel_drafting use_heterogeneous_vocab",
+        instead="leave it out",
+    ),
+    VllmOptions(
+        "nothing is padded, dropped or gathered for drafts",
+        switches="disable_eagle_block_drop disable_padded_drafter_batch use_local_argmax_reduction",
+    ),
+    VllmOptions(
+        "code of a checkpoint is never run",
+        values="code_revision",
     ),
     VllmOptions(
         "drafts are one chain",

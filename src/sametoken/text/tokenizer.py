@@ -208,12 +208,15 @@ def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:
 def require_same_tokens(draft: Tokenizer, target: Tokenizer) -> None:
     """Refuse a draft model to which an id is another token than to its target.
 
+    Padding is none, which GGUF files name by its id.
+
     Raises:
         DrafterMismatchError: an id that both have is.
     """
     own = {token_id: token for token, token_id in draft.hf.get_vocab().items()}
     for token, token_id in target.hf.get_vocab().items():
-        if own.get(token_id, token) != token:
+        padding = f"[PAD{token_id}]"
+        if padding != token and own.get(token_id, token) not in (token, padding):
             raise DrafterMismatchError(
                 f"token {token_id} is {own[token_id]!r} to the draft model and {token!r} to the"
                 " target",

@@ -17,7 +17,13 @@ from transformers import PreTrainedTokenizerFast, tokenization_utils_tokenizers
 from helpers.chat_model import byte_tokenizer
 from helpers.hub import cache_snapshot
 from sametoken.config import EngineConfig
-from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterMismatchError,
+    RequestError,
+    UnsupportedError,
+)
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer, pre_tokenizer
@@ -27,6 +33,7 @@ from sametoken.text.tokenizer import (
     load_tokenizer,
     load_tokenizer_here,
     load_tokenizer_of,
+    require_same_tokens,
 )
 
 TEXTS = [
@@ -509,3 +516,17 @@ def test_a_space_as_a_byte_is_a_space():
     backend.decoder = decoders.Sequence(steps)
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert [tokenizer.decode_token(one) for one in range(3)] == ["a", " ", "\n"]
+
+
+def test_the_tokens_of_a_draft_model_are_its_target_s_where_both_have_an_id():
+    def of(*added: str) -> Tokenizer:
+        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(added)))
+
+    fewer, last = of("<a>"), byte_tokenizer(("<a>",)).get_vocab_size()
+    more = of("<a>", "<b>", "<c>")
+    padded = of("<a>", f"[PAD{last}]", f"[PAD{last + 1}]")
+    for draft in (fewer, more, padded):
+        for target in (fewer, more, padded):
+            require_same_tokens(draft, target)
+    with pytest.raises(DrafterMismatchError, match=f"{last} is '<b>' to the draft .* '<d>' to the"):
+        require_same_tokens(more, of("<a>", "<d>"))

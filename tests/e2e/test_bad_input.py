@@ -155,13 +155,6 @@ def test_a_drafter_of_another_vocabulary(tmp_path, nothing_may_load):
     refused(DrafterMismatchError, cause, "same vocabulary", LLM, str(target), **options)
 
 
-def test_a_drafter_with_too_few_positions(target, tmp_path, nothing_may_load):
-    short = write_llama(tmp_path / "short", max_position_embeddings=32)
-    options = SIZES | speculative("draft_model", model=str(short))
-    cause = "32 positions, below max_model_len=48"
-    refused(DrafterMismatchError, cause, "lower max_model_len", LLM, str(target), **options)
-
-
 def test_a_head_of_another_hidden_size(target, tmp_path, nothing_may_load):
     head = write_speculators(tmp_path / "head", head_tensors(), target_hidden_size=32)
     options = SIZES | speculative("eagle3", model=str(head))

@@ -14,7 +14,7 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import load_drafter, needs_of_drafter, require_drafter_fits
+from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
     RequestMemory,
@@ -152,7 +152,7 @@ def measure_memory(
     dtype, _ = resolve_dtype(config, architecture.dtype)
     config, _ = resolve_kv_dtype(config, architecture, str(path), device)
     longest = resolve_max_model_len(config, architecture)
-    require_drafter_fits(spec, architecture, longest)
+    require_token_map(spec, architecture)
     target = load_shapes(architecture, path, dtype)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)

@@ -26,7 +26,7 @@ from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.drafters.extract import extracted_layers
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.loader import open_checkpoint, read_config
+from sametoken.models.loader import open_checkpoint
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import HEADS, TABLE, Kind
 
@@ -68,20 +68,14 @@ def needs_of_drafter(
     return DrafterNeeds()
 
 
-def require_drafter_fits(
-    spec: SpeculativeConfig | None, target: ModelConfig, max_model_len: int
-) -> None:
-    """Refuse a draft model or token map that does not fit the target, before weights are loaded.
+def require_token_map(spec: SpeculativeConfig | None, target: ModelConfig) -> None:
+    """Refuse a token map that does not fit the target, before weights are loaded.
 
     Raises:
-        CheckpointError: the draft model's config is missing or broken.
-        ConfigError: the token map cannot be read or has ids outside the target's vocabulary.
-        DrafterMismatchError: fewer positions than ``max_model_len``.
+        ConfigError: it cannot be read or has ids outside the target's vocabulary.
     """
     if spec is not None and spec.token_map is not None:
         read_token_map(Path(spec.token_map), target.vocab_size)
-    if spec is not None and TABLE[spec.method].kind is Kind.MODEL:
-        draft_model.require_fit(read_config(Path(spec.model or "")), max_model_len)
 
 
 def require_drafter_files(spec: SpeculativeConfig | None, load_format: str) -> None:

@@ -19,8 +19,7 @@ from sametoken.drafters.base import (
     require_memory,
 )
 from sametoken.drafters.context import Coupling, DraftContext
-from sametoken.errors import DrafterMismatchError
-from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.models.base import CausalLM
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import TensorSource
@@ -49,6 +48,8 @@ class DraftModelDrafter:
         k: drafts per step.
         coupling: chooses tokens.
         vocab_size: the target's, where one of the two is padded further; None: the draft model's.
+        max_model_len: the longest request, in tokens; where it has more than the draft model has
+            positions, there are no drafts. 0: every request fits.
     """
 
     lookahead_tokens = 0
@@ -60,6 +61,7 @@ class DraftModelDrafter:
         k: int,
         coupling: Coupling,
         vocab_size: int | None = None,
+        max_model_len: int = 0,
     ) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
         self.lookahead_slots = lookahead_slots(k)
@@ -68,6 +70,8 @@ class DraftModelDrafter:
         self._coupling = coupling
         self._last_id = model.config.vocab_size - 1
         self._vocab_size = vocab_size or model.config.vocab_size
+        num_positions = model.config.max_position_embeddings
+        self._num_positions = num_positions if num_positions < max_model_len else None
 
     def propose(self, context: DraftContext) -> Drafts:
         """k drafts for every request that samples; the others only catch up."""
@@ -86,26 +90,17 @@ class DraftModelDrafter:
             chains = context.advanced(chains)
             hidden = self._model.forward(drafts[-1], chains.rows, kv_cache).last
             drafts.append(self._choose(hidden, chains))
-        return drafts_of(context, chains, drafts)
+        found = drafts_of(context, chains, drafts)
+        if self._num_positions is None:
+            return found
+        # Rows beyond are run with the others, and give no drafts.
+        fits = context.num_tokens + self._k - 1 <= self._num_positions
+        return Drafts(found.draft_ids, found.num_drafts * fits)
 
     def _choose(self, hidden: Tensor, chains: Chains) -> Tensor:
         logits = self._model.compute_logits(hidden)
         logits[:, self._vocab_size :] = -torch.inf
         return self._coupling.choose(logits, chains.rows.slots, chains.following)
-
-
-def require_fit(draft: ModelConfig, max_model_len: int) -> None:
-    """Refuse a draft model that does not fit the target.
-
-    Raises:
-        DrafterMismatchError: fewer positions than ``max_model_len``.
-    """
-    if draft.max_position_embeddings < max_model_len:
-        raise DrafterMismatchError(
-            f"the draft model has {draft.max_position_embeddings} positions, "
-            f"below max_model_len={max_model_len}",
-            "lower max_model_len or use another draft model",
-        )
 
 
 def lookahead_slots(k: int) -> int:
@@ -130,7 +125,6 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
     Raises:
         CheckpointError: the checkpoint is missing or broken.
         UnsupportedError: the checkpoint is not implemented.
-        DrafterMismatchError: it does not fit the target.
     """
     k = spec.num_model_tokens
     model = load_model(
@@ -141,11 +135,10 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         max_positions=placement.max_positions,
         load_format=placement.load_format,
     )
-    require_fit(model.config, placement.max_model_len)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        memory = require_memory(kv_cache)
-        return DraftModelDrafter(model, memory, k, coupling, target.config.vocab_size)
+        sizes = target.config.vocab_size, placement.max_model_len
+        return DraftModelDrafter(model, require_memory(kv_cache), k, coupling, *sizes)
 
     def reload(source: TensorSource, target: CausalLM, kernels: Kernels) -> Decoder:
         formats = read_quantization(model.config.extra, source.location)

@@ -17,7 +17,7 @@ from sametoken.drafters.build import (
     load_drafter,
     needs_of_drafter,
     require_drafter_files,
-    require_drafter_fits,
+    require_token_map,
 )
 from sametoken.engine.expanded_prompts import require_expandable, require_latents
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
@@ -194,11 +194,11 @@ def _resolve_names(
     architecture = read_config(path, load_format=config.load_format)
     # Programs and servers read it once the model is loaded.
     default_sampling_params(path, config.generation_config)
-    max_len = resolve_max_model_len(config, architecture)
+    resolve_max_model_len(config, architecture)
     require_room(config)
     require_ranks(config, architecture, device)
     require_swap(config)
-    require_drafter_fits(spec, architecture, max_len)
+    require_token_map(spec, architecture)
     _require_same_tokens(config, architecture, path)
     config, extracting = resolve_extraction(config, device)
     config, stored = resolve_kv_dtype(config, architecture, str(path), device)
@@ -275,6 +275,7 @@ def load(
     memory = ranks.broadcast_object(plan_memory(config, architecture, caches, lookahead, budget))
     if memory.max_model_len < requested.max_model_len:
         announce(f"max_model_len is {memory.max_model_len}: {memory.reasons['max_model_len']}")
+    _announce_reach(drafter, memory.max_model_len, announce)
     config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
     off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():
@@ -305,6 +306,16 @@ def load(
     return Loaded(
         target, own, drafter, backend, memory, swap, resolved, extraction, requested.all_states
     )
+
+
+def _announce_reach(
+    drafter: LoadedDrafter, max_model_len: int, announce: Callable[[str], None]
+) -> None:
+    """Say where a draft model ends before the longest request."""
+    if isinstance(drafter.model, Decoder):
+        most = drafter.model.config.max_position_embeddings
+        if most < max_model_len:
+            announce(f"the draft model has {most} positions: requests have no drafts beyond")
 
 
 def _attention_kernels(

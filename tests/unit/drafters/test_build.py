@@ -32,7 +32,7 @@ from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter, Plac
 from sametoken.drafters.build import (
     load_drafter,
     needs_of_drafter,
-    require_drafter_fits,
+    require_token_map,
 )
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -167,11 +167,9 @@ def test_a_target_without_such_a_module_is_refused(target_directory):
 
 def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
     target = load_target(target_directory)
-    short = write_llama(tmp_path / "short", max_position_embeddings=16)
     head = write_safeailab(tmp_path / "head", head_tensors(), target_hidden_size=32)
     wide = write_eagle1(tmp_path / "wide", eagle1_tensors(), hidden_size=32)
     for spec, message in (
-        (spec_of("draft_model", short), "16 positions, below max_model_len=40"),
         (spec_of("eagle3", head), "32 hidden elements, the target has 16"),
         (spec_of("eagle", wide), "32 hidden elements, the target has 16"),
     ):
@@ -391,7 +389,7 @@ def test_a_map_that_is_not_there_is_refused_before_the_target_is_loaded(tmp_path
     files = with_map(tmp_path, method)
     (tmp_path / "map.json").unlink()
     with pytest.raises(ConfigError, match=r"map\.json cannot be read"):
-        require_drafter_fits(files.spec, read_config(files.path), max_model_len=40)
+        require_token_map(files.spec, read_config(files.path))
 
 
 def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from helpers.drafting import BLOCK_SIZE, Bench, requests_of
-from helpers.toy import ToyModel, toy_config
-from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
-from sametoken.errors import DrafterMismatchError
+from helpers.toy import ToyModel
+from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.ops.sampling.sample import sample
 
 VOCAB = 11
 
 
-def bench_of(k: int, seed: int, drafter_model: ToyModel | None = None, **options) -> Bench:
+def bench_of(
+    k: int, seed: int, drafter_model: ToyModel | None = None, max_model_len: int = 0, **options
+) -> Bench:
     bench = Bench(ToyModel(VOCAB), k, seed=seed, **options)
     model = drafter_model or ToyModel(VOCAB)
     cache = bench.allocate(model.caches)
-    bench.drafter = DraftModelDrafter(model, cache, k, bench.coupling, VOCAB)
+    bench.drafter = DraftModelDrafter(model, cache, k, bench.coupling, VOCAB, max_model_len)
     return bench
 
 
@@ -98,7 +101,19 @@ def test_it_writes_no_further_than_it_says():
     bench.run(40, VOCAB, check)
 
 
-def test_too_few_positions_are_refused():
-    require_fit(toy_config(11, 64), 64)
-    with pytest.raises(DrafterMismatchError, match=r"32 positions, below max_model_len=64"):
-        require_fit(toy_config(11, 32), 64)
+def test_there_are_drafts_as_far_as_it_has_positions():
+    k, most = 3, 20
+    model = ToyModel(VOCAB)
+    model.config = dataclasses.replace(model.config, max_position_embeddings=most)
+    bench = bench_of(k, 6, model, max_model_len=64)
+    seen = set()
+
+    def check(context, drafts):
+        for b, _ in requests_of(context):
+            # The last draft is not run.
+            fits = int(context.num_tokens[b]) + k - 2 < most
+            assert int(drafts.num_drafts[b]) == k * (fits and bool(context.samples[b]))
+            seen.add((fits, bool(context.samples[b])))
+
+    bench.run(40, VOCAB, check)
+    assert seen >= {(True, True), (False, True)}

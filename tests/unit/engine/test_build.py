@@ -172,6 +172,18 @@ def test_a_draft_model_is_padded_to_another_size_than_its_target(tmp_path, paddi
     assert ran.offered > 0
 
 
+def test_a_draft_model_with_fewer_positions_than_the_longest_request(target, tmp_path):
+    draft, said = write_llama(tmp_path / "draft", max_position_embeddings=16), []
+    options = SIZES | speculative("draft_model", 3, draft)
+    config = EngineConfig.from_options(model=str(target), **options)
+    core = build_engine(config, said.append)
+    assert "the draft model has 16 positions: requests have no drafts beyond" in said
+    prompt = request("r", range(10), 22)
+    ran = run(core, [prompt])
+    assert ran.tokens == run(build(target), [prompt]).tokens
+    assert 0 < ran.offered <= 3 * 5
+
+
 @pytest.mark.parametrize("flags", [{}, {"eagle_config": NO_FC}])
 def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path, flags):
     head = write_safeailab(tmp_path / "head", head_tensors(**flags), **flags)

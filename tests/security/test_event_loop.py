@@ -17,9 +17,9 @@ from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.harmony import parse_harmony
 from sametoken.serving.http.in_process import AppRequest, whole_answer
+from sametoken.serving.http.json_calls import parse_hermes, parse_required
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
 from sametoken.serving.http.tools import ToolUse
 from sametoken.text.stop_strings import StopCursor, StopStrings
 from sametoken.types.outputs import CompletionOutput

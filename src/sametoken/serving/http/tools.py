@@ -10,6 +10,7 @@ from sametoken.engine.user_inputs import content_text
 from sametoken.errors import shown
 from sametoken.serving.http.body import require_bounded
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.json_calls import parse_required
 from sametoken.serving.http.params import json_schema
 from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
 from sametoken.serving.http.schemas import (
@@ -19,7 +20,7 @@ from sametoken.serving.http.schemas import (
     NamedTool,
     Tool,
 )
-from sametoken.serving.http.tool_parsers import CallSyntax, named_parser, parse_required
+from sametoken.serving.http.tool_parsers import CallSyntax, named_parser
 from sametoken.text.grammar.json_schema import moved
 from sametoken.types.structured_outputs import StructuredOutputs
 

@@ -9,9 +9,10 @@ import pytest
 
 from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.harmony import parse_harmony
+from sametoken.serving.http.json_calls import parse_required
 from sametoken.serving.http.parsed import GrowingAnswer, Parser, parse_nothing, with_one_call
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
-from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parse_required
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser
 from sametoken.types.growing import Beginning, GrowingText
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}

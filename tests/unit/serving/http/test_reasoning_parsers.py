@@ -6,14 +6,11 @@ from hypothesis import strategies as st
 
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.harmony import MARKS
+from sametoken.serving.http.json_calls import parse_hermes, parse_required
 from sametoken.serving.http.parsed import FoundCall, Parsed, call_or_text, parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
-from sametoken.serving.http.tool_parsers import (
-    named_parser,
-    parse_hermes,
-    parse_required,
-    qwen3_coder_parser,
-)
+from sametoken.serving.http.tool_parsers import named_parser
+from sametoken.serving.http.xml_calls import qwen3_coder_parser
 from sametoken.types.structured_outputs import Reasoning
 
 PLAIN, OPENED, ENDED = "<|im_start|>assistant\n", "x<think>\n", "x<think>\n\n</think>\n\n"

@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 
 from helpers.chat_model import CHAT_TEMPLATE
 from helpers.parsing import assert_adds_up
+from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
-from sametoken.serving.http.tool_parsers import (
-    TOOL_PARSERS,
-    named_parser,
-    parse_hermes,
-    parse_llama3_json,
-    parse_required,
-    parser_of_template,
-    qwen3_coder_parser,
-)
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parser_of_template
+from sametoken.serving.http.xml_calls import qwen3_coder_parser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')

@@ -8,15 +8,11 @@ from helpers.structured import compiler, ids
 from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError, as_api_error
+from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.params import structured_outputs
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.schemas import ChatRequest
-from sametoken.serving.http.tool_parsers import (
-    CallSyntax,
-    parse_hermes,
-    parse_llama3_json,
-    parse_required,
-)
+from sametoken.serving.http.tool_parsers import CallSyntax
 from sametoken.serving.http.tools import template_messages, tool_use
 from sametoken.types.structured_outputs import StructuredOutputs
 

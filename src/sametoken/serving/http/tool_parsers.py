@@ -9,7 +9,7 @@ from sametoken.serving.http.harmony import CHANNEL, TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_calls import PYTHON_TAG, parse_hermes, parse_llama3_json
 from sametoken.serving.http.marked_calls import END, START
 from sametoken.serving.http.parsed import FoundCall, Parsed, Parser
-from sametoken.serving.http.xml_calls import Schemas, qwen3_coder_parser
+from sametoken.serving.http.xml_calls import Schemas, glm_parser, qwen3_coder_parser
 
 
 class CallSyntax(NamedTuple):
@@ -38,6 +38,8 @@ def named_parser(name: str) -> Parser:
 
 #: Makes the parser for given tools, by the values of ``--tool-call-parser``.
 TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
+    "glm45": glm_parser,
+    "glm47": glm_parser,
     "hermes": lambda _: parse_hermes,
     "llama3_json": lambda _: parse_llama3_json,
     "openai": lambda _: parse_harmony,
@@ -46,7 +48,10 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
 #: What parsers must see, special tokens or not; Llama's tag may be missing.
 CALL_MARKS = (START, END)
 #: What a call begins with, by the values of ``--tool-call-parser``. Llama's calls are mere JSON.
-FIRST_MARKS: Mapping[str, str] = {"hermes": START, "openai": CHANNEL, "qwen3_coder": START}
+FIRST_MARKS: Mapping[str, str] = {
+    "openai": CHANNEL,
+    **dict.fromkeys(("glm45", "glm47", "hermes", "qwen3_coder"), START),
+}
 
 
 def parser_of_template(template: str) -> str | None:
@@ -54,8 +59,9 @@ def parser_of_template(template: str) -> str | None:
     if TEMPLATE_MARK in template:
         return "openai"
     if START in template:
-        # Qwen3.5 and Qwen3-Coder put XML between the same tags.
-        return "qwen3_coder" if "<function=" in template else "hermes"
+        # What is between the same tags differs.
+        by_tag = {"<function=": "qwen3_coder", "<arg_key>": "glm45"}
+        return next((name for tag, name in by_tag.items() if tag in template), "hermes")
     if PYTHON_TAG in template or '"parameters": dictionary' in template:
         return "llama3_json"
     return None

@@ -92,7 +92,7 @@ def think(name: str, content: Parser = parse_nothing) -> Parser:
     )
 
 
-HERMES, QWEN = (TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder"))
+HERMES, QWEN, GLM = (TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45"))
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 #: A parser, how its answer begins, and what repeats.
 ANSWERS = {
@@ -129,6 +129,7 @@ def test_a_parser_reads_the_text_a_few_times(name):
     [
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "'),
         (QWEN, "<tool_call><function=f><parameter=a>"),
+        (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>"),
         (parse_harmony, "<|channel|>commentary to=functions.f<|message|>"),
         (parse_required, '[{"name": "f", "parameters": {"a": "'),
         (named_parser("f"), '{"a": "'),

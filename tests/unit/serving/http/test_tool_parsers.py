@@ -12,7 +12,7 @@ from helpers.parsing import assert_adds_up
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parser_of_template
-from sametoken.serving.http.xml_calls import qwen3_coder_parser
+from sametoken.serving.http.xml_calls import glm_parser, qwen3_coder_parser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')
@@ -199,7 +199,49 @@ QWEN = {
     "Write <function=g>\n</function>": Parsed("Write <function=g>\n</function>"),
     "Write <function=f": Parsed("Write <function=f"),
 }
+parse_glm = glm_parser({"f": SCHEMA})
+
+
+def glm(*parameters, name="f", between="\n", end="</tool_call>"):
+    """A call of GLM-4.5 and 4.6; of 4.7 without anything between."""
+    tags = "".join(
+        f"{between}<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>"
+        for key, value in parameters
+    )
+    return f"<tool_call>{name}{tags}{between}{end}"
+
+
+CITY = "<tool_call>f<arg_key>city</arg_key>"
+GLM = {
+    f"I look.\n{glm(('city', 'Paris'), ('days', 3))}\n": called(
+        '{"city": "Paris", "days": 3}', content="I look."
+    ),
+    glm(("city", "3"), ("metric", "true"), between=""): called('{"city": "3", "metric": true}'),
+    glm(("city", "\n a \n")): called('{"city": "\\n a \\n"}'),
+    glm(("place", '{"a": [1]}'), ("title", "null"), ("note", "12")): called(
+        '{"place": {"a": [1]}, "title": null, "note": "12"}'
+    ),
+    glm(("days", "[1"), ("city", "")): called('{"days": "[1", "city": ""}'),
+    glm(name="now"): called("{}", "now"),
+    glm(name="now", between=""): called("{}", "now"),
+    glm(("city", "a"), between="") + glm(("city", "b"), between="") + " then": Parsed(
+        " then", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"city": "b"}'))
+    ),
+    # A value ends at its own tag, whatever is in it.
+    glm(("city", "<tool_call>g</tool_call> <arg_key>x</arg_key>"), ("days", 1)): called(
+        '{"city": "<tool_call>g</tool_call> <arg_key>x</arg_key>", "days": 1}'
+    ),
+    glm(("city", "a</arg_value> b")): called('{"city": "a</arg_value> b"}'),
+    f"{CITY}<arg_value>cut of</arg_v": called('{"city": "cut of'),
+    f"{CITY}<arg_value>a</tool_call> then": called('{"city": "a"}', content=" then"),
+    f"{CITY}<arg_key>days</arg_key><arg_value>1</arg_value></tool_call>": called("{}"),
+    f"{CITY}Paris, France</arg_value></tool_call>": called('{"city": "Paris, France"}'),
+    "Calls begin with <tool_call> and a name": Parsed("Calls begin with <tool_call> and a name"),
+    '<tool_call>{"name": "f"}</tool_call>': Parsed('<tool_call>{"name": "f"}</tool_call>'),
+    "<tool_call>now": Parsed("<tool_call>now"),
+}
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_glm, *case) for case in GLM.items()]
 CASES += [(parse_qwen, *case) for case in QWEN.items()]
 CASES += [(parse_llama3_json, *case) for case in LLAMA.items()]
 
@@ -239,6 +281,11 @@ PIECES = st.sampled_from(
         "<parameter=days>",
         "</parameter>",
         "</function>",
+        "<arg_key>city",
+        "<arg_key>days",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
     ]
 )
 
@@ -284,5 +331,6 @@ def test_the_template_tells_the_parser():
     assert parser_of_template(CHAT_TEMPLATE) == "hermes"
     assert parser_of_template("... <|python_tag|> ...") == "llama3_json"
     assert parser_of_template("<tool_call>\n<function=name>") == "qwen3_coder"
+    assert parser_of_template("<tool_call>{function-name}<arg_key>{key}</arg_key>") == "glm45"
     assert parser_of_template("<|start|>assistant<|channel|>analysis<|message|>") == "openai"
     assert parser_of_template("{{ message.content }}") is None

@@ -11,8 +11,9 @@ from sametoken.serving.http.json_spans import (
     read_object,
     skip_space,
     string_value,
+    value_end,
 )
-from sametoken.serving.http.marked_calls import TagSyntax, content, parse_marked
+from sametoken.serving.http.marked_calls import TagSyntax, content, marked_parser
 from sametoken.serving.http.parsed import (
     NO_ARGUMENTS,
     FoundCall,
@@ -27,16 +28,8 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _SEPARATORS = ";, \t\r\n"
 _NULL = "null"
-
-
-def parse_hermes(text: str, finished: bool) -> Parsed:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
-
-    The form of Hermes and of Qwen's templates. A call is reported once its name and the first
-    character of its arguments are there; otherwise the text between the tags is content. Between
-    two tags there may be several. A closing tag in a string of an argument is text.
-    """
-    return parse_marked(text, finished, TagSyntax(_calls_in, find_outside_strings))
+#: What Markdown puts around code.
+FENCE = "```"
 
 
 def parse_llama3_json(text: str, finished: bool) -> Parsed:
@@ -74,6 +67,20 @@ def parse_required(text: str, finished: bool) -> Parsed:
     return Parsed("", calls)
 
 
+def calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
+    """The consecutive calls at the beginning of a text, whose arguments may be missing."""
+    calls, _ = _consecutive_calls(body, skip_space(body, 0), needs_arguments=False)
+    return calls
+
+
+#: For ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
+#:
+#: The form of Hermes and of Qwen's templates. A call is reported once its name and the first
+#: character of its arguments are there; otherwise the text between the tags is content. Between
+#: two tags there may be several. A closing tag in a string of an argument is text.
+parse_hermes = marked_parser(TagSyntax(calls_in, find_outside_strings))
+
+
 def _consecutive_calls(
     text: str, place: int, *, needs_arguments: bool = True
 ) -> tuple[tuple[FoundCall, ...], int]:
@@ -91,12 +98,6 @@ def _consecutive_calls(
     return tuple(calls), place
 
 
-def _calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
-    """The calls between tags, whose arguments may be missing."""
-    calls, _ = _consecutive_calls(body, skip_space(body, 0), needs_arguments=False)
-    return calls
-
-
 def _call(text: str, span: ObjectSpan, *, needs_arguments: bool) -> FoundCall | None:
     """The call of an object, once its name and some of its arguments are there.
 
@@ -108,6 +109,19 @@ def _call(text: str, span: ObjectSpan, *, needs_arguments: bool) -> FoundCall | 
         return None
     name = string_value(text, name_member)
     return FoundCall(name, _arguments(text, arguments)) if name else None
+
+
+def arguments_at(text: str, place: int, is_whole: bool) -> str:
+    """The arguments so far that begin at a place; none are an empty object.
+
+    A fence may follow them.
+    """
+    if text[place : place + 1] in ("{", '"'):
+        return _arguments(text, Member("", place, value_end(text, place)))
+    written = text[place:].removesuffix(FENCE).strip()
+    if not is_whole:
+        return ""
+    return NO_ARGUMENTS if written in ("", _NULL) else written
 
 
 def _arguments(text: str, member: Member | None) -> str:

@@ -8,6 +8,15 @@ from typing import NamedTuple
 from sametoken.serving.http.harmony import CHANNEL, TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_calls import PYTHON_TAG, parse_hermes, parse_llama3_json
 from sametoken.serving.http.marked_calls import END, START
+from sametoken.serving.http.named_calls import (
+    DEEPSEEK_MARKS,
+    KIMI_MARKS,
+    MISTRAL_MARKS,
+    parse_deepseek_v3,
+    parse_deepseek_v31,
+    parse_kimi_k2,
+    parse_mistral,
+)
 from sametoken.serving.http.parsed import FoundCall, Parsed, Parser
 from sametoken.serving.http.xml_calls import Schemas, glm_parser, qwen3_coder_parser
 
@@ -38,18 +47,25 @@ def named_parser(name: str) -> Parser:
 
 #: Makes the parser for given tools, by the values of ``--tool-call-parser``.
 TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
+    "deepseek_v3": lambda _: parse_deepseek_v3,
+    "deepseek_v31": lambda _: parse_deepseek_v31,
     "glm45": glm_parser,
     "glm47": glm_parser,
     "hermes": lambda _: parse_hermes,
+    "kimi_k2": lambda _: parse_kimi_k2,
     "llama3_json": lambda _: parse_llama3_json,
+    "mistral": lambda _: parse_mistral,
     "openai": lambda _: parse_harmony,
     "qwen3_coder": qwen3_coder_parser,
 }
 #: What parsers must see, special tokens or not; Llama's tag may be missing.
-CALL_MARKS = (START, END)
+CALL_MARKS = (START, END, *DEEPSEEK_MARKS, *KIMI_MARKS, *MISTRAL_MARKS)
 #: What a call begins with, by the values of ``--tool-call-parser``. Llama's calls are mere JSON.
 FIRST_MARKS: Mapping[str, str] = {
+    "kimi_k2": KIMI_MARKS[0],
+    "mistral": MISTRAL_MARKS[0],
     "openai": CHANNEL,
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK_MARKS[0]),
     **dict.fromkeys(("glm45", "glm47", "hermes", "qwen3_coder"), START),
 }
 
@@ -62,6 +78,12 @@ def parser_of_template(template: str) -> str | None:
         # What is between the same tags differs.
         by_tag = {"<function=": "qwen3_coder", "<arg_key>": "glm45"}
         return next((name for tag, name in by_tag.items() if tag in template), "hermes")
+    if DEEPSEEK_MARKS[0] in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if KIMI_MARKS[0] in template:
+        return "kimi_k2"
+    if MISTRAL_MARKS[0] in template:
+        return "mistral"
     if PYTHON_TAG in template or '"parameters": dictionary' in template:
         return "llama3_json"
     return None

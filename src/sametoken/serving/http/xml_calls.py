@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from sametoken.serving.http.marked_calls import END, FUNCTION_CLOSE, TagSyntax, parse_marked
-from sametoken.serving.http.parsed import FoundCall, Parsed, Parser, num_safe
+from sametoken.serving.http.marked_calls import END, FUNCTION_CLOSE, TagSyntax, marked_parser
+from sametoken.serving.http.parsed import FoundCall, Parser, num_safe
 from sametoken.serving.http.schema_types import STRING, parameter_types, types_of_value
 
 #: The JSON Schema of each function's parameters, by the function's name.
@@ -116,12 +116,7 @@ def _parser(form: _Form, schemas: Schemas, bare: Collection[str] = ()) -> Parser
         found = _read_call(form, body, is_whole, types_of)
         return () if found is None else (found,)
 
-    syntax = TagSyntax(calls_in, partial(_find_outside_values, form), bare)
-
-    def parse(text: str, finished: bool) -> Parsed:
-        return parse_marked(text, finished, syntax)
-
-    return parse
+    return marked_parser(TagSyntax(calls_in, partial(_find_outside_values, form), bare))
 
 
 def _read_call(

@@ -92,7 +92,9 @@ def think(name: str, content: Parser = parse_nothing) -> Parser:
     )
 
 
-HERMES, QWEN, GLM = (TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45"))
+HERMES, QWEN, GLM, KIMI, MISTRAL = (
+    TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45", "kimi_k2", "mistral")
+)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 #: A parser, how its answer begins, and what repeats.
 ANSWERS = {
@@ -100,6 +102,7 @@ ANSWERS = {
     "text with tools": (HERMES, "", "word "),
     "text after a call": (with_one_call(HERMES), CALL, "word "),
     "many calls": (HERMES, "", f"word {CALL}"),
+    "many calls without an end": (MISTRAL, "", "[TOOL_CALLS]f[ARGS]{}"),
     "reasoning": (think("deepseek_r1"), "", "word "),
     "reasoning before text": (think("deepseek_r1", HERMES), "Hm.</think>", "word "),
     "xml": (QWEN, "", "word < "),
@@ -131,6 +134,7 @@ def test_a_parser_reads_the_text_a_few_times(name):
         (QWEN, "<tool_call><function=f><parameter=a>"),
         (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>"),
         (parse_harmony, "<|channel|>commentary to=functions.f<|message|>"),
+        (KIMI, '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "'),
         (parse_required, '[{"name": "f", "parameters": {"a": "'),
         (named_parser("f"), '{"a": "'),
     ],

@@ -10,6 +10,15 @@ from hypothesis import strategies as st
 from helpers.chat_model import CHAT_TEMPLATE
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
+from sametoken.serving.http.named_calls import (
+    DEEPSEEK_MARKS,
+    KIMI_MARKS,
+    MISTRAL_MARKS,
+    parse_deepseek_v3,
+    parse_deepseek_v31,
+    parse_kimi_k2,
+    parse_mistral,
+)
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parser_of_template
 from sametoken.serving.http.xml_calls import glm_parser, qwen3_coder_parser
@@ -240,7 +249,87 @@ GLM = {
     '<tool_call>{"name": "f"}</tool_call>': Parsed('<tool_call>{"name": "f"}</tool_call>'),
     "<tool_call>now": Parsed("<tool_call>now"),
 }
+ONE = '{"x": 1}'
+F_AND_G = (FoundCall("f", ONE), FoundCall("g", "{}"))
+
+
+def in_section(marks, *bodies):
+    """Calls with marks around them, and the last of the marks for @."""
+    section, section_end, begin, end, mark = marks
+    calls = "\n".join(f"{begin}{body.replace('@', mark)}{end}" for body in bodies)
+    return section + calls + section_end
+
+
+def deepseek(*bodies):
+    return in_section(DEEPSEEK_MARKS, *bodies)
+
+
+def kimi(*bodies):
+    return in_section(KIMI_MARKS, *bodies)
+
+
+def fenced(name, arguments):
+    return f"function@{name}\n```json\n{arguments}\n```"
+
+
+#: Arguments with marks in a string, which are text.
+QUOTED = json.dumps(
+    {"x": f"a {DEEPSEEK_MARKS[3]} {KIMI_MARKS[3]}[TOOL_CALLS]```"}, ensure_ascii=False
+)
+BEGUN = deepseek("function@f\n```js").partition(DEEPSEEK_MARKS[3])[0]
+DEEPSEEK_V3 = {
+    "I look.\n" + deepseek(fenced("f", ONE), fenced("g", "{}")): Parsed("I look.", F_AND_G),
+    deepseek(fenced("f", QUOTED)) + " then": called(QUOTED, content=" then"),
+    deepseek(fenced("g", "")): called("{}", "g"),
+    deepseek(f"function@f\n{ONE}"): called(ONE),
+    BEGUN: Parsed(BEGUN),
+    # The marks after the arguments may be missing.
+    f"{BEGUN}on\n{QUOTED}": called(QUOTED),
+}
+DEEPSEEK_V31 = {
+    f"I look.{deepseek(f'f@{ONE}', 'g@')} then": Parsed("I look. then", F_AND_G),
+    deepseek(f"f@{QUOTED}"): called(QUOTED),
+    deepseek('f@{"x": 5" wide}') + " then": called('{"x": 5" wide}', content=" then"),
+    deepseek('f@{"x": [1}') + deepseek("g@null"): Parsed(
+        "", (FoundCall("f", '{"x": [1}'), FoundCall("g", "{}"))
+    ),
+    deepseek(f"f@{ONE}").partition("call\u2581end")[0]: called(ONE, content="<\uff5ctool\u2581"),
+    deepseek("no call"): Parsed(deepseek("no call")),
+    f"{DEEPSEEK_MARKS[0]}\n<": Parsed(f"{DEEPSEEK_MARKS[0]}\n<"),
+}
+KIMI = {
+    f"I look.{kimi(f'functions.f:0@{ONE}', 'functions.g:1@')}": Parsed("I look.", F_AND_G),
+    kimi(f" functions.f:12 @ {QUOTED} ") + " then": called(QUOTED, content=" then"),
+    kimi("functions.a.b-c:0@{}", "g:1@{}"): Parsed(
+        "", (FoundCall("a.b-c", "{}"), FoundCall("g", "{}"))
+    ),
+    kimi(f"functions.f:0@{ONE}").replace(KIMI_MARKS[3], "") + kimi("functions.g:1@{}"): Parsed(
+        "", F_AND_G
+    ),
+    kimi("functions.f:0@Paris"): called("Paris"),
+    kimi('functions.f:0@{"x": "cut of').partition(KIMI_MARKS[3])[0]: called('{"x": "cut of'),
+}
+CALLS, CALL_ID, ARGS = MISTRAL_MARKS
+MISTRAL = {
+    f"I look.{CALLS}f{ARGS}{ONE}{CALLS}g{ARGS}{{}}": Parsed("I look.", F_AND_G),
+    f"{CALLS}f{CALL_ID}a1b2c3d4e{ARGS}{ONE} {CALLS}g{{}} then": Parsed(" then", F_AND_G),
+    f'{CALLS} [{{"name": "f", "arguments": {ONE}, "id": "a1b2c3d4e"}}, {{"name": "g"}}]': Parsed(
+        "", F_AND_G
+    ),
+    f'{CALLS}[{{"name": "f", "arguments": {{"x": "cut': called('{"x": "cut'),
+    f"{CALLS}f{ARGS}{QUOTED} then": called(QUOTED, content=" then"),
+    f'{CALLS}f{ARGS}{{"x": [1}}{CALLS}g{ARGS}{{}}': Parsed(
+        "", (FoundCall("f", '{"x": [1}'), FoundCall("g", "{}"))
+    ),
+    f"{CALLS} are calls": Parsed(f"{CALLS} are calls"),
+    f"{CALLS}f{ARGS[:3]}": Parsed(f"{CALLS}f{ARGS[:3]}"),
+    "[TOOL": Parsed("[TOOL"),
+}
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_deepseek_v3, *case) for case in DEEPSEEK_V3.items()]
+CASES += [(parse_deepseek_v31, *case) for case in DEEPSEEK_V31.items()]
+CASES += [(parse_kimi_k2, *case) for case in KIMI.items()]
+CASES += [(parse_mistral, *case) for case in MISTRAL.items()]
 CASES += [(parse_glm, *case) for case in GLM.items()]
 CASES += [(parse_qwen, *case) for case in QWEN.items()]
 CASES += [(parse_llama3_json, *case) for case in LLAMA.items()]
@@ -258,6 +347,11 @@ def test_a_stream_adds_up_to_the_whole(parser, text, expected):
 
 PIECES = st.sampled_from(
     [
+        *DEEPSEEK_MARKS,
+        *KIMI_MARKS,
+        *MISTRAL_MARKS,
+        "```json",
+        "f",
         "<tool_call>",
         "</tool_call>",
         "<|python_tag|>",
@@ -332,5 +426,9 @@ def test_the_template_tells_the_parser():
     assert parser_of_template("... <|python_tag|> ...") == "llama3_json"
     assert parser_of_template("<tool_call>\n<function=name>") == "qwen3_coder"
     assert parser_of_template("<tool_call>{function-name}<arg_key>{key}</arg_key>") == "glm45"
+    assert parser_of_template(f"{DEEPSEEK_MARKS[0]} ... '```json'") == "deepseek_v3"
+    assert parser_of_template(DEEPSEEK_MARKS[0]) == "deepseek_v31"
+    assert parser_of_template(KIMI_MARKS[0]) == "kimi_k2"
+    assert parser_of_template("'[TOOL_CALLS]' + name") == "mistral"
     assert parser_of_template("<|start|>assistant<|channel|>analysis<|message|>") == "openai"
     assert parser_of_template("{{ message.content }}") is None

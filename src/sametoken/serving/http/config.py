@@ -20,7 +20,10 @@ TOOL_CALL_PARSERS = (
     *("mistral", "openai", "qwen3_coder"),
 )
 #: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has each.
-REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
+REASONING_PARSERS = (
+    *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "kimi_k2", "mistral", "openai_gptoss"),
+    "qwen3",
+)
 #: The parsers of harmony, one of which needs the other.
 OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"
 AUTO, NONE = "auto", "none"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
+from sametoken.serving.http.marked_calls import END, START
+from sametoken.serving.http.named_calls import DEEPSEEK_MARKS, KIMI_MARKS, MISTRAL_MARKS
 from sametoken.serving.http.parsed import (
     Encode,
     FoundText,
@@ -30,9 +32,15 @@ from sametoken.types.structured_outputs import Reasoning
 if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
 
-_THINK, _END, _CALL = "<think>", "</think>", "<tool_call>"
-_FUNCTION = "<function="
-_FUNCTION_CALL = re.compile(rf"{_CALL}\s*{_FUNCTION}")
+#: What begins the section of calls of a model, whose reasoning never holds it by accident.
+_SECTIONS = (DEEPSEEK_MARKS[0], KIMI_MARKS[0], MISTRAL_MARKS[0])
+#: A call's beginning; without parameters, with the function's name.
+_CALL = re.compile(
+    rf"{START}\s*(?:<function=|[^<>{{}}\s]+\s*<arg_key>|([^<>{{}}\s]+)\s*{END})|"
+    + "|".join(map(re.escape, _SECTIONS))
+)
+#: A text's end that may go on to be a call's beginning.
+_BEGUN_CALL = re.compile(rf"{START}\s*(?:[^<>{{}}\s]+\s*)?(?:<[^<>]*)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +105,20 @@ class ThinkForm:
 
     Attributes:
         thinks_first: whether reasoning begins without the first mark. Then all is reasoning
-            without ``</think>``, unless the prompt has ended it; otherwise all is content without
-            ``<think>``.
+            without the second, unless the prompt has ended it; otherwise all is content without
+            the first.
+        start: the first mark.
+        end: the second.
     """
 
     thinks_first: bool
+    start: str = "<think>"
+    end: str = "</think>"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """See ``ReasoningForm``."""
-        return (_THINK, _END)
+        return (self.start, self.end)
 
     def parser(
         self,
@@ -118,38 +130,72 @@ class ThinkForm:
         functions: Collection[str] = (),
     ) -> Parser:
         """See ``ReasoningForm``."""
-        newest = _newest_mark(prompt)
-        if newest == _END:
+        newest = self._newest_mark(prompt)
+        if newest == self.end:
             return content
-        has_begun = self.thinks_first or newest == _THINK
+        has_begun = self.thinks_first or newest == self.start
         # A grammar begins at the mark alone.
-        ends_at_calls = not is_constrained
+        ending = None if is_constrained else functions
 
         def think(text: str, finished: bool, start: int = 0) -> Parsed:
-            end, rest = _end_of_reasoning(text, start, ends_at_calls=ends_at_calls)
+            end, rest = self._end_of_reasoning(text, start, ending)
             if end < 0:
-                known = len(text) if finished else _num_safe(text, ends_at_calls=ends_at_calls)
+                known = len(text) if finished else self._num_safe(text, ending)
                 return Parsed("", reasoning=text[start:known], rest=Rest(known, think))
             return _then(text[start:end], content(text[rest:], finished), rest, content)
 
         def parse(text: str, finished: bool) -> Parsed:
             first = len(text) - len(text.lstrip())
-            if not finished and _THINK.startswith(text[first:]):
+            if not finished and self.start.startswith(text[first:]):
                 return Parsed("")
-            is_marked = text.startswith(_THINK, first)
+            is_marked = text.startswith(self.start, first)
             if not is_marked and not has_begun:
                 return content(text, finished)
-            return think(text, finished, first + len(_THINK) if is_marked else 0)
+            return think(text, finished, first + len(self.start) if is_marked else 0)
 
         return parse
 
     def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """See ``ReasoningForm``."""
-        start, end = encode(_THINK), encode(_END)
-        newest = _newest_mark(prompt)
-        if len(start) != 1 or len(end) != 1 or newest == _END:
+        start, end = encode(self.start), encode(self.end)
+        newest = self._newest_mark(prompt)
+        if len(start) != 1 or len(end) != 1 or newest == self.end:
             return None
-        return Reasoning(end, begins=() if self.thinks_first or newest == _THINK else start)
+        return Reasoning(end, begins=() if self.thinks_first or newest == self.start else start)
+
+    def _newest_mark(self, prompt: RenderedPrompt) -> str | None:
+        """The last mark in the message that the answer belongs to; None without one.
+
+        It is in the continued text, or the template wrote it right before: marks further back
+        belong to other messages.
+        """
+        newest = max(self.start, self.end, key=prompt.continued.rfind)
+        if newest in prompt.continued:
+            return newest
+        before = prompt.text.rstrip().removesuffix(prompt.continued.strip()).rstrip()
+        return next((mark for mark in self.marks if before.endswith(mark)), None)
+
+    def _end_of_reasoning(
+        self, text: str, start: int, functions: Collection[str] | None
+    ) -> tuple[int, int]:
+        """Where reasoning ends and what follows begins; -1 twice if there is no end.
+
+        Qwen3.5, GLM and Kimi may call one of the functions without ending their reasoning; with
+        None no call ends it.
+        """
+        end = text.find(self.end, start)
+        if functions is not None:
+            for call in _CALL.finditer(text, start, len(text) if end < 0 else end):
+                if call[1] is None or call[1] in functions:
+                    return call.start(), call.start()
+        return (end, end + len(self.end)) if end >= 0 else (-1, -1)
+
+    def _num_safe(self, text: str, functions: Collection[str] | None) -> int:
+        """Number of leading characters that cannot be part of an end of reasoning."""
+        if functions is None:
+            return num_safe(text, self.end)
+        begun = _BEGUN_CALL.search(text)
+        return num_safe(text, self.end, START, *_SECTIONS) if begun is None else begun.start()
 
 
 def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
@@ -157,41 +203,6 @@ def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
     own = found.rest or Rest(0, content, len(found.parts))
     parts = (FoundText("reasoning", reasoning), *found.parts)
     return parsed_of(parts, replace(own, start=start + own.start))
-
-
-def _newest_mark(prompt: RenderedPrompt) -> str | None:
-    """The last mark in the message that the answer belongs to; None without one.
-
-    It is in the continued text, or the template wrote it right before: marks further back belong
-    to other messages.
-    """
-    newest = max(_THINK, _END, key=prompt.continued.rfind)
-    if newest in prompt.continued:
-        return newest
-    before = prompt.text.rstrip().removesuffix(prompt.continued.strip()).rstrip()
-    return next((mark for mark in (_THINK, _END) if before.endswith(mark)), None)
-
-
-def _end_of_reasoning(text: str, start: int, *, ends_at_calls: bool) -> tuple[int, int]:
-    """Where reasoning ends and what follows begins; -1 twice if there is no end.
-
-    Qwen3.5 may call a function without ending its reasoning.
-    """
-    end = text.find(_END, start)
-    call = _FUNCTION_CALL.search(text, start, len(text) if end < 0 else end)
-    if call is not None and ends_at_calls:
-        return call.start(), call.start()
-    return (end, end + len(_END)) if end >= 0 else (-1, -1)
-
-
-def _num_safe(text: str, *, ends_at_calls: bool) -> int:
-    """Number of leading characters that cannot be part of an end of reasoning."""
-    if not ends_at_calls:
-        return num_safe(text, _END)
-    call = text.rfind(_CALL)
-    if call >= 0 and _FUNCTION.startswith(text[call + len(_CALL) :].lstrip()):
-        return call
-    return num_safe(text, _END, _CALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +264,11 @@ def _with_content(parser: Parser, content: Parser) -> Parser:
 
 #: By the values of ``--reasoning-parser``.
 REASONING_FORMS: Mapping[str, ReasoningForm] = {
-    "deepseek_r1": ThinkForm(thinks_first=True),
+    "mistral": ThinkForm(thinks_first=False, start="[THINK]", end="[/THINK]"),
     "openai_gptoss": HarmonyForm(),
-    "qwen3": ThinkForm(thinks_first=False),
+    **dict.fromkeys(("deepseek_r1", "kimi_k2"), ThinkForm(thinks_first=True)),
+    # Their templates tell in the prompt whether the model thinks, or it does.
+    **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "qwen3"), ThinkForm(thinks_first=False)),
 }
 
 

@@ -9,8 +9,8 @@ from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.json_calls import parse_hermes, parse_required
 from sametoken.serving.http.parsed import FoundCall, Parsed, call_or_text, parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
-from sametoken.serving.http.tool_parsers import named_parser
-from sametoken.serving.http.xml_calls import qwen3_coder_parser
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser
+from sametoken.serving.http.xml_calls import glm_parser, qwen3_coder_parser
 from sametoken.types.structured_outputs import Reasoning
 
 PLAIN, OPENED, ENDED = "<|im_start|>assistant\n", "x<think>\n", "x<think>\n\n</think>\n\n"
@@ -24,7 +24,7 @@ HARMONY = "<|start|>assistant"
 def parser_of(name, prompt=PLAIN, content=parse_nothing, *, is_constrained=False):
     rendered = RenderedPrompt(prompt)
     return REASONING_FORMS[name].parser(
-        rendered, content, shows_marks=False, is_constrained=is_constrained
+        rendered, content, shows_marks=False, is_constrained=is_constrained, functions=("f",)
     )
 
 
@@ -47,6 +47,13 @@ CASES = [
     ("deepseek_r1", PLAIN, "cut off", Parsed("", (), "cut off")),
     ("deepseek_r1", OPENED, "hm</think>", Parsed("", (), "hm")),
     ("deepseek_r1", ENDED, "yes", Parsed("yes")),
+    ("mistral", "[/INST]", "[THINK]hm[/THINK]yes", Parsed("yes", (), "hm")),
+    ("mistral", "[/THINK][/INST]", "<think>yes", Parsed("<think>yes")),
+    ("kimi_k2", PLAIN, "hm</think>yes", Parsed("yes", (), "hm")),
+    ("deepseek_v3", OPENED, "hm</think>yes", Parsed("yes", (), "hm")),
+    ("deepseek_v3", PLAIN, "yes", Parsed("yes")),
+    ("glm45", PLAIN, "\n<think>hm</think>\nyes", Parsed("\nyes", (), "hm")),
+    ("glm47", OPENED, "hm <tool_call> f <arg", Parsed("", (), "hm <tool_call> f <arg")),
     ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>a", Parsed("", (), "a")),
 ]
 
@@ -64,10 +71,24 @@ def test_calls_are_found_in_the_content_alone():
     assert found == Parsed("Now", (FoundCall("f", "{}"),), f"I might {CALL}.")
 
 
-def test_a_function_s_call_ends_the_reasoning():
-    parser = parser_of("qwen3", OPENED, qwen3_coder_parser({}))
-    text = f"hm <tool_call> is the mark\n{XML}"
-    found = Parsed("", (FoundCall("f", "{}"),), "hm <tool_call> is the mark\n")
+GLM = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+KIMI = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "call", "arguments"),
+    [
+        ("qwen3", "qwen3_coder", XML, "{}"),
+        ("glm45", "glm45", GLM, '{"a": "1"}'),
+        ("glm47", "glm47", "<tool_call>f</tool_call>", "{}"),
+        ("kimi_k2", "kimi_k2", f"<|tool_calls_section_begin|>{KIMI}", "{}"),
+    ],
+)
+def test_a_function_s_call_ends_the_reasoning(name, tools, call, arguments):
+    parser = parser_of(name, OPENED, TOOL_PARSERS[tools]({}))
+    thought = "hm <tool_call> is the mark, as in <tool_call>g</tool_call>\n"
+    text = f"{thought}{call}"
+    found = Parsed("", (FoundCall("f", arguments),), thought)
     assert parser(text, True) == found
     assert_adds_up(parser, text)
 
@@ -80,8 +101,10 @@ def test_harmony_s_calls_are_found_where_there_are_tools():
     assert found == Parsed("", (FoundCall("f", "{}"),))
 
 
-CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), parse_required)
-PIECES = (*MARKS, "<think>", "</think>", "<tool_call>", "</tool_call>", "\n", "<function=f>")
+CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), glm_parser({}), parse_required)
+THINK = ("<think>", "</think>", "[THINK]", "[/THINK]")
+CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=f>", "<arg_key>", "[TOOL_CALLS]")
+PIECES = (*MARKS, *THINK, *CALL_MARKS, "\n")
 WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "arguments": {}}')
 
 

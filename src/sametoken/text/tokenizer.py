@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -34,6 +35,10 @@ Messages = Sequence[Mapping[str, Any]]
 #: OpenAI's role of an application's instructions, and how a template compares with it.
 _DEVELOPER = "developer"
 _KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
+#: How a template joins a call's arguments to a text, which must be one too.
+_JOINS_ARGUMENTS = re.compile(
+    r"""\+\s*[\w.\[\]'"]+(?:\[["']|\.)arguments(?:["']\])?\s*(?:\+|-?}})"""
+)
 #: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
 #: characters.
 _MIN_TOKEN_CHARS = 128
@@ -162,6 +167,8 @@ class Tokenizer:
             has_developers = any(message.get("role") == _DEVELOPER for message in messages)
             if has_developers and not _KNOWS_DEVELOPERS.search(str(template)):
                 messages = _with_one_system(messages)
+            if _JOINS_ARGUMENTS.search(str(template)):
+                messages = _with_written_arguments(messages)
             with bounded_steps():
                 text: str = self.hf.apply_chat_template(
                     [dict(message) for message in messages], tokenize=False, **options
@@ -189,6 +196,23 @@ def _with_one_system(messages: Messages) -> Messages:
     instructions = [one.get("content") or "" for one in messages if one.get("role") in roles]
     others = (one for one in messages if one.get("role") not in roles)
     return [{"role": "system", "content": "\n\n".join(instructions)}, *others]
+
+
+def _with_written_arguments(messages: Messages) -> Messages:
+    """The messages with the arguments of calls as JSON, as DeepSeek's templates take them."""
+    written = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
+            for call in message.get("tool_calls") or ()
+        ]
+        written.append({**message, "tool_calls": calls} if calls else message)
+    return written
+
+
+def _json(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:

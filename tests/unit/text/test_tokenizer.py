@@ -351,6 +351,25 @@ def test_messages_are_the_template_s_where_it_knows_developers_or_none_speaks(to
     assert found == "<system>d<system>d"
 
 
+@pytest.mark.parametrize(
+    ("expression", "rendered"),
+    [
+        # DeepSeek's; the others are vLLM's for it, Kimi's and Ministral's.
+        ("'<' + tool['function']['arguments'] + '>'", '<{"x": "é"}>'),
+        ("'<' + tool['function']['arguments']|tojson + '>'", '<{"x": "é"}>'),
+        ("'text' if tool.function.arguments is string else tool.function.arguments.x", "é"),
+        ("'<' + (tool['function']['arguments'] | tojson)", '<{"x": "é"}'),
+    ],
+)
+def test_arguments_of_calls_are_a_text_where_a_template_joins_them_to_one(
+    tokenizer, expression, rendered
+):
+    template = f"{{% for tool in messages[0].tool_calls %}}{{{{ {expression} }}}}{{% endfor %}}"
+    call = {"function": {"name": "f", "arguments": {"x": "é"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert tokenizer.apply_chat_template([message], chat_template=template) == rendered
+
+
 def test_missing_and_corrupt_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "missing")

@@ -194,9 +194,10 @@ class Served:
                 "continue_final_message",
             )
         every = {**(given or {}), **options}
+        calls, _ = self.parsers
 
         def render() -> PromptTokens:
-            return self.engine.render_chat(template_messages(messages), **every)
+            return self.engine.render_chat(template_messages(messages, calls), **every)
 
         return await asyncio.to_thread(render)
 

@@ -26,6 +26,9 @@ from sametoken.types.structured_outputs import StructuredOutputs
 
 #: Where templates read an earlier message's reasoning: gpt-oss's the last, Qwen's the second.
 _REASONING = ("reasoning", "reasoning_content", "thinking")
+#: Ids of calls as models write and expect them, by the values of ``--tool-call-parser``. The number
+#: is that of the calls before it in the conversation.
+_CALL_IDS = {"kimi_k2": "functions.{name}:{number}", "mistral": "{number:09}"}
 #: Parameters of a function that declares none.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -127,14 +130,40 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Message], parser: str | None = None
+) -> list[dict[str, Any]]:
     """Messages as ``LLM.chat`` takes them, with the reasoning where any template reads it.
+
+    Args:
+        messages: the client's messages.
+        parser: the name of the parser of tool calls, whose model may expect ids of a form.
 
     Raises:
         RequestError: a part is not text.
         ApiError: arguments of a call are beyond a limit of bodies.
     """
-    return [_template_message(message) for message in messages]
+    found = [_template_message(message) for message in messages]
+    if parser in _CALL_IDS:
+        _rename_calls(found, _CALL_IDS[parser])
+    return found
+
+
+def _rename_calls(messages: Sequence[dict[str, Any]], form: str) -> None:
+    """Give calls, and the messages of what they returned, ids of a form.
+
+    Kimi writes wrong calls after other ids, and templates of Mistral refuse them.
+    """
+    ids: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            given = call["id"]
+            call["id"] = ids[given] = form.format(name=call["function"]["name"], number=number)
+            number += 1
+        returned = message.get("tool_call_id")
+        if returned in ids:
+            message["tool_call_id"] = ids[returned]
 
 
 def _template_message(message: Message) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
+from sametoken.serving.http.tool_parsers import FIRST_MARKS
 from sametoken.serving.http.tools import ToolUse
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
@@ -142,6 +143,33 @@ def test_without_parallel_calls_the_first_is_the_only_one(serve):
 
 FORM = {"tools": [ADD], "response_format": {"type": "json_object"}}
 #: An answer of the form with what looks like a call of each syntax.
+TURNS = """\
+{% for m in messages %}<{% for c in m.tool_calls or [] %}{{ c.id + '=' + c.function.arguments }}
+{%- endfor %}{{ m.tool_call_id }}>{% endfor %}"""
+MISTRAL = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+SECTION = "<|tool_calls_section_begin|>"
+KIMI = f'{SECTION}<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{{"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "template", "special", "shown"),
+    [
+        (MISTRAL, "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"), "000000000"),
+        (KIMI, SECTION, (), "functions.add:0"),
+    ],
+)
+def test_a_family_s_own_calls_and_ids(serve, said, template, special, shown):
+    engine = FakeEngine(said, special=(*BYTES_SPECIAL, *special), template=template + TURNS)
+    call = {"id": "call_x", "function": {"name": "add", "arguments": '{"a":1}'}}
+    output = {"role": "tool", "content": "", "tool_call_id": "call_x"}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, output]
+    whole, chunks = both(serve, engine, messages=messages, tools=[ADD])
+    assert calls_of(whole["choices"][0]["message"]) == ADDED
+    streamed = merged_chat(chunks)[0]["calls"]
+    assert [(one["name"], one["arguments"]) for one in streamed] == ADDED
+    assert engine.seen[0][0].text == f'{template}<><{shown}={{"a": 1}}><{shown}>'
+
+
 NO_CALL = '{"a": "<tool_call><function=add></function></tool_call> <|channel|>"}'
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 ADDED = [("add", '{"a": 1}')]
@@ -157,6 +185,7 @@ ADDED = [("add", '{"a": 1}')]
         ("hermes", "<tool_call>x", "<tool_call>x", []),
         ("qwen3_coder", NO_CALL, NO_CALL, []),
         ("qwen3_coder", XML, None, [("add", '{"a": "1"}')]),
+        ("kimi_k2", KIMI, None, ADDED),
     ],
 )
 def test_an_answer_is_of_its_format_or_calls(serve, server, syntax, said, content, calls):
@@ -166,7 +195,7 @@ def test_an_answer_is_of_its_format_or_calls(serve, server, syntax, said, conten
     for more in ({}, {"n": 2, "tool_choice": "auto"}, {"logprobs": True, "return_token_ids": True}):
         whole, chunks = both(serve, engine, server, **FORM, **more)
         structured = engine.seen[-1][1].structured_outputs
-        assert (structured.json_object, structured.free_after) == (True, "<tool_call>")
+        assert (structured.json_object, structured.free_after) == (True, FIRST_MARKS[syntax])
         assert (structured.reasoning is not None) == bool(server.get("reasoning_parser"))
         found = merged_chat(chunks)
         for choice in whole["choices"]:
@@ -236,6 +265,7 @@ def test_where_no_grammar_can_tell_calls_from_answers_both_are_refused(serve):
     for engine, server in (
         (FakeEngine(), {"tool_call_parser": "llama3_json"}),
         (FakeEngine(special=special), {}),
+        (FakeEngine(special=(*BYTES_SPECIAL, "[TOOL_CALLS]")), {"tool_call_parser": "mistral"}),
         (FakeEngine(special=special), {"tool_call_parser": "qwen3_coder"}),
         (harmony(FINAL), at_once),
     ):

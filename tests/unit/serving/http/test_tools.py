@@ -214,6 +214,27 @@ def test_messages_become_what_templates_read():
     assert [one["content"] for one in found[3:]] == ["no", "c", "d"]
 
 
+def test_calls_have_ids_of_the_model_s_form():
+    def turn(*names: str) -> list:
+        calls = [{"id": f"call_{name}", "function": {"name": name}} for name in names]
+        outputs = [{"role": "tool", "content": "", "tool_call_id": call["id"]} for call in calls]
+        return [{"role": "assistant", "tool_calls": calls}, *reversed(outputs)]
+
+    def ids(parser: str) -> list[str]:
+        # As with some clients, the second turn has an id of the first again.
+        request = ChatRequest(messages=[*turn("f", "g"), *turn("f")])
+        first, *outputs, second, last = template_messages(request.messages, parser)
+        calls = first["tool_calls"] + second["tool_calls"]
+        return [one["id"] for one in calls] + [one["tool_call_id"] for one in (*outputs, last)]
+
+    names = ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert ids("kimi_k2") == [*names, names[1], names[0], names[2]]
+    numbers = ["000000000", "000000001", "000000002"]
+    assert ids("mistral") == [*numbers, numbers[1], numbers[0], numbers[2]]
+    given = ["call_f", "call_g", "call_f"]
+    assert ids("hermes") == [*given, given[1], given[0], given[2]]
+
+
 def test_reasoning_is_passed_on_where_a_template_can_take_it():
     call = {"function": {"name": "f"}}
     found = messages(

@@ -15,9 +15,11 @@ from sametoken.engine.user_inputs import PromptTokens
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.gemma_calls import parse_gemma4
 from sametoken.serving.http.harmony import parse_harmony
 from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.http.json_calls import parse_hermes, parse_required
+from sametoken.serving.http.named_calls import parse_kimi_k2, parse_mistral
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tools import ToolUse
@@ -110,18 +112,41 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
     assert time.thread_time() - began < 3
 
 
+KIMI_CALL = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        (parse_kimi_k2, f"{KIMI_CALL}{{}}"),
+        (parse_kimi_k2, f"{KIMI_CALL}{{<|tool_call_end|>"),
+        (parse_kimi_k2, f"{KIMI_CALL}x<|tool_call_end|>"),
+        (parse_mistral, "[TOOL_CALLS]f[ARGS]{"),
+        (parse_gemma4, "<|tool_call>call:f{}"),
+        (parse_gemma4, "<|tool_call>call:f{<tool_call|>"),
+    ],
+)
+def test_many_calls_at_once_are_read_in_linear_time(parser, call):
+    num_calls = 500_000 // len(call)
+    began = time.thread_time()
+    assert len(parser(call * num_calls, True).calls) == num_calls
+    assert time.thread_time() - began < 3
+
+
 @pytest.mark.parametrize(
     ("parser", "text"),
     [
         (parse_hermes, '<tool_call>{"name": "f", "arguments": {"a": [' + "[1, 2], " * 8000),
         (parse_hermes, '<tool_call>{"x": [' + "[1, 2], " * 8000),
         (parse_hermes, '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 5000),
+        (parse_kimi_k2, f'{KIMI_CALL}{{"a": "' + KIMI_CALL * 2000),
+        (parse_gemma4, '<|tool_call>call:f{a:<|"|>' + "<tool_call|>" * 5000),
         (parse_required, '[{"name": "f", "parameters": {"a": [' + '{"b": 1}, ' * 6000),
         (parse_required, " " * 60_000),
         (parse_harmony, " to=functions.f<|message|>" + "[1, 2], " * 8000),
         (parse_harmony, "<|channel|>" * 2000),
     ],
-    ids=["call", "no call", "tags", "required", "spaces", "harmony", "marks"],
+    ids=["call", "no call", "tags", "kimi", "gemma", "required", "spaces", "harmony", "marks"],
 )
 def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
     request = ChatRequest(messages=[{"role": "user", "content": "x"}])

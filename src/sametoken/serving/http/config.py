@@ -16,13 +16,13 @@ from sametoken.types.sampling_params import MAX_LOGPROBS
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
 TOOL_CALL_PARSERS = (
-    *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "hermes", "kimi_k2", "llama3_json"),
-    *("mistral", "openai", "qwen3_coder"),
+    *("deepseek_v3", "deepseek_v31", "gemma4", "glm45", "glm47", "hermes", "kimi_k2"),
+    *("llama3_json", "mistral", "openai", "qwen3_coder"),
 )
 #: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has each.
 REASONING_PARSERS = (
-    *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "kimi_k2", "mistral", "openai_gptoss"),
-    "qwen3",
+    *("deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "kimi_k2", "mistral"),
+    *("openai_gptoss", "qwen3"),
 )
 #: The parsers of harmony, one of which needs the other.
 OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"

@@ -72,13 +72,18 @@ def value_end(text: str, start: int) -> int | None:
     return None if found is None else found.start()
 
 
-def find_outside_strings(text: str, mark: str, start: int) -> tuple[int, bool]:
+def find_outside_strings(
+    text: str, mark: str, start: int, *, ends: bool = False
+) -> tuple[int, bool]:
     """Where the first mark outside of strings is, -1 without one, and whether that is final.
+
+    With ``ends`` it is where the object or list at ``start`` has ended, if that comes first.
 
     Where a string neither ends nor is followed as in JSON, marks from its beginning on count. As
     long as it may still end so, the result is not final.
     """
-    scanner = re.compile(rf'{_WHOLE_STRING}|"|{re.escape(mark)}', re.DOTALL)
+    scanner = re.compile(rf'{_WHOLE_STRING}|{re.escape(mark)}|["{{}}\[\]]', re.DOTALL)
+    depth = 0
     for found in scanner.finditer(text, start):
         place = found.start()
         if found[0] == mark:
@@ -87,6 +92,9 @@ def find_outside_strings(text: str, mark: str, start: int) -> tuple[int, bool]:
             end = _string_end(text, place)
             is_final = end is not None and skip_space(text, end) < len(text)
             return text.find(mark, place), is_final
+        depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
+        if ends and depth == 0:
+            return found.end(), True
     return -1, True
 
 

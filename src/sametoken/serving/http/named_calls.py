@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sametoken.serving.http.json_calls import FENCE, arguments_at, calls_in
-from sametoken.serving.http.json_spans import find_outside_strings, skip_space, value_end
+from sametoken.serving.http.json_spans import find_outside_strings, skip_space
 from sametoken.serving.http.marked_calls import marked_parser
 from sametoken.serving.http.parsed import FoundCall, num_safe
 
@@ -87,11 +87,8 @@ class _NamedSyntax(NamedTuple):
         _, body = begun
         head = self.head.match(text, body)
         place = body if head is None else head.end()
-        end, is_final = find_outside_strings(text, self.stop, place)
-        is_json = head is not None and text[place : place + 1] in ("{", "[", '"')
-        ended = value_end(text, place) if is_json else None
-        if ended is not None and not 0 <= end < ended:
-            end, is_final = ended, True
+        is_json = head is not None and text[place : place + 1] in ("{", "[")
+        end, is_final = find_outside_strings(text, self.stop, place, ends=is_json)
         if end < 0:
             return -1, -1, False
         tail = self.tail.match(text, end)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from sametoken.serving.http.gemma_calls import GEMMA_MARKS
 from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
 from sametoken.serving.http.marked_calls import END, START
 from sametoken.serving.http.named_calls import DEEPSEEK_MARKS, KIMI_MARKS, MISTRAL_MARKS
@@ -32,8 +33,8 @@ from sametoken.types.structured_outputs import Reasoning
 if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
 
-#: What begins the section of calls of a model, whose reasoning never holds it by accident.
-_SECTIONS = (DEEPSEEK_MARKS[0], KIMI_MARKS[0], MISTRAL_MARKS[0])
+#: What begins the calls of a model, whose reasoning never holds it by accident.
+_SECTIONS = (DEEPSEEK_MARKS[0], KIMI_MARKS[0], MISTRAL_MARKS[0], GEMMA_MARKS[0])
 #: A call's beginning; without parameters, with the function's name.
 _CALL = re.compile(
     rf"{START}\s*(?:<function=|[^<>{{}}\s]+\s*<arg_key>|([^<>{{}}\s]+)\s*{END})|"
@@ -109,11 +110,13 @@ class ThinkForm:
             the first.
         start: the first mark.
         end: the second.
+        label: what may follow the first, and is not shown.
     """
 
     thinks_first: bool
     start: str = "<think>"
     end: str = "</think>"
+    label: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -146,12 +149,16 @@ class ThinkForm:
 
         def parse(text: str, finished: bool) -> Parsed:
             first = len(text) - len(text.lstrip())
-            if not finished and self.start.startswith(text[first:]):
+            labelled = self.start + self.label
+            if not finished and labelled != text[first:] and labelled.startswith(text[first:]):
                 return Parsed("")
             is_marked = text.startswith(self.start, first)
             if not is_marked and not has_begun:
                 return content(text, finished)
-            return think(text, finished, first + len(self.start) if is_marked else 0)
+            if not is_marked:
+                return think(text, finished)
+            mark = labelled if text.startswith(labelled, first) else self.start
+            return think(text, finished, first + len(mark))
 
         return parse
 
@@ -265,6 +272,7 @@ def _with_content(parser: Parser, content: Parser) -> Parser:
 #: By the values of ``--reasoning-parser``.
 REASONING_FORMS: Mapping[str, ReasoningForm] = {
     "mistral": ThinkForm(thinks_first=False, start="[THINK]", end="[/THINK]"),
+    "gemma4": ThinkForm(False, start="<|channel>", end="<channel|>", label="thought\n"),
     "openai_gptoss": HarmonyForm(),
     **dict.fromkeys(("deepseek_r1", "kimi_k2"), ThinkForm(thinks_first=True)),
     # Their templates tell in the prompt whether the model thinks, or it does.

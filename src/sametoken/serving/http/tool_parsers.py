@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from sametoken.serving.http.gemma_calls import GEMMA_MARKS, parse_gemma4
 from sametoken.serving.http.harmony import CHANNEL, TEMPLATE_MARK, parse_harmony
 from sametoken.serving.http.json_calls import PYTHON_TAG, parse_hermes, parse_llama3_json
 from sametoken.serving.http.marked_calls import END, START
@@ -49,6 +50,7 @@ def named_parser(name: str) -> Parser:
 TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
     "deepseek_v3": lambda _: parse_deepseek_v3,
     "deepseek_v31": lambda _: parse_deepseek_v31,
+    "gemma4": lambda _: parse_gemma4,
     "glm45": glm_parser,
     "glm47": glm_parser,
     "hermes": lambda _: parse_hermes,
@@ -59,9 +61,10 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], Parser]] = {
     "qwen3_coder": qwen3_coder_parser,
 }
 #: What parsers must see, special tokens or not; Llama's tag may be missing.
-CALL_MARKS = (START, END, *DEEPSEEK_MARKS, *KIMI_MARKS, *MISTRAL_MARKS)
+CALL_MARKS = (START, END, *DEEPSEEK_MARKS, *KIMI_MARKS, *MISTRAL_MARKS, *GEMMA_MARKS)
 #: What a call begins with, by the values of ``--tool-call-parser``. Llama's calls are mere JSON.
 FIRST_MARKS: Mapping[str, str] = {
+    "gemma4": GEMMA_MARKS[0],
     "kimi_k2": KIMI_MARKS[0],
     "mistral": MISTRAL_MARKS[0],
     "openai": CHANNEL,
@@ -80,10 +83,9 @@ def parser_of_template(template: str) -> str | None:
         return next((name for tag, name in by_tag.items() if tag in template), "hermes")
     if DEEPSEEK_MARKS[0] in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    if KIMI_MARKS[0] in template:
-        return "kimi_k2"
-    if MISTRAL_MARKS[0] in template:
-        return "mistral"
+    for name in ("gemma4", "kimi_k2", "mistral"):
+        if FIRST_MARKS[name] in template:
+            return name
     if PYTHON_TAG in template or '"parameters": dictionary' in template:
         return "llama3_json"
     return None

@@ -92,8 +92,8 @@ def think(name: str, content: Parser = parse_nothing) -> Parser:
     )
 
 
-HERMES, QWEN, GLM, KIMI, MISTRAL = (
-    TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45", "kimi_k2", "mistral")
+HERMES, QWEN, GLM, MISTRAL = (
+    TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45", "mistral")
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 #: A parser, how its answer begins, and what repeats.
@@ -134,7 +134,6 @@ def test_a_parser_reads_the_text_a_few_times(name):
         (QWEN, "<tool_call><function=f><parameter=a>"),
         (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>"),
         (parse_harmony, "<|channel|>commentary to=functions.f<|message|>"),
-        (KIMI, '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "'),
         (parse_required, '[{"name": "f", "parameters": {"a": "'),
         (named_parser("f"), '{"a": "'),
     ],

@@ -49,6 +49,10 @@ CASES = [
     ("deepseek_r1", ENDED, "yes", Parsed("yes")),
     ("mistral", "[/INST]", "[THINK]hm[/THINK]yes", Parsed("yes", (), "hm")),
     ("mistral", "[/THINK][/INST]", "<think>yes", Parsed("<think>yes")),
+    ("gemma4", PLAIN, "<|channel>thought\nhm<channel|>yes", Parsed("yes", (), "hm")),
+    ("gemma4", PLAIN, "<|channel>though", Parsed("", (), "though")),
+    ("gemma4", PLAIN, "<|channel>hm<channel|>", Parsed("", (), "hm")),
+    ("gemma4", "x<|channel>thought\n<channel|>", "yes", Parsed("yes")),
     ("kimi_k2", PLAIN, "hm</think>yes", Parsed("yes", (), "hm")),
     ("deepseek_v3", OPENED, "hm</think>yes", Parsed("yes", (), "hm")),
     ("deepseek_v3", PLAIN, "yes", Parsed("yes")),
@@ -102,7 +106,7 @@ def test_harmony_s_calls_are_found_where_there_are_tools():
 
 
 CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), glm_parser({}), parse_required)
-THINK = ("<think>", "</think>", "[THINK]", "[/THINK]")
+THINK = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "thought\n")
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=f>", "<arg_key>", "[TOOL_CALLS]")
 PIECES = (*MARKS, *THINK, *CALL_MARKS, "\n")
 WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "arguments": {}}')

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.chat_model import CHAT_TEMPLATE
 from helpers.parsing import assert_adds_up
+from sametoken.serving.http.gemma_calls import GEMMA_MARKS, parse_gemma4
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.named_calls import (
     DEEPSEEK_MARKS,
@@ -325,7 +326,33 @@ MISTRAL = {
     f"{CALLS}f{ARGS[:3]}": Parsed(f"{CALLS}f{ARGS[:3]}"),
     "[TOOL": Parsed("[TOOL"),
 }
+GEMMA_CALL, GEMMA_END, Q = GEMMA_MARKS
+
+
+def gemma(arguments, name="f", end=GEMMA_END):
+    return f"{GEMMA_CALL}call:{name}{{{arguments.replace('@', Q)}{end}"
+
+
+GEMMA = {
+    f"I look.{gemma('x:1}')}{gemma('}', 'g')} then": Parsed("I look. then", F_AND_G),
+    gemma('city:@Paris, "the" {c} <b>@,a b:[@x@,-1.5,true,{k:None}],@q@:{}}'): called(
+        '{"city": "Paris, \\"the\\" {c} <b>", "a b": ["x", -1.5, true, {"k": null}], "q": {}}'
+    ),
+    gemma(f"x:@a {GEMMA_END} b@}}") + " then": called(
+        f'{{"x": "a {GEMMA_END} b"}}', content=" then"
+    ),
+    gemma(" x : Paris , y : 1 }"): called('{"x": "Paris", "y": 1}'),
+    gemma("x:@cut of <|", end=""): called('{"x": "cut of '),
+    gemma("x:12", end=""): called('{"x": '),
+    gemma("x:@a") + " then": called('{"x": "a"', content=" then"),
+    gemma("x:1}", end="") + gemma("}", "g", end=f" {GEMMA_END[:4]}"): Parsed(
+        f" {GEMMA_END[:4]}", F_AND_G
+    ),
+    gemma("x:NaN,y:007}"): called('{"x": "NaN", "y": "007"}'),
+    f"{GEMMA_CALL}no call{GEMMA_END}": Parsed(f"{GEMMA_CALL}no call{GEMMA_END}"),
+}
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_gemma4, *case) for case in GEMMA.items()]
 CASES += [(parse_deepseek_v3, *case) for case in DEEPSEEK_V3.items()]
 CASES += [(parse_deepseek_v31, *case) for case in DEEPSEEK_V31.items()]
 CASES += [(parse_kimi_k2, *case) for case in KIMI.items()]
@@ -350,6 +377,8 @@ PIECES = st.sampled_from(
         *DEEPSEEK_MARKS,
         *KIMI_MARKS,
         *MISTRAL_MARKS,
+        *GEMMA_MARKS,
+        "call:f{",
         "```json",
         "f",
         "<tool_call>",
@@ -429,6 +458,7 @@ def test_the_template_tells_the_parser():
     assert parser_of_template(f"{DEEPSEEK_MARKS[0]} ... '```json'") == "deepseek_v3"
     assert parser_of_template(DEEPSEEK_MARKS[0]) == "deepseek_v31"
     assert parser_of_template(KIMI_MARKS[0]) == "kimi_k2"
+    assert parser_of_template("'<|tool_call>call:' + name") == "gemma4"
     assert parser_of_template("'[TOOL_CALLS]' + name") == "mistral"
     assert parser_of_template("<|start|>assistant<|channel|>analysis<|message|>") == "openai"
     assert parser_of_template("{{ message.content }}") is None

@@ -218,11 +218,11 @@ def test_the_engine_chooses_one_tile_for_all_rows():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("features", "depth"), [(512, 128), (512, 192), (128, 512), (256, 512)])
 def test_products_of_heads_do_not_depend_on_the_row_count(features, depth, transposed):
-    x = torch.randn(300, 20, depth, device="cuda").bfloat16()
+    x = torch.randn(1100, 20, depth, device="cuda").bfloat16()
     matrices = torch.randn(20, features, depth, device="cuda").bfloat16()
     if transposed:
         matrices = matrices.mT.contiguous().mT
-    whole = torch.empty(300, 20, features, device="cuda", dtype=torch.bfloat16)
+    whole = torch.empty(1100, 20, features, device="cuda", dtype=torch.bfloat16)
     heads_triton.head_products(x, matrices, whole)
     exact = torch.einsum("thk,hnk->thn", x.double(), matrices.double())
     torch.testing.assert_close(whole.double(), exact, rtol=1e-2, atol=0.3)
@@ -230,6 +230,9 @@ def test_products_of_heads_do_not_depend_on_the_row_count(features, depth, trans
         part = torch.empty_like(whole[:rows])
         heads_triton.head_products(x[:rows].contiguous(), matrices, part)
         assert torch.equal(part, whole[:rows])
+    blocks = torch.empty_like(whole).view(11, 20, 100, features).transpose(1, 2)
+    heads_triton.head_products(x.view(11, 100, 20, depth), matrices, blocks)
+    assert torch.equal(blocks.flatten(0, 1), whole)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
+
+import torch
 
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.engine.step_memory import mixers_of
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.compile_ahead import compiled_ahead
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
+from sametoken.ops.model.latent_attention.shape import ExpandedShape
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -83,7 +88,7 @@ def gpu_launcher(
         for shape in (*shapes, *eager_shapes(*sizes, all_states=step.all_states)):
             eager.run_padding(shape)
         if config.expand_prompts_from:
-            for shape in expanded_shapes(config.max_num_batched_tokens, step):
+            for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
                 eager.run_padding(shape)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
@@ -159,14 +164,23 @@ def eager_shapes(
     return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
 
 
-def expanded_shapes(max_rows: int, step: Step) -> list[StepShape]:
-    """Steps with one chunk of an expanded prompt, in every form of attention to its heads."""
-    slot, shapes = step.sequences.reserved_slot, []
-    for rows in _doubling(min(max_rows, EAGER_ROWS)):
-        chunks = (ExpandedChunk(slot, 0, rows, rows),)
-        shape = StepShape(1, rows, 1, 0, 1, rows, step.all_states, chunks)
-        shapes.append(padded(shape, ROW_MULTIPLE))
-    return shapes
+def expanded_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape]:
+    """Steps with one chunk of an expanded prompt, in every form of attention to its heads.
+
+    Args:
+        max_rows: maximum rows per step.
+        step: its model has latent attention.
+        dtype: of the activations.
+    """
+    slot, longest = step.sequences.reserved_slot, step.sequences.token_ids.shape[1]
+    sizes = next(one for one in mixers_of(step.model) if isinstance(one, ExpandedShape))
+    rows_of_chunks = _doubling(min(max_rows, EAGER_ROWS))
+    contexts = {sizes.num_at_once(stop, dtype): stop for stop in reversed(_doubling(longest))}
+    shapes = []
+    for rows, stop in product(rows_of_chunks, contexts.values()):
+        chunks = (ExpandedChunk(slot, 0, rows, max(rows, stop)),)
+        shapes.append(StepShape(1, rows, 1, 0, 1, rows, step.all_states, chunks))
+    return [padded(shape, ROW_MULTIPLE) for shape in shapes]
 
 
 def _windows(max_num_seqs: int, k: int, most: int, sparse: bool) -> list[StepShape]:

@@ -34,4 +34,4 @@ def require_expandable(target: Decoder) -> None:
     """
     for one in mixers_of(target.layers):
         if isinstance(one, ExpandedShape):
-            target.kernels.require(one.head)
+            target.kernels.require(one.attention)

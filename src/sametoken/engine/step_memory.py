@@ -200,12 +200,10 @@ def _expanded_bytes(
     shape: ExpandedShape, dtype: torch.dtype, block_size: int, launches: Launches
 ) -> int:
     """Of a chunk in the expanded form: vectors, their keys and values, attention to them."""
-    heads, max_rows, positions = (
-        shape.latent.num_heads, launches.max_rows, launches.max_seq_len,
-    )  # fmt: skip
-    of_heads = Launches((Runs(heads, 1, max_rows),), heads * max_rows, positions)
+    max_rows, positions = launches.max_rows, launches.max_seq_len
+    one_chunk = Launches((Runs(1, 1, max_rows),), max_rows, positions)
     scratch = attention_scratch(
-        shape.head, dtype, block_size, torch.device("cuda"), of_heads, has_sinks=False
+        shape.attention, dtype, block_size, torch.device("cuda"), one_chunk, has_sinks=False
     )
     vectors = positions * shape.latent.width * dtype.itemsize
     return vectors + shape.most_bytes(positions, dtype) + scratch

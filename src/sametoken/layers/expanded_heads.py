@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sametoken.ops.backend import ChunkRows, KeptRows, Kernels, LayerKV, RowRuns
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, HeadWeights, LayerLatent
@@ -33,8 +34,8 @@ class ExpandedHeads:
         """Causal attention of a chunk's N rows over all positions that it sees.
 
         Args:
-            q: [N, H, nope_dim].
-            rotated: [N, H, rope_dim], after rotation.
+            q: [N, H, nope_dim + rope_dim], before rotation; may be written.
+            rotated: [N, H, rope_dim], the last elements after it.
             chunk: its positions, and the blocks of what it sees.
             memory: the layer's vectors, the chunk's own included.
             out: [N, H, v_dim], written.
@@ -42,56 +43,53 @@ class ExpandedHeads:
         shape, vectors = self.shape, memory.vectors[chunk.blocks]
         # What an earlier owner left there may be of any size.
         vectors.flatten(0, 1)[chunk.stop :] = 0
-        num_heads, key_dim = shape.latent.num_heads, shape.key_dim
-        queries = q.new_empty(num_heads, len(q), shape.head_dim)
-        queries[..., : shape.nope_dim] = q.transpose(0, 1)
-        queries[..., shape.nope_dim : key_dim] = rotated.transpose(0, 1)
-        queries[..., key_dim:] = 0
-        at_once = shape.num_at_once(vectors.shape[:2].numel(), q.dtype)
+        padding = shape.head_dim - shape.key_dim
+        q = functional.pad(q, (0, padding)) if padding else q.contiguous()
+        q[..., shape.nope_dim : shape.key_dim] = rotated
+        num_heads, at_once = q.shape[1], shape.num_at_once(vectors.shape[:2].numel(), q.dtype)
         for first in range(0, num_heads, at_once):
-            part = slice(first, min(first + at_once, num_heads))
-            some = self._heads(part)
-            attended = some._attention(queries[part], chunk.positions, some._keys_values(vectors))
-            out[:, part] = attended[..., : shape.v_dim].transpose(0, 1)
+            last = min(first + at_once, num_heads)
+            some = self._heads(first, last)
+            attended = some._attention(
+                q[:, first:last].contiguous(), chunk.positions, some._keys_values(vectors)
+            )
+            out[:, first:last] = attended[..., : shape.v_dim]
 
-    def _heads(self, part: slice) -> ExpandedHeads:
-        first, last = part.start, part.stop
-        latent = replace(self.shape.latent, num_heads=last - first)
+    def _heads(self, first: int, last: int) -> ExpandedHeads:
         return replace(
             self,
-            shape=replace(self.shape, latent=latent),
+            shape=self.shape.of_heads(last - first),
             absorb=self.absorb.heads(first, last),
             expand=self.expand.heads(first, last),
         )
 
     def _keys_values(self, vectors: Tensor) -> LayerKV:
-        """Of B blocks of vectors: two [H * B, 1, block_size, head_dim], head by head."""
-        num_blocks, block_size, _ = vectors.shape
+        """Of [B, block_size, rank + rope_dim] vectors: two [B, H, block_size, head_dim]."""
         shape, latent = self.shape, self.shape.latent
-        latents, rotated = vectors.flatten(0, 1).tensor_split([latent.rank], dim=-1)
-        latents = latents[:, None].expand(-1, latent.num_heads, -1)
-        size = (latent.num_heads, num_blocks * block_size, shape.head_dim)
-        keys, values = vectors.new_empty(size), vectors.new_empty(size)
-        self.absorb.transposed().matmul(latents, keys[..., : shape.nope_dim].transpose(0, 1))
-        keys[..., shape.nope_dim : shape.key_dim] = rotated
+        num_blocks, block_size, _ = vectors.shape
+        latents, rotated = vectors[:, :, None].tensor_split([latent.rank], dim=-1)
+        latents = latents.expand(-1, -1, latent.num_heads, -1)
+        keys, values = (
+            vectors.new_empty(num_blocks, latent.num_heads, block_size, shape.head_dim)
+            for _ in range(2)
+        )
+        # By row, then by head, as products have them.
+        rows_of_keys, rows_of_values = keys.transpose(1, 2), values.transpose(1, 2)
+        self.absorb.transposed().matmul(latents, rows_of_keys[..., : shape.nope_dim])
+        rows_of_keys[..., shape.nope_dim : shape.key_dim] = rotated
         keys[..., shape.key_dim :] = 0
-        self.expand.matmul(latents, values[..., : shape.v_dim].transpose(0, 1))
+        self.expand.matmul(latents, rows_of_values[..., : shape.v_dim])
         values[..., shape.v_dim :] = 0
-        blocks = (-1, 1, block_size, shape.head_dim)
-        return LayerKV(keys.view(blocks), values.view(blocks))
+        return LayerKV(keys, values)
 
-    def _attention(self, queries: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """[H, N, head_dim] -> the same."""
-        num_heads, num_rows, size = queries.shape
-        heads = torch.arange(num_heads, device=queries.device)
-        positions = positions.repeat(num_heads)
+    def _attention(self, q: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """[N, H, head_dim] -> the same."""
         # No pass's own rows: keys and values before the first were written just now, too.
         rows = KeptRows(
             index=positions,
             positions=positions,
-            slots=heads.repeat_interleave(num_rows),
-            block_table=torch.arange(len(kv.keys), device=queries.device).view(num_heads, -1),
-            runs=RowRuns.even(num_heads, num_rows),
+            slots=torch.zeros_like(positions),
+            block_table=torch.arange(len(kv.keys), device=q.device)[None],
+            runs=RowRuns.even(1, len(q)),
         )
-        attended = self.kernels.attention(queries.reshape(-1, 1, size), self.shape.head, rows, kv)
-        return attended.view(queries.shape)
+        return self.kernels.attention(q, self.shape.attention, rows, kv).view(q.shape)

@@ -86,19 +86,17 @@ class LatentAttention(Matrices):
         shape, kernels = self.shape, self.kernels
         fused = self.projection(x)
         q, latent = fused.split((fused.shape[1] - shape.width, shape.width), dim=-1)
-        q, rotated = (
-            self.queries(q)
-            .unflatten(-1, (shape.num_heads, -1))
-            .split((self.expanded.nope_dim, shape.rope_dim), dim=-1)
-        )
+        q = self.queries(q).unflatten(-1, (shape.num_heads, -1))
+        not_rotated = q.shape[-1] - shape.rope_dim
         # No kept row is a prompt's that is expanded: its last token is absorbed.
         prompts = None if kept else rows.prompts
         absorbed_rows = prompts.others if prompts else rows
         count = len(absorbed_rows.positions)
         absorbed = q.new_empty(*q.shape[:2], shape.width)
-        self.absorb.matmul(q[:count], absorbed[:count, :, : shape.rank])
+        self.absorb.matmul(q[:count, :, :not_rotated], absorbed[:count, :, : shape.rank])
+        rotated = absorbed[..., shape.rank :]
         kernels.latent_rope_and_cache(
-            rotated, latent, self.rotary, rows, memory, absorbed[..., shape.rank :]
+            q[..., not_rotated:], latent, self.rotary, rows, memory, rotated
         )
         absorbed_q, wanted = wanted_queries(kernels, absorbed[:count], absorbed_rows, kept)
         attended = kernels.latent_attention(absorbed_q, shape.scale, wanted, memory)
@@ -107,6 +105,5 @@ class LatentAttention(Matrices):
         self.expand.matmul(attended, values[: len(attended)])
         heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
         for chunk in prompts.chunks if prompts else ():
-            rotated_q = absorbed[chunk.rows, :, shape.rank :]
-            heads.attend(q[chunk.rows], rotated_q, chunk, memory, values[chunk.rows])
+            heads.attend(q[chunk.rows], rotated[chunk.rows], chunk, memory, values[chunk.rows])
         return self.output(values.flatten(1))

@@ -109,7 +109,9 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads):
     engine, draw = (64, 0, 8192, 33024), random.Random(0)
     with recorded() as forms:
         step = step_on_meta(tmp_path / "glm-4.7-flash", None, engine[0], engine[3])
-        run_on_meta(step, [*compiled_shapes(engine), *expanded_shapes(engine[2], step)])
+        run_on_meta(
+            step, [*compiled_shapes(engine), *expanded_shapes(engine[2], step, torch.bfloat16)]
+        )
         compiled = set(forms)
         for _ in range(60):
             windows, before = draw.randint(0, 63), draw.choice([0, 0, 1, 30, 300])

@@ -104,7 +104,7 @@ def peak_and_planned(
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
         if expands:
-            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (9000, max_len)]
+            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
             shapes += [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
         with PeakMemory() as memory:
             run_on_meta(step, shapes)

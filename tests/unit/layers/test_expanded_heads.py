@@ -38,7 +38,8 @@ def test_a_row_has_its_bits_in_every_chunk_and_beside_any_heads(kernels, v_dim, 
         for stop in ends:
             blocks = scene.table[1, : -(-stop // 16)]
             chunk = ChunkRows(slice(first, stop), torch.arange(first, stop), blocks, stop)
-            heads.attend(q[chunk.rows], rotated[chunk.rows], chunk, scene.memory, out[chunk.rows])
+            raw = torch.cat((q, torch.full_like(rotated, torch.nan)), -1)
+            heads.attend(raw[chunk.rows], rotated[chunk.rows], chunk, scene.memory, out[chunk.rows])
             first = stop
         return out
 

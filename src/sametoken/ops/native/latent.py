@@ -52,6 +52,10 @@ class PanelHeadWeights:
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""
+        if x.dim() == 4:
+            for rows, written in zip(x, out, strict=True):
+                self.matmul(rows, written)
+            return
         heads, n, k = self.shape
         if x.shape[1:] != (heads, k) or out.shape != (x.shape[0], heads, n):
             raise InvariantError(f"{list(x.shape)} times {self.shape} is not {list(out.shape)}")

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
-_FEATURES = 64
 _DEPTH = 64
 _MOST_ROWS = 128
+
+#: Rows from which tiles have twice the features.
+_MANY_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +47,36 @@ class DeviceHeadWeights:
 
 
 def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
-    """``out[:, h] = x[:, h] @ matrices[h].T`` of [T, H, K], [H, N, K] and [T, H, N]."""
-    num_rows, (heads, features, depth) = x.shape[0], matrices.shape
-    assert x.shape == (num_rows, heads, depth)
-    assert out.shape == (num_rows, heads, features)
+    """See ``HeadWeights.matmul``; matrices are [H, N, K]."""
+    heads, features, depth = matrices.shape
+    num_rows = x.shape[:-2].numel()
+    assert x.shape == (*out.shape[:-2], heads, depth)
+    assert out.shape[-2:] == (heads, features)
     assert x.dtype == matrices.dtype == out.dtype
-    assert x.stride(2) == out.stride(2) == 1
+    assert x.stride(-1) == out.stride(-1) == 1
     if not num_rows:
         return
     rows = min(max(16, triton.next_power_of_2(num_rows)), _MOST_ROWS)
-    tiles = triton.cdiv(num_rows, rows) * triton.cdiv(features, _FEATURES)
+    tile, warps = (128, 8) if num_rows >= _MANY_ROWS else (64, 4)
+    tiles = triton.cdiv(num_rows, rows) * triton.cdiv(features, tile)
+    in_blocks = x.dim() == 4
     _head_products_kernel[(tiles, heads)](
         x,
         matrices,
         out,
         num_rows,
-        *x.stride()[:2],
+        *x.stride()[-3:-1],
         *matrices.stride(),
-        *out.stride()[:2],
+        *out.stride()[-3:-1],
+        x.stride(0),
+        out.stride(0),
+        BLOCK_LEN=x.shape[1] if in_blocks else 0,
         N=features,
         K=depth,
         BLOCK_ROWS=rows,
-        BLOCK_FEATURES=_FEATURES,
+        BLOCK_FEATURES=tile,
         BLOCK_DEPTH=_DEPTH,
-        num_warps=4,
+        num_warps=warps,
         num_stages=3,
         **pdl_options(x),
     )
@@ -76,9 +84,9 @@ def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _head_products_kernel(
-    x,  # [T, H, K], strided
+    x,  # [T, H, K] or [B, BLOCK_LEN, H, K], strided
     matrices,  # [H, N, K], strided
-    out,  # [T, H, N], strided
+    out,  # as x, of N elements
     num_rows,
     x_row,
     x_head,
@@ -87,6 +95,9 @@ def _head_products_kernel(
     w_depth,
     out_row,
     out_head,
+    x_block,
+    out_block,
+    BLOCK_LEN: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -101,7 +112,7 @@ def _head_products_kernel(
     row = tl.program_id(0) % row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(0) // row_tiles * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     depth = tl.arange(0, BLOCK_DEPTH)
-    x_at = x + head * x_head + row.to(tl.int64)[:, None] * x_row + depth[None, :]
+    x_at = x + head * x_head + _row_at(row, x_row, x_block, BLOCK_LEN)[:, None] + depth[None, :]
     w_at = matrices + head * w_head + feature[:, None] * w_feature + depth[None, :] * w_depth
     acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
     for k in tl.range(0, K, BLOCK_DEPTH):
@@ -109,6 +120,17 @@ def _head_products_kernel(
         w = tl.load(w_at + k * w_depth, mask=(feature < N)[:, None] & inside, other=0.0)
         a = tl.load(x_at + k, mask=(row < num_rows)[:, None] & inside, other=0.0)
         acc = tl.dot(w, a.T, acc, input_precision="ieee")
-    at = out + head * out_head + row.to(tl.int64)[None, :] * out_row + feature[:, None]
+    row_at = _row_at(row, out_row, out_block, BLOCK_LEN)
+    at = out + head * out_head + row_at[None, :] + feature[:, None]
     stored = (row < num_rows)[None, :] & (feature < N)[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _row_at(row, stride, block_stride, BLOCK_LEN: tl.constexpr):
+    """Elements before a row."""
+    row = row.to(tl.int64)
+    if BLOCK_LEN == 0:
+        return row * stride
+    else:
+        return row // BLOCK_LEN * block_stride + row % BLOCK_LEN * stride

@@ -39,7 +39,8 @@ class PlainHeadWeights:
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""
         for head, matrix in enumerate(self.matrices):
-            out[:, head] = product(x[:, head], matrix)
+            rows = x[..., head, :].flatten(0, -2)
+            out[..., head, :] = product(rows, matrix).view(out[..., head, :].shape)
 
 
 def rope_and_cache(

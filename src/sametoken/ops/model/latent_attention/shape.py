@@ -7,7 +7,7 @@ In the absorbed form all heads attend to it alike: their queries are taken into 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -68,14 +68,24 @@ class ExpandedShape:
         return -(-max(self.key_dim, self.v_dim) // _MULTIPLE) * _MULTIPLE
 
     @property
-    def head(self) -> AttentionShape:
-        """Of one head: to the kernels each is a slot with a block table of its own."""
-        return AttentionShape(1, 1, self.head_dim, score_factor=self.latent.scale)
+    def attention(self) -> AttentionShape:
+        """As any attention whose heads have keys and values of their own."""
+        heads = self.latent.num_heads
+        return AttentionShape(heads, heads, self.head_dim, score_factor=self.latent.scale)
+
+    def of_heads(self, count: int) -> ExpandedShape:
+        """The shape of fewer heads."""
+        return replace(self, latent=replace(self.latent, num_heads=count))
 
     def num_at_once(self, num_positions: int, dtype: torch.dtype) -> int:
-        """Heads whose keys and values of ``num_positions`` fit in ``MOST_BYTES``, at least one."""
-        fitting = MOST_BYTES // self._head_bytes(num_positions, dtype)
-        return max(1, min(fitting, self.latent.num_heads))
+        """Heads whose keys and values of ``num_positions`` fit in ``MOST_BYTES``, or one.
+
+        All, a half, a quarter and so on: kernels are compiled for each number.
+        """
+        count = self.latent.num_heads
+        while count > 1 and count * self._head_bytes(num_positions, dtype) > MOST_BYTES:
+            count = 1 if count % 2 else count // 2
+        return count
 
     def most_bytes(self, num_positions: int, dtype: torch.dtype) -> int:
         """The most bytes of keys and values at once, of at most ``num_positions``."""
@@ -134,7 +144,8 @@ class HeadWeights(Protocol):
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """Write ``x[:, h] @ weight[h].T`` into ``out[:, h]``, summed in fp32, rounded once.
 
-        [T, H, K] -> [T, H, N] of one dtype; both may be strided, except in the last dimension.
-        A row's bits do not depend on the number of rows.
+        [T, H, K] -> [T, H, N] of one dtype, or B blocks of rows: [B, T, H, K] -> [B, T, H, N]. Both
+        may be strided, except in the last dimension. A row's bits do not depend on the number of
+        rows.
         """
         ...

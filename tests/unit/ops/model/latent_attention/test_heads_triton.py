@@ -42,7 +42,7 @@ def test_real_sizes_compile(tmp_path):
     compile_launches(
         """
 from sametoken.ops.model.latent_attention.heads_triton import head_products
-for rows in (1, 200):
+for rows in (1, 200, 1100):
     q, out = (torch.zeros(rows, 20, width, dtype=torch.bfloat16) for width in (256, 576))
     matrices = torch.zeros(20, 512, 192, dtype=torch.bfloat16)
     head_products(q[..., :192], matrices, out[..., :512])

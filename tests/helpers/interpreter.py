@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,49 +84,155 @@ def _patch_attribute(target, name, member, builder, scope):
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    operation = _OF_NUMPY.get(name) if target is language.tensor else None
-    scope.set_attr(target, name, _elementwise(operation, call) if operation else call)
+    if target is language.tensor and name in _OF_NUMPY:
+        call = _elementwise(name, call)
+    elif target is language.tensor and name == "__getitem__":
+        call = _with_new_axes(call)
+    elif target in (language, language.core) and name in _AT_ONCE:
+        call = partial(_AT_ONCE[name], call)
+    scope.set_attr(target, name, call)
 
 
+def _quotient(left, right):
+    # As Triton has it: towards zero.
+    return (left - np.fmod(left, right)) // right
+
+
+_INTEGERS = ("int32", "int64", "uint32")
+_NUMBERS = ("fp32", *_INTEGERS)
+#: What numpy converts as a GPU does.
+_PLAIN = ("int1", "int8", "uint8", *_NUMBERS)
 _COMPARISONS = {
-    f"__{name}__": getattr(np, numpy_name)
+    f"__{name}__": (getattr(np, numpy_name), _NUMBERS)
     for name, numpy_name in (
         *(("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal")),
         *(("eq", "equal"), ("ne", "not_equal")),
     )
 }
-_OF_NUMPY = _COMPARISONS | {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+#: Operators, and the types of operands for which numpy's are the same.
+_OF_NUMPY = _COMPARISONS | {
+    **dict.fromkeys(("__add__", "__radd__"), (np.add, _NUMBERS)),
+    **dict.fromkeys(("__mul__", "__rmul__"), (np.multiply, _NUMBERS)),
+    "__sub__": (np.subtract, _NUMBERS),
+    "__truediv__": (np.divide, ("fp32",)),
+    "__floordiv__": (_quotient, ("int32", "int64")),
+    "__mod__": (np.fmod, ("int32", "int64")),
+    "__and__": (np.bitwise_and, ("int1", *_INTEGERS)),
+    "__or__": (np.bitwise_or, ("int1", *_INTEGERS)),
+    "__xor__": (np.bitwise_xor, ("int1", *_INTEGERS)),
+    "__lshift__": (np.left_shift, _INTEGERS),
+    "__rshift__": (np.right_shift, _INTEGERS),
+}
 
 
-def _elementwise(operation, call):
-    """An operator, at once for operands of one common type and one shape, or of one number."""
-    compares = operation in _COMPARISONS.values()
+def _elementwise(name, call):
+    """An operator, at once for operands that it converts to a common type as numpy does."""
+    (operation, types), compares = _OF_NUMPY[name], name in _COMPARISONS
 
     def apply(self, other):
-        scalar, kind = self.dtype, self.type
-        if scalar.is_ptr() or scalar.name not in ("fp32", "int32", "int64"):
-            return call(self, other)
         if type(other) is language.constexpr:
             other = other.value
-        if type(other) is language.tensor:
-            if other.dtype.is_ptr() or other.dtype.name != scalar.name:
-                return call(self, other)
-            if not kind.is_block():
-                kind = other.type
-            elif other.type.is_block() and other.type.of_numpy != kind.of_numpy:
-                return call(self, other)
-            other = other.handle.data
-        elif not _fits(other, scalar.name):
+        scalar = self.dtype
+        if scalar.is_ptr():
+            moved = operation is np.add and _moved(self, other)
+            return moved or call(self, other)
+        if scalar.name not in types:
             return call(self, other)
-        found = interpreter.TensorHandle(operation(self.handle.data, other), scalar)
-        return language.tensor(found, _bool_like(kind) if compares else kind)
+        is_block, data = self.type.is_block(), other
+        if type(other) is language.tensor:
+            scalar = _common_type(scalar, other.dtype)
+            is_block, data = is_block or other.type.is_block(), other.handle.data
+        elif not _fits(other, scalar.name):
+            scalar = None
+        if scalar is None:
+            return call(self, other)
+        found = operation(self.handle.data, data)
+        return _made(found, language.int1 if compares else scalar, is_block)
 
     return apply
 
 
-def _bool_like(kind):
-    return language.block_type(language.int1, kind.shape) if kind.is_block() else language.int1
+def _common_type(ours, theirs):
+    """None if these are converted by other rules than numpy's."""
+    if ours.is_ptr() or theirs.is_ptr():
+        return None
+    if ours.name == theirs.name:
+        return ours
+    return language.int64 if {ours.name, theirs.name} == {"int32", "int64"} else None
 
+
+def _made(data, scalar, is_block):
+    kind = language.block_type(scalar, list(data.shape)) if is_block else scalar
+    return language.tensor(interpreter.TensorHandle(data, scalar), kind)
+
+
+def _moved(pointer, offset):
+    """A pointer plus an offset; None where that is neither a number nor a signed integer."""
+    is_block = pointer.type.is_block()
+    size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
+    if type(offset) is int:
+        distance = np.uint64(size * offset % 2**64)
+    elif type(offset) is language.tensor and offset.dtype in (language.int32, language.int64):
+        is_block = is_block or offset.type.is_block()
+        distance = size * offset.handle.data.astype(np.uint64)
+    else:
+        return None
+    return _made(pointer.handle.data + distance, pointer.dtype, is_block)
+
+
+def _with_new_axes(call):
+    """An index, at once where it only adds axes of length 1."""
+
+    def index(self, slices):
+        all_ = slices if isinstance(slices, tuple) else (slices,)
+        if not self.type.is_block() or any(one not in (None, slice(None)) for one in all_):
+            return call(self, slices)
+        return _made(self.handle.data[all_], self.dtype, is_block=True)
+
+    return index
+
+
+def _load(call, pointer, mask=None, other=None, **how):
+    """A load of what lies at the pointers where the mask allows, zeros elsewhere."""
+    mask, other = _unwrap_if_needed(mask), _unwrap_if_needed(other)
+    if (
+        type(pointer) is not language.tensor
+        or not pointer.dtype.is_ptr()
+        or pointer.dtype.element_ty.is_block()
+        or pointer.dtype.element_ty.name == "int1"
+        or not (mask is None or (type(mask) is language.tensor and mask.dtype.name == "int1"))
+        or not (other is None or (type(other) in (int, float) and other == 0 and mask is not None))
+        or not how.keys() <= {"cache_modifier", "eviction_policy", "volatile"}
+    ):
+        return call(pointer, mask, other, **how)
+    addresses, element = pointer.handle.data, pointer.dtype.element_ty
+    wanted = np.True_ if mask is None else mask.handle.data
+    if np.broadcast_shapes(addresses.shape, wanted.shape) != addresses.shape:
+        return call(pointer, mask, other, **how)
+    wanted, kind = np.broadcast_to(wanted, addresses.shape), _numpy_type(element)
+    data = interpreter._interpreter.load(addresses, wanted, np.zeros(addresses.shape, kind), kind)
+    return _made(data, element, pointer.type.is_block())
+
+
+def _where(call, condition, x, y):
+    """A choice between tensors, or a tensor and a number, of one type."""
+    x, y = _unwrap_if_needed(x), _unwrap_if_needed(y)
+    tensors = [one for one in (x, y) if type(one) is language.tensor]
+    names = {None if one.dtype.is_ptr() else one.dtype.name for one in tensors}
+    if (
+        type(condition) is not language.tensor
+        or condition.dtype.name != "int1"
+        or len(names) != 1
+        or not names <= set(_NUMBERS)
+        or not all(type(one) is language.tensor or _fits(one, *names) for one in (x, y))
+    ):
+        return call(condition, x, y)
+    choices = [one.handle.data if type(one) is language.tensor else one for one in (x, y)]
+    is_block = any(one.type.is_block() for one in (condition, *tensors))
+    return _made(np.where(condition.handle.data, *choices), tensors[0].dtype, is_block)
+
+
+_AT_ONCE = {"load": _load, "where": _where}
 
 _block_types: dict = {}
 
@@ -173,6 +279,9 @@ def _cast_other_types(self, value, dtype, fp_downcast_rounding=None):
     ours, theirs = value.dtype, dtype.scalar
     if ours.name == theirs.name and not ours.is_ptr() and not theirs.is_ptr():
         return value
+    if ours.name in _PLAIN and theirs.name in _PLAIN and not ours.is_ptr() and not theirs.is_ptr():
+        data = value.handle.data.astype(_numpy_type(theirs))
+        return _made(data, theirs, value.type.is_block())
     return _cast(self, value, dtype, fp_downcast_rounding)
 
 
@@ -229,4 +338,6 @@ def _fits(number, type_name: str) -> bool:
     """Whether a number takes the type of the tensor beside it."""
     if type_name == "fp32":
         return type(number) in (int, float)
+    if type_name == "uint32":
+        return type(number) is int and 0 <= number < 2**32
     return type_name in ("int32", "int64") and type(number) is int and abs(number) < 2**31

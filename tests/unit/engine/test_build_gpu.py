@@ -141,7 +141,7 @@ def launched(monkeypatch):
 
 
 def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched):
-    kernels, (max_num_seqs, k, max_rows) = TritonKernels(GemmTable(hopper=True)), (64, 3, 2048)
+    kernels, (max_num_seqs, k, max_rows) = TritonKernels(GemmTable(hopper=True)), (64, 3, 640)
     shapes = captured_shapes(max_num_seqs, k, max_rows)
     counts = row_counts(shapes, max_rows, max_num_seqs)
     weights = [

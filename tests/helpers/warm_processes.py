@@ -23,19 +23,21 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 
+from sametoken.bench import sweep
 from sametoken.io import child_process
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: Variables that libraries read when they are imported.
 _READ_AT_IMPORT = ("CUDA", "HF_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_", "TRITON_")
 _LARGEST_REQUEST = 2**17
-_MOST_FDS = 4
+_MOST_FDS = 5
 
 
 def install() -> None:
     """Make this process start its processes so; on Linux, where orphans can be adopted."""
     if sys.platform == "linux":
-        child_process.subprocess = SimpleNamespace(Popen=WarmProcess, DEVNULL=subprocess.DEVNULL)
+        warm = SimpleNamespace(Popen=WarmProcess, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+        child_process.subprocess = sweep.subprocess = warm
 
 
 class WarmProcess(subprocess.Popen):
@@ -43,12 +45,15 @@ class WarmProcess(subprocess.Popen):
 
     def _execute_child(self, args, executable, preexec, close_fds, pass_fds, cwd, env, *others):
         server = _server()
-        if not server.imports_the_same(env):
+        if not server.imports_the_same(env or os.environ):
             super()._execute_child(
                 args, executable, preexec, close_fds, pass_fds, cwd, env, *others
             )
             return
-        self.pid = server.fork(args[2], env, *pass_fds)
+        # Its ends of pipes; without one, that of this process.
+        given = (others[3], others[6], others[8])
+        streams = [number if end == -1 else end for number, end in enumerate(given)]
+        self.pid = server.fork(args[2], env or os.environ, *streams, *pass_fds)
         self._child_created = True
         self._close_pipe_fds(*others[3:9])
 
@@ -80,10 +85,10 @@ class _Server:
         return _read_at_import(env) == self._imported_with
 
     def fork(self, module: str, env, *fds: int) -> int:
-        """Process id of a child of this process."""
+        """Process id of a child of this process; the first three are its streams."""
         request = json.dumps([module, dict(env), os.getcwd()]).encode()
         with self._lock, _adopting():
-            socket.send_fds(self._sock, [request], [1, 2, *fds])
+            socket.send_fds(self._sock, [request], fds)
             return int(self._sock.recv(_LARGEST_REQUEST))
 
 
@@ -133,13 +138,15 @@ def _serve(sock: socket.socket) -> None:
             os.close(fd)
 
 
-def _run(request: list, output: int, errors: int, *fds: int) -> None:
+def _run(request: list, *streams_and_fds: int) -> None:
+    streams, fds = streams_and_fds[:3], streams_and_fds[3:]
     module, env, directory = request
     os.environ.clear()
     os.environ.update(env)
     os.chdir(directory)
-    sys.path += [path for path in env["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    for number, inherited in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [path for path in paths if path and path not in sys.path]
+    for number, inherited in enumerate(streams):
         os.dup2(inherited, number)
         os.close(inherited)
     sys.argv = [module, *map(str, fds)]

@@ -1,9 +1,9 @@
 """Processes of the program, forked from one that has imported what they import.
 
 An engine's process takes 3.5 s of CPU time to import its libraries, and a process that tries
-grammars 4 s. ``spawn`` of ``sametoken.io.child_process`` starts what it starts without this: a
-child of the process that asks, with its environment, its output and the socket it passes on. The
-commands that tests run start their processes themselves.
+grammars 4 s. ``spawn`` of ``sametoken.io.child_process`` and a sweep start what they start without
+this: a child of the process that asks, with its environment, its streams and the socket it passes
+on. The commands that tests run start their processes themselves.
 """
 
 from __future__ import annotations

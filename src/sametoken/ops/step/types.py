@@ -112,7 +112,9 @@ class LayoutTable:
         for one in expanded:
             where = slice(one.first_row, one.first_row + one.num_rows)
             blocks = table[one.slot, : -(-one.stop // block_size)]
-            chunks.append(ChunkRows(where, rows.positions[where], blocks, one.stop))
+            # A view may be unaligned, and would cost a compilation.
+            positions = rows.positions[where].clone()
+            chunks.append(ChunkRows(where, positions, blocks, one.stop))
         return replace(rows, prompts=ExpandedRows(others, tuple(chunks)))
 
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:

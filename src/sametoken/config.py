@@ -80,7 +80,7 @@ class EngineConfig:
     expand_prompts_from: int = option(
         0,
         "tokens from which prompts of latent attention (MLA) run in the expanded form, which is "
-        "faster from 4,096 on and has other low-order bits; 0: none does",
+        "faster from 8,192 on and has other low-order bits; 0: none does",
         limits=(0, 2**31),
     )
     block_size: int = option(

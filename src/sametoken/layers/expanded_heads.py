@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sametoken.ops.backend import ChunkRows, KeptRows, Kernels, LayerKV, RowRuns
+from sametoken.ops.backend import ChunkRows, Kernels, LayerKV
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, HeadWeights, LayerLatent
 
 
@@ -46,14 +45,18 @@ class ExpandedHeads:
         padding = shape.head_dim - shape.key_dim
         q = functional.pad(q, (0, padding)) if padding else q.contiguous()
         q[..., shape.nope_dim : shape.key_dim] = rotated
-        num_heads, at_once = q.shape[1], shape.num_at_once(vectors.shape[:2].numel(), q.dtype)
-        for first in range(0, num_heads, at_once):
-            last = min(first + at_once, num_heads)
-            some = self._heads(first, last)
-            attended = some._attention(
-                q[:, first:last].contiguous(), chunk.positions, some._keys_values(vectors)
+        num_heads = q.shape[1]
+        count = shape.num_at_once(vectors.shape[:2].numel(), q.dtype)
+        for first in range(0, num_heads, count):
+            some = self if count == num_heads else self._heads(first, first + count)
+            part = slice(first, first + count)
+            attended = self.kernels.attention(
+                q[:, part].contiguous(),
+                some.shape.attention,
+                chunk.queries,
+                some._keys_values(vectors),  # Of one group of heads at a time.
             )
-            out[:, first:last] = attended[..., : shape.v_dim]
+            out[:, part] = attended.unflatten(1, (count, -1))[..., : shape.v_dim]
 
     def _heads(self, first: int, last: int) -> ExpandedHeads:
         return replace(
@@ -69,27 +72,15 @@ class ExpandedHeads:
         num_blocks, block_size, _ = vectors.shape
         latents, rotated = vectors[:, :, None].tensor_split([latent.rank], dim=-1)
         latents = latents.expand(-1, -1, latent.num_heads, -1)
+        size = num_blocks, latent.num_heads, block_size, shape.head_dim
+        # Zeros behind what is written.
         keys, values = (
-            vectors.new_empty(num_blocks, latent.num_heads, block_size, shape.head_dim)
-            for _ in range(2)
+            vectors.new_empty(size) if used == shape.head_dim else vectors.new_zeros(size)
+            for used in (shape.key_dim, shape.v_dim)
         )
         # By row, then by head, as products have them.
         rows_of_keys, rows_of_values = keys.transpose(1, 2), values.transpose(1, 2)
         self.absorb.transposed().matmul(latents, rows_of_keys[..., : shape.nope_dim])
         rows_of_keys[..., shape.nope_dim : shape.key_dim] = rotated
-        keys[..., shape.key_dim :] = 0
         self.expand.matmul(latents, rows_of_values[..., : shape.v_dim])
-        values[..., shape.v_dim :] = 0
         return LayerKV(keys, values)
-
-    def _attention(self, q: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """[N, H, head_dim] -> the same."""
-        # No pass's own rows: keys and values before the first were written just now, too.
-        rows = KeptRows(
-            index=positions,
-            positions=positions,
-            slots=torch.zeros_like(positions),
-            block_table=torch.arange(len(kv.keys), device=q.device)[None],
-            runs=RowRuns.even(1, len(q)),
-        )
-        return self.kernels.attention(q, self.shape.attention, rows, kv).view(q.shape)

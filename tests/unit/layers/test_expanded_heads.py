@@ -7,7 +7,7 @@ import torch
 
 from helpers.latent_scene import LatentScene
 from sametoken.layers.expanded_heads import ExpandedHeads
-from sametoken.ops.backend import ChunkRows
+from sametoken.ops.backend import ChunkRows, KeptRows, RowRuns
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.latent_attention import shape as shapes
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
@@ -37,7 +37,10 @@ def test_a_row_has_its_bits_in_every_chunk_and_beside_any_heads(kernels, v_dim, 
         out, first = torch.empty(LENGTH, HEADS, v_dim), 0
         for stop in ends:
             blocks = scene.table[1, : -(-stop // 16)]
-            chunk = ChunkRows(slice(first, stop), torch.arange(first, stop), blocks, stop)
+            positions, table = torch.arange(first, stop), torch.arange(len(blocks))[None]
+            runs = RowRuns.even(1, stop - first)
+            queries = KeptRows(positions, positions, positions * 0, table, runs)
+            chunk = ChunkRows(slice(first, stop), blocks, stop, queries)
             raw = torch.cat((q, torch.full_like(rotated, torch.nan)), -1)
             heads.attend(raw[chunk.rows], rotated[chunk.rows], chunk, scene.memory, out[chunk.rows])
             first = stop

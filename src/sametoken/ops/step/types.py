@@ -20,6 +20,7 @@ from sametoken.ops.backend import (
     RowRuns,
     SampledRows,
 )
+from sametoken.types.expanded import ExpandedChunk
 from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
@@ -108,14 +109,8 @@ class LayoutTable:
         others = AttentionRows(
             rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
         )
-        chunks = []
-        for one in expanded:
-            where = slice(one.first_row, one.first_row + one.num_rows)
-            blocks = table[one.slot, : -(-one.stop // block_size)]
-            # A view may be unaligned, and would cost a compilation.
-            positions = rows.positions[where].clone()
-            chunks.append(ChunkRows(where, positions, blocks, one.stop))
-        return replace(rows, prompts=ExpandedRows(others, tuple(chunks)))
+        chunks = tuple(_rows_of(chunk, rows, block_size) for chunk in expanded)
+        return replace(rows, prompts=ExpandedRows(others, chunks))
 
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
         """The sampled rows, if only their states are wanted; None: all rows are."""
@@ -125,6 +120,22 @@ class LayoutTable:
         count, longest = shape.num_requests, shape.max_window
         runs = RowRuns(count, longest, self.starts(WINDOW_START), count, longest)
         return KeptRows(sampled.index, sampled.positions, sampled.slots, block_table, runs)
+
+
+def _rows_of(chunk: ExpandedChunk, rows: AttentionRows, block_size: int) -> ChunkRows:
+    own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+    blocks = rows.block_table[chunk.slot, : -(-chunk.stop // block_size)]
+    # A view may be unaligned, and would cost a compilation.
+    positions = rows.positions[own].clone()
+    # No pass's own rows: keys and values before the first are written in this pass, too.
+    queries = KeptRows(
+        index=positions,
+        positions=positions,
+        slots=torch.zeros_like(positions),
+        block_table=torch.arange(len(blocks), device=blocks.device)[None],
+        runs=RowRuns.even(1, chunk.num_rows),
+    )
+    return ChunkRows(own, blocks, chunk.stop, queries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ def test_rows_of_expanded_prompts_stand_apart():
     (chunk,) = found.chunks
     assert chunk.rows == slice(9, 15)
     assert chunk.stop == 11
-    assert chunk.positions.tolist() == [*range(5, 11)]
-    assert chunk.positions.data_ptr() % 16 == 0
+    assert chunk.queries.positions.tolist() == [*range(5, 11)]
+    assert chunk.queries.positions.data_ptr() % 16 == 0
     assert chunk.blocks.tolist() == sequences.block_table[2, : -(-11 // BLOCK_SIZE)].tolist()
     assert layout.with_prompts(x.rows, BLOCK_SIZE).positions is x.rows.positions
 

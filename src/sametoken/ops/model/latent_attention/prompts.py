@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sametoken.ops.backend import AttentionRows
+    from sametoken.ops.backend import AttentionRows, KeptRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class ChunkRows:
 
     Attributes:
         rows: its N rows in the pass.
-        positions: [N] int64.
         blocks: [B] int64, the blocks of all positions that it sees.
         stop: how many these are.
+        queries: the rows as readers of these blocks alone, one after the other.
     """
 
     rows: slice
-    positions: Tensor
     blocks: Tensor
     stop: int
+    queries: KeptRows

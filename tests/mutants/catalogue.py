@@ -50,6 +50,7 @@ from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import Cursor, SlotGrammars
 from sametoken.scheduler.block_pool import block_keys
+from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
 from sametoken.text.grammar.after_reasoning import MatcherAfterReasoning, _Place
@@ -109,6 +110,9 @@ FLOAT8_ROWS = (
 SINKS_BITS = (
     "tests/e2e/test_parity_families.py::test_a_row_has_the_same_bits_in_every_chunk[gpt_oss-dtype0]"
 )
+EXPANDED = "tests/e2e/test_expanded_prompts.py::test"
+REPLAYED = f"{EXPANDED}_what_is_computed_again_has_the_form_that_it_had"
+CONVERSATION = f"{EXPANDED}_a_conversation_reads_no_block_of_another_form"
 LATENT_BITS = SINKS_BITS.replace("gpt_oss", "deepseek_v3")
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
@@ -1053,6 +1057,27 @@ def prompts_expand_their_keys(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(LatentAttention, "_expanded", expanded, raising=False)
     patch.setattr(LatentAttention, "__call__", mutant)
+
+
+@mutant("a-prompt-s-last-token-expanded-in-a-replay", "docs/decisions/0044", REPLAYED, "tokens")
+def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self, num_query):
+        expanded = self.expands and self.position < self.prompt_len
+        return self.position + num_query if expanded else 0
+
+    patch.setattr(RequestState, "expands_to", mutant)
+
+
+@mutant("absorbed-answers-serve-expanded-prompts", "docs/decisions/0044", CONVERSATION, "tokens")
+def blocks_of_answers_are_cached(patch: pytest.MonkeyPatch) -> None:
+    index = KVMemory.index_kept
+
+    def mutant(self, request, num_kept_tokens):
+        expands, request.expands = request.expands, False
+        index(self, request, num_kept_tokens)
+        request.expands = expands
+
+    patch.setattr(KVMemory, "index_kept", mutant)
 
 
 @mutant("nextn-embedding-at-position-0-not-zeroed", "docs/decisions/0031", NEXTN, "position")

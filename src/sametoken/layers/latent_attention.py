@@ -55,8 +55,8 @@ class LatentAttention(Matrices):
     """Latent attention (MLA), or this rank's heads of it.
 
     Rows are absorbed, of prompts, windows and decode alike: in another form a token's KV and its
-    output have other bits. Prompts that the scheduler expands are in that form in every step
-    (docs/decisions/0031-latent-attention-is-absorbed.md).
+    output have other bits. Prompts that the scheduler expands have that form in every step, except
+    for their last token (docs/decisions/0044-long-latent-prompts-can-be-expanded.md).
 
     Attributes:
         shape: head count of this rank, and sizes.

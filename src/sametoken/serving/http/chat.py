@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.engine.user_inputs import content_text
+from sametoken.engine.user_inputs import PromptTokens, content_text
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
@@ -80,19 +80,35 @@ async def begin_chat(
     """
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
-    prompt = await served.render(
-        request.messages,
-        request.template_variables,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        tools=use.tools,
-    )
+    prompt = await chat_prompt(served, request, use.tools)
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
     params, parser = served.reasons(params, rendered, use)
     if request.parallel_tool_calls is False:
         parser = with_one_call(parser)
     return replace(use, parser=parser), await served.begin([prompt], params, request_id)
+
+
+async def chat_prompt(
+    served: Served, request: ChatRequest, tools: list[dict[str, Any]] | None
+) -> PromptTokens:
+    """The prompt of a conversation.
+
+    Args:
+        served: has the template.
+        request: the conversation.
+        tools: its tools in the format of chat templates.
+
+    Raises:
+        ApiError, RequestError: see ``Served.render``.
+    """
+    return await served.render(
+        request.messages,
+        request.template_variables,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        tools=tools,
+    )
 
 
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:

@@ -282,6 +282,12 @@ class Chunks:
 CHUNKS = Chunks()
 
 
+def named_event(name: str, event: BaseModel) -> bytes:
+    """An event with a name."""
+    data = event.model_dump_json(exclude_unset=True).encode()
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
 class EventStream(Response):
     """Sends each object as one event; an error is sent as an event too.
 

@@ -15,6 +15,14 @@ from sametoken.types.outputs import CompletionOutput, RequestOutput
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class Sent(BaseModel):
+    """An object whose fields are sent if they have a value, or were set to null."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Mark defaults as set."""
+        self.__pydantic_fields_set__.update(name for name, value in self if value is not None)
+
+
 class PromptTokensDetails(BaseModel):
     """Prompt tokens from the prefix cache."""
 

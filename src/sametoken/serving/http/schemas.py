@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -174,6 +174,8 @@ class SamplingFields(BaseModel):
     refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
     ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_VALUES
+    #: Fields of other endpoints, with what to use instead.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N), null_is(default=1)] = 1
@@ -227,6 +229,9 @@ class SamplingFields(BaseModel):
             ApiError: a field is unknown or refused, ``stream_options`` come without a stream,
                 or detailed statistics are requested for several completions.
         """
+        for name in sorted(self.model_fields_set & self.elsewhere.keys()):
+            if getattr(self, name) not in (None, type(self).model_fields[name].default):
+                raise _unsupported(name, self.elsewhere[name])
         extra = self.model_extra or {}
         if len(extra) > MAX_EXTRA:
             raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
@@ -234,8 +239,8 @@ class SamplingFields(BaseModel):
             if name in self.ignored or value in (None, self.neutral.get(name)):
                 continue
             if name in self.refused:
-                raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
-            raise _unknown(name, type(self).model_fields)
+                raise _unsupported(name, self.refused[name])
+            self.meet_unknown(name)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
         if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
@@ -244,11 +249,19 @@ class SamplingFields(BaseModel):
                 "include_speculation_stats",
             )
 
+    def meet_unknown(self, name: str) -> None:
+        """Refuse an unknown field.
 
-def _unknown(name: str, known: Iterable[str]) -> ApiError:
-    close = closest(name, known)
-    hint = f"Did you mean {close!r}? " if close is not None else ""
-    return invalid(f"unknown field {shown(name)}. {hint}See /docs for the known ones", name)
+        Raises:
+            ApiError: always, with the known field that is spelled most alike.
+        """
+        close = closest(name, type(self).model_fields)
+        hint = f"Did you mean {close!r}? " if close is not None else ""
+        raise invalid(f"unknown field {shown(name)}. {hint}See /docs for the known ones", name)
+
+
+def _unsupported(name: str, remedy: str) -> ApiError:
+    return invalid(f"{name} is not supported: {remedy}", name, "unsupported")
 
 
 class CompletionRequest(SamplingFields):
@@ -337,6 +350,12 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+def thinking_variables(thinks: bool) -> dict[str, Any]:
+    """The variables by which chat templates turn reasoning on or off."""
+    # DeepSeek-V3.1's template has the second name.
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
 class ChatRequest(SamplingFields):
     """Answer a conversation."""
 
@@ -371,10 +390,8 @@ class ChatRequest(SamplingFields):
         given = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return given
-        effort, thinks = self.reasoning_effort, self.reasoning_effort != "none"
-        # DeepSeek-V3.1's template has the second name.
-        by_effort = {"enable_thinking": thinks, "thinking": thinks}
-        return {**by_effort, **given, "reasoning_effort": effort}
+        effort = self.reasoning_effort
+        return {**thinking_variables(effort != "none"), **given, "reasoning_effort": effort}
 
 
 class _TokenRequest(Strict):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from sametoken.errors import RequestError
 from sametoken.serving.http.chat import begin_chat
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.generation import Generation, respond, speculation_stats
+from sametoken.serving.http.generation import Generation, named_event, respond, speculation_stats
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.responses import TokenLogprob
@@ -81,8 +81,7 @@ class _Named:
         """One event."""
         assert isinstance(event, ResponseEvent)
         event.sequence_number = next(self._numbers)
-        data = event.model_dump_json(exclude_unset=True).encode()
-        return b"event: " + event.type.encode() + b"\ndata: " + data + b"\n\n"
+        return named_event(event.type, event)
 
     def error(self, error: ApiError) -> bytes:
         """The event of an error."""

@@ -6,27 +6,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from sametoken.serving.http.responses import SpeculationStats, TokenLogprob
+from sametoken.serving.http.responses import Sent, SpeculationStats, TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _Sent(BaseModel):
-    """An object whose fields are sent if they have a value, or were set to null."""
-
-    def model_post_init(self, context: Any) -> None:
-        """Mark defaults as set."""
-        self.__pydantic_fields_set__.update(name for name, value in self if value is not None)
-
-
-class ReasoningText(_Sent):
+class ReasoningText(Sent):
     """Reasoning of the model."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class OutputText(_Sent):
+class OutputText(Sent):
     """Text of an answer."""
 
     type: Literal["output_text"] = "output_text"
@@ -35,7 +27,7 @@ class OutputText(_Sent):
     logprobs: list[TokenLogprob] | None = None
 
 
-class ReasoningItem(_Sent):
+class ReasoningItem(Sent):
     """What the model thought before an answer."""
 
     type: Literal["reasoning"] = "reasoning"
@@ -45,7 +37,7 @@ class ReasoningItem(_Sent):
     status: Status
 
 
-class MessageItem(_Sent):
+class MessageItem(Sent):
     """A message of the model."""
 
     type: Literal["message"] = "message"
@@ -55,7 +47,7 @@ class MessageItem(_Sent):
     status: Status
 
 
-class CallItem(_Sent):
+class CallItem(Sent):
     """A call of a function, with its arguments as the model's JSON text."""
 
     type: Literal["function_call"] = "function_call"
@@ -70,7 +62,7 @@ class CallItem(_Sent):
 OutputItem = ReasoningItem | MessageItem | CallItem
 
 
-class InputTokensDetails(_Sent):
+class InputTokensDetails(Sent):
     """Tokens from the prefix cache; what is written there is not counted."""
 
     cached_tokens: int
@@ -99,7 +91,7 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(_Sent):
+class ResponseObject(Sent):
     """A response, with the options that it was made with."""
 
     id: str

@@ -29,17 +29,6 @@ LOGPROBS = "message.output_text.logprobs"
 #: What ``include`` may name; reasoning is never encrypted, so its second value adds nothing.
 INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 _STATELESS = "nothing is stored; send the earlier items as input"
-#: Fields of other endpoints, with what to use instead.
-_ELSEWHERE: Mapping[str, str] = {
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_json": "use text.format",
-    "guided_regex": "use structured_outputs",
-    "prompt_logprobs": "use /v1/chat/completions",
-    "response_format": "use text.format",
-    "return_token_ids": "use /v1/chat/completions",
-    "return_tokens_as_token_ids": "use /v1/chat/completions",
-}
 
 Parts = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -117,6 +106,16 @@ class ResponsesRequest(SamplingFields):
         "background": False,
         "truncation": "disabled",
     }
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "guided_choice": "use structured_outputs",
+        "guided_grammar": "use structured_outputs",
+        "guided_json": "use text.format",
+        "guided_regex": "use structured_outputs",
+        "prompt_logprobs": "use /v1/chat/completions",
+        "response_format": "use text.format",
+        "return_token_ids": "use /v1/chat/completions",
+        "return_tokens_as_token_ids": "use /v1/chat/completions",
+    }
 
     n: Annotated[Literal[1], null_is(default=1)] = 1
     input: (
@@ -141,14 +140,11 @@ class ResponsesRequest(SamplingFields):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def check_fields(self, num_prompts: int) -> None:
-        """See ``SamplingFields.check_fields``; fields of other endpoints are refused too."""
+        """See ``SamplingFields.check_fields``."""
         verbosity = self.text.verbosity if self.text else None
         if verbosity not in (None, self.neutral["verbosity"]):
             remedy = self.refused["verbosity"]
             raise invalid(f"text.verbosity is not supported: {remedy}", "text", "unsupported")
-        for name in sorted(self.model_fields_set & _ELSEWHERE.keys()):
-            if getattr(self, name) not in (None, type(self).model_fields[name].default):
-                raise invalid(f"{name} is not supported: {_ELSEWHERE[name]}", name, "unsupported")
         for name in self.include or ():
             if name not in INCLUDED:
                 known = " or ".join(sorted(INCLUDED))

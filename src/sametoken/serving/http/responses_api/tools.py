@@ -36,12 +36,16 @@ class OtherTool(BaseModel):
     type: str
 
 
-def _by_type(**models: str) -> Discriminator:
-    """Chooses the model of a tool; one without a type should be a function."""
+def by_type(other: str, /, **models: str) -> Discriminator:
+    """Chooses the model of an object by its type: ``other`` for one that is not named.
+
+    One without a type should be of the first of the models.
+    """
+    first = next(iter(models.values()))
 
     def name(given: Any) -> str:
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "function")
-        return models.get(kind, "OtherTool") if isinstance(kind, str) else "FunctionTool"
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return models.get(kind, other) if isinstance(kind, str) else first
 
     return Discriminator(name)
 
@@ -59,14 +63,14 @@ class NamespaceTool(BaseModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     tools: Annotated[
-        list[Annotated[_Function | _Other, _by_type(function="FunctionTool")]],
+        list[Annotated[_Function | _Other, by_type("OtherTool", function="FunctionTool")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
 
 
 ResponseTool = Annotated[
     _Function | Annotated[NamespaceTool, Tag("NamespaceTool")] | _Other,
-    _by_type(function="FunctionTool", namespace="NamespaceTool"),
+    by_type("OtherTool", function="FunctionTool", namespace="NamespaceTool"),
 ]
 
 
@@ -110,7 +114,8 @@ def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
     Raises:
         ApiError: there are too many, or the model would see two under one name.
     """
-    _tell_of_others(tools)
+    members = [one for tool in tools if isinstance(tool, NamespaceTool) for one in tool.tools]
+    tell_of_others((*tools, *members))
     seen: dict[str, CalledName] = {}
     found = []
     for called, function in _functions(tools):
@@ -135,9 +140,9 @@ def _functions(tools: Iterable[ResponseTool]) -> Iterable[tuple[CalledName, Func
                 yield CalledName(one.name, namespace), one
 
 
-def _tell_of_others(tools: Sequence[ResponseTool]) -> None:
-    members = [one for tool in tools if isinstance(tool, NamespaceTool) for one in tool.tools]
-    kinds = {tool.type for tool in (*tools, *members) if isinstance(tool, OtherTool)}
+def tell_of_others(tools: Iterable[BaseModel]) -> None:
+    """Log the types of the tools that are left out, if there are any."""
+    kinds = {tool.type for tool in tools if isinstance(tool, OtherTool)}
     if kinds:
         _logger.warning(
             "a request has tools that are no functions, and the model does not see them: %s",

@@ -31,6 +31,8 @@ OPERATIONS = {
     "POST /v1/completions",
     "POST /v1/chat/completions",
     "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "GET /v1/models",
     "GET /v1/models/{model}",
     "POST /tokenize",

@@ -27,6 +27,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.body import read_model
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.messages_api.request import MessagesRequest
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.schemas import (
     ChatRequest,
@@ -46,6 +47,7 @@ INPUTS = FakeEngine()._inputs
 JSON = {"Content-Type": "application/json"}
 NAMES = sorted(SamplingParams.__dataclass_fields__)
 LONG = 100_000
+MESSAGE = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -337,6 +339,12 @@ def test_no_answer_repeats_what_the_client_sent(client, body):
         ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f"}] * 129}),
         ("/v1/responses", {"input": "x", "include": ["x"] * 8193}),
         ("/v1/responses", {"input": "x", "metadata": dict.fromkeys(map(str, range(8193)), "")}),
+        ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": "x"}] * 8193}),
+        ("/v1/messages", MESSAGE | {"system": [{"type": "text", "text": ""}] * 8193}),
+        ("/v1/messages", MESSAGE | {"tools": [{"name": "f", "input_schema": {}}] * 129}),
+        ("/v1/messages", MESSAGE | {"stop_sequences": ["a"] * (MAX_STOPS + 1)}),
+        ("/v1/messages", MESSAGE | {"metadata": [[]] * 2**16}),
+        ("/v1/messages", MESSAGE | dict.fromkeys(map(str, range(65)))),
     ],
 )
 def test_lists_beyond_their_bounds_are_refused(client, path, body):
@@ -374,6 +382,7 @@ INTERNAL = re.compile(r"0x[0-9a-f]{3}|[\[<]|function-|\.(str|bool|int|dict|[A-Z]
         (CompletionRequest, {"prompt": "a"}),
         (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
         (ResponsesRequest, {"input": "x"}),
+        (MessagesRequest, MESSAGE),
         (TokenizeRequest, {"prompt": "a"}),
         (DetokenizeRequest, {"tokens": [1]}),
     ],

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, metrics and a status page, over ``AsyncLLM``."""
+"""The HTTP server: OpenAI's and Anthropic's APIs, metrics and a status page, over ``AsyncLLM``."""

@@ -18,7 +18,15 @@ from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.chat import answer_chat
 from sametoken.serving.http.completions import complete
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import as_api_error, install_handlers, invalid
+from sametoken.serving.http.errors import (
+    MESSAGES_PATH,
+    as_api_error,
+    install_handlers,
+    invalid,
+)
+from sametoken.serving.http.messages_api.answer import answer_message, count_tokens
+from sametoken.serving.http.messages_api.objects import MessageObject, MessagesError, TokenCount
+from sametoken.serving.http.messages_api.request import CountTokensRequest, MessagesRequest
 from sametoken.serving.http.metrics import make_registry
 from sametoken.serving.http.middleware import (
     Authentication,
@@ -98,6 +106,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(_openai_routes(served))
+    app.include_router(_messages_routes(served))
     app.include_router(_token_routes(served))
     app.include_router(_status_routes(served, registry))
     app.include_router(page_routes())
@@ -158,6 +167,23 @@ def _openai_routes(served: Served) -> APIRouter:
         """The model under one of its names."""
         name = served.name(model)
         return next(card for card in served.cards() if card.id == name)
+
+    return router
+
+
+def _messages_routes(served: Served) -> APIRouter:
+    errors = {status: {**said, "model": MessagesError} for status, said in _ERRORS.items()}
+    router = APIRouter(prefix=MESSAGES_PATH, responses=errors, route_class=JsonRoute)
+
+    @router.post("", response_model=MessageObject, responses={200: {"content": _EVENTS}})
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation in Anthropic's format."""
+        return await answer_message(served, body, request)
+
+    @router.post("/count_tokens")
+    async def count(body: CountTokensRequest) -> TokenCount:
+        """The number of tokens of a conversation in Anthropic's format."""
+        return await count_tokens(served, body)
 
     return router
 

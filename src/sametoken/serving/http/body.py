@@ -29,6 +29,7 @@ _QUOTE, _OPENINGS = ord('"'), b"[{:"
 _FORMS = frozenset((
     "str", "int", "bool", "dict",
     "NamedTool", "NamedFunctionTool", "FunctionTool", "NamespaceTool", "OtherTool",
+    "TextBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "OtherBlock",
 ))  # fmt: skip
 _NOT_FINITE = re.compile(rb"[NI]")
 # Both are anchored at the start of a number, so that the time is linear in the text. Up to

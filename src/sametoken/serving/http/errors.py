@@ -1,4 +1,4 @@
-"""Error responses with the format and statuses of OpenAI's API."""
+"""Error responses with the statuses of OpenAI's API, in its format or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
+from sametoken.engine.user_inputs import TOO_LONG
 from sametoken.errors import (
     MAX_CAUSE,
     MAX_SHOWN,
@@ -35,6 +37,18 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+#: This path, and those below it, answer errors in Anthropic's format.
+MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+#: By this text agents know that a shorter conversation may fit.
+_TOO_LONG = "prompt is too long: "
 #: Temporary errors, which another server or a later retry would not have; the first match counts.
 #: Causes stay in the log: they may name files of this machine.
 _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
@@ -94,15 +108,33 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
-        # A lone surrogate, quoted from the request, cannot be encoded.
-        message = str(self).encode("utf-8", "backslashreplace").decode("utf-8")
         kind = _TYPES.get(self.status, INVALID)
-        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self._message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
-        """The complete response."""
-        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """The body in Anthropic's format."""
+        message = _TOO_LONG + self._message if self.code == TOO_LONG else self._message
+        kind = _MESSAGES_TYPES.get(self.status, INVALID)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """The complete response.
+
+        Args:
+            path: of the request, within the application, which chooses the format.
+            headers: instead of the error's own.
+        """
+        is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+        body = self.messages_body if is_messages else self.body
+        sent = self.headers if headers is None else dict(headers)
+        return JSONResponse(body, status_code=self.status, headers=sent)
+
+    @property
+    def _message(self) -> str:
+        # A lone surrogate, quoted from the request, cannot be encoded.
+        return str(self).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -133,21 +165,28 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed. Its log says why", code="internal_error")
 
 
+def path_of(scope: Scope) -> str:
+    """The path of a request within the application, which a proxy may have put below another."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def install_handlers(app: FastAPI) -> None:
     """Register handlers that give all errors of the application the same format."""
 
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response(path_of(request.scope))
 
-    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         fault = error.errors()[0]
-        return invalid_field([str(part) for part in fault["loc"][1:]], fault).response()
+        answer = invalid_field([str(part) for part in fault["loc"][1:]], fault)
+        return answer.response(path_of(request.scope))
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         answer = ApiError(error.status_code, f"{error.detail}. See /docs for what there is")
-        return JSONResponse(answer.body, status_code=answer.status, headers=error.headers)
+        return answer.response(path_of(request.scope), error.headers or {})
 
     for kind in (ApiError, SametokenError, Exception):
         app.add_exception_handler(kind, on_error)

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import RETRY_AFTER_S, ApiError, whole_seconds
+from sametoken.serving.http.errors import RETRY_AFTER_S, ApiError, path_of, whole_seconds
 from sametoken.serving.http.pages import ASSETS
 
 #: Paths of the server's own pages, which need no key. All others are for the model.
@@ -32,7 +32,7 @@ _FREE_BYTES = 64 * 1024
 
 def is_guarded(scope: Scope) -> bool:
     """Whether a request is for the model."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = path_of(scope)
     is_open = path in OPEN_PATHS or path.startswith(f"{ASSETS}/")
     return not is_open and scope["method"] != "OPTIONS"
 
@@ -71,7 +71,8 @@ class Authentication:
 
     Args:
         app: the next application.
-        api_keys: accepted bearer keys; without any, no key is required.
+        api_keys: accepted keys, as bearer tokens or in ``x-api-key``; without any, no key is
+            required.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
@@ -82,11 +83,11 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
         if scope["type"] == "http" and self._digests and is_guarded(scope):
-            shown = _digest(_bearer(scope))
+            shown = _digest(_key(scope))
             # Compares all keys, so that the time does not depend on the match.
             matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
             if not any(matches):
-                await self._refusal(scope).response()(scope, receive, send)
+                await _send_error(self._refusal(scope), scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -99,7 +100,7 @@ class Authentication:
             return _too_many(cause, wait_s)
         return ApiError(
             401,
-            "the API key is missing or wrong. Send Authorization: Bearer KEY",
+            "the API key is missing or wrong. Send Authorization: Bearer KEY, or x-api-key: KEY",
             code="invalid_api_key",
         )
 
@@ -153,11 +154,11 @@ class RateLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
         if scope["type"] == "http" and is_guarded(scope):
-            client = _digest(_bearer(scope)) if self._by_key else _address(scope)
+            client = _digest(_key(scope)) if self._by_key else _address(scope)
             wait_s = self._buckets.take(client)
             if wait_s > 0:
                 error = _too_many(f"more than {self._per_minute} requests per minute", wait_s)
-                await error.response()(scope, receive, send)
+                await _send_error(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -212,7 +213,7 @@ class BodyLimit:
         except ApiError as error:
             # Released before the client reads the response.
             self._release(body)
-            await error.response()(scope, receive, send)
+            await _send_error(error, scope, receive, send)
             return
         whole: list[Message] = [
             {"type": "http.request", "body": body.getvalue(), "more_body": False}
@@ -307,9 +308,17 @@ def _address(scope: Scope) -> object:
     return client[0] if client else None
 
 
-def _bearer(scope: Scope) -> str:
-    given = Headers(scope=scope).get("authorization", "")
-    return given[len(_BEARER) :].strip() if given.lower().startswith(_BEARER) else ""
+async def _send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error.response(path_of(scope))(scope, receive, send)
+
+
+def _key(scope: Scope) -> str:
+    """The key of a request; as a bearer token it comes first, since clients may send both."""
+    headers = Headers(scope=scope)
+    given = headers.get("authorization", "")
+    if given.lower().startswith(_BEARER):
+        return given[len(_BEARER) :].strip()
+    return headers.get("x-api-key", "")
 
 
 def _digest(key: str) -> bytes:

@@ -21,7 +21,7 @@ from sametoken.errors import EngineDeadError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import as_api_error
+from sametoken.serving.http.errors import as_api_error, path_of
 from sametoken.serving.http.generation import while_connected
 from sametoken.serving.http.in_process import AppRequest, messages_of
 from sametoken.serving.http.middleware import BodyBounds, BodyLimit
@@ -160,7 +160,7 @@ class _Answer:
         error = EngineDeadError("the replica that computed the answer was lost", "send it again")
         answer = as_api_error(error)
         if not self.begun:
-            await answer.response()(*self._asgi)
+            await answer.response(path_of(self._asgi[0]))(*self._asgi)
             return
         events = f"data: {json.dumps(answer.body)}\n\ndata: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": events.encode()})

@@ -172,7 +172,7 @@ def test_version_and_page(serve):
 def test_the_document_promises_nothing_that_is_not_kept(serve):
     document = serve().get("/openapi.json").json()
     operations = [one for path in document["paths"].values() for one in path.values()]
-    assert len(operations) == 12
+    assert len(operations) == 14
     assert not any("422" in operation["responses"] for operation in operations)
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert all(operation["description"] for operation in operations)

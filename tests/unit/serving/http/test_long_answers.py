@@ -23,6 +23,7 @@ REQUESTS = {
     "tools": ("/v1/chat/completions", MESSAGES | TOOLS, {"tool_call_parser": "hermes"}),
     "reasoning": ("/v1/chat/completions", MESSAGES, {"reasoning_parser": "deepseek_r1"}),
     "responses": ("/v1/responses", {"input": "hi", "top_logprobs": 1}, {}),
+    "messages": ("/v1/messages", MESSAGES, {"reasoning_parser": "deepseek_r1"}),
 }
 
 

@@ -22,9 +22,17 @@ def test_only_holders_of_a_key_use_the_model(serve):
     client = serve(api_key=("other", "right"))
     answers = [
         client.get("/v1/models", headers=headers).status_code
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, KEY)
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "right"},
+            {"x-api-key": "wrong"},
+            {"x-api-key": "right", "Authorization": "Bearer wrong"},
+            {"x-api-key": "right"},
+            KEY,
+        )
     ]
-    assert answers == [401, 401, 401, 200]
+    assert answers == [401, 401, 401, 401, 401, 200, 200]
     refused = client.post("/tokenize", json={"prompt": "x"})
     assert refused.json()["error"]["code"] == "invalid_api_key"
     assert refused.headers["www-authenticate"] == "Bearer"

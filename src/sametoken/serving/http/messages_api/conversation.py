@@ -1,0 +1,174 @@
+"""A request for a message to that for a chat completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import dropwhile, groupby, takewhile
+from typing import Any
+
+from sametoken.errors import shown
+from sametoken.serving.http.errors import ApiError, invalid
+from sametoken.serving.http.messages_api.request import (
+    Block,
+    CountTokensRequest,
+    CustomTool,
+    InputMessage,
+    MessageTool,
+    OutputConfig,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from sametoken.serving.http.responses_api.tools import tell_of_others
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    FunctionDefinition,
+    Message,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    SamplingFields,
+    Tool,
+    thinking_variables,
+)
+
+#: Begins a block that Claude Code puts before its instructions. It differs between requests, so
+#: that no prefix would be found again.
+_ATTRIBUTION = "x-anthropic-billing-header"
+#: The values of ``tool_choice`` in chats.
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> ChatRequest:
+    """The same request for a chat completion.
+
+    Raises:
+        ApiError: a message has a block that is not supported, or the choice of a tool no name.
+    """
+    sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
+    config, choice = request.output_config or OutputConfig(), request.tool_choice
+    continues = request.messages[-1].role == "assistant"
+    thinks = request.thinking and thinking_variables(request.thinking.type != "disabled")
+    values: dict[str, Any] = sampling | {
+        "messages": _messages(request),
+        "max_completion_tokens": max_tokens,
+        "stop": request.stop_sequences,
+        "tools": None if request.tools is None else _tools(request.tools),
+        "tool_choice": choice and _choice(choice),
+        "parallel_tool_calls": choice and not choice.disable_parallel_tool_use,
+        "response_format": config.format
+        and ResponseFormat(type="json_schema", json_schema=config.format),
+        "reasoning_effort": config.effort,
+        "chat_template_kwargs": {**(thinks or {}), **(request.chat_template_kwargs or {})},
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
+    }
+    # All values have been validated.
+    return ChatRequest.model_construct(**values)
+
+
+def _tools(tools: Sequence[MessageTool]) -> list[Tool]:
+    """The functions for a chat template. A line in the log tells of tools that are left out."""
+    tell_of_others(tools)
+    found = []
+    for tool in tools:
+        if isinstance(tool, CustomTool):
+            fields = tool.model_dump(exclude_unset=True, exclude={"type", "input_schema"})
+            function = FunctionDefinition(parameters=tool.input_schema, **fields)
+            found.append(Tool(type="function", function=function))
+    return found
+
+
+def _choice(choice: ToolChoice) -> str | NamedTool:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise invalid("tool_choice of type tool lacks 'name'. Add it", "tool_choice")
+    return NamedTool(function=NamedFunction(name=choice.name))
+
+
+def _messages(request: CountTokensRequest) -> list[Message]:
+    """The messages: one of the system, then the turns of the user and of the assistant.
+
+    Messages of the system after the first turn are the user's, where they stand: many templates
+    refuse those of the system there, and at the beginning they would change the prefix.
+    """
+    first = takewhile(_is_system, request.messages)
+    instructions = _texts([*_blocks(request.system), *_blocks_of(first)], "system")
+    text = "\n".join(one for one in instructions if not one.startswith(_ATTRIBUTION))
+    found = [Message(role="system", content=text)] if text else []
+    turns = dropwhile(_is_system, request.messages)
+    for is_answer, turn in groupby(turns, lambda message: message.role == "assistant"):
+        blocks = _blocks_of(turn)
+        found += [_answer(blocks)] if is_answer else _question(blocks)
+    return found
+
+
+def _is_system(message: InputMessage) -> bool:
+    return message.role == "system"
+
+
+def _blocks_of(messages: Iterable[InputMessage]) -> list[Block]:
+    return [block for message in messages for block in _blocks(message.content)]
+
+
+def _blocks(content: str | list[Block] | None) -> list[Block]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    return content or []
+
+
+def _question(blocks: Sequence[Block]) -> list[Message]:
+    """A turn of the user: the results of calls, which must follow these, then the text."""
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    found = [
+        Message(role="tool", content=one.content or "", tool_call_id=one.tool_use_id)
+        for one in results
+    ]
+    texts = list(_texts([one for one in blocks if not isinstance(one, ToolResultBlock)], "user"))
+    if texts or not results:
+        found.append(Message(role="user", content="\n".join(texts)))
+    return found
+
+
+def _answer(blocks: Sequence[Block]) -> Message:
+    """A turn of the assistant, whose blocks are pieces of what the model wrote."""
+    reasoning, texts, calls = [], [], []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            reasoning.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type != "redacted_thinking":
+            raise _unsupported(block, "assistant")
+    fields: dict[str, Any] = {"content": "".join(texts)}
+    if reasoning:
+        fields["reasoning"] = "".join(reasoning)
+    if calls:
+        fields["tool_calls"] = calls
+    return Message(role="assistant", **fields)
+
+
+def _texts(blocks: Iterable[Block], role: str) -> Iterator[str]:
+    """The texts that are not empty."""
+    for block in blocks:
+        if not isinstance(block, TextBlock):
+            raise _unsupported(block, role)
+        if block.text:
+            yield block.text
+
+
+def _unsupported(block: Block, role: str) -> ApiError:
+    return invalid(
+        f"a block of type {shown(block.type)} is not supported in a message of the {role}. Send "
+        "text, thinking and tool_use of the assistant, or tool_result of the user",
+        "messages",
+        "unsupported",
+    )

@@ -1,0 +1,214 @@
+"""Models of a request for a message, in Anthropic's format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Tag
+
+from sametoken.errors import shown
+from sametoken.serving.http.connections import LogRateLimit
+from sametoken.serving.http.responses_api.tools import OtherTool, by_type
+from sametoken.serving.http.schemas import (
+    IGNORED_FIELDS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    NEUTRAL_VALUES,
+    REFUSED_FIELDS,
+    Effort,
+    JsonSchemaFormat,
+    Limit,
+    SamplingFields,
+    StopText,
+    null_is,
+)
+from sametoken.types.option_values import closest
+from sametoken.types.sampling_params import MAX_STOPS
+
+_IN_CHATS = "use /v1/chat/completions"
+_logger = logging.getLogger(__name__)
+_logger.addFilter(LogRateLimit())
+
+
+class _Given(BaseModel):
+    """A JSON object of the declared types; other fields, as ``cache_control``, are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class TextBlock(_Given):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Given):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(_Given):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Given):
+    """What a call returned; ``is_error`` is ignored, as no template has a place for it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    ) = None
+
+
+class OtherBlock(_Given):
+    """A block of another type."""
+
+    type: str
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("TextBlock")]
+    | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
+    | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
+    | Annotated[ToolResultBlock, Tag("ToolResultBlock")]
+    | Annotated[OtherBlock, Tag("OtherBlock")],
+    by_type(
+        "OtherBlock",
+        text="TextBlock",
+        thinking="ThinkingBlock",
+        tool_use="ToolUseBlock",
+        tool_result="ToolResultBlock",
+    ),
+]
+Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class InputMessage(_Given):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class CustomTool(_Given):
+    """A function that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+MessageTool = Annotated[
+    Annotated[CustomTool, Tag("FunctionTool")] | Annotated[OtherTool, Tag("OtherTool")],
+    by_type("OtherTool", custom="FunctionTool"),
+]
+
+
+class ToolChoice(_Given):
+    """Whether the answer calls tools; ``name`` is of type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Given):
+    """Whether the model reasons; a budget is ignored."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputFormat(JsonSchemaFormat):
+    """The constraint of the answer's text."""
+
+    type: Literal["json_schema"]
+
+
+class OutputConfig(_Given):
+    """Options of the answer."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(SamplingFields):
+    """Count the tokens of a conversation."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED_FIELDS,
+        "input": "use messages",
+        "max_completion_tokens": "use max_tokens",
+        "max_output_tokens": "use max_tokens",
+        "mcp_servers": "let the client call them, and send their tools",
+        "output_format": "use output_config.format",
+        "reasoning_effort": "use output_config.effort",
+        "thread": "nothing is stored; send the earlier messages",
+    }
+    ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS | {
+        "cache_control",
+        "container",
+        "context_management",
+        "diagnostics",
+        "inference_geo",
+        "max_tokens",
+        "speed",
+        "user_profile_id",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {**NEUTRAL_VALUES, "mcp_servers": []}
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "guided_choice": "use structured_outputs",
+        "guided_grammar": "use structured_outputs",
+        "guided_json": "use output_config.format",
+        "guided_regex": "use structured_outputs",
+        "include_speculation_stats": _IN_CHATS,
+        "prompt_logprobs": _IN_CHATS,
+        "response_format": "use output_config.format",
+        "return_token_ids": _IN_CHATS,
+        "return_tokens_as_token_ids": _IN_CHATS,
+        "stop": "use stop_sequences",
+        "stream_options": "leave it out; a stream has the usage",
+    }
+
+    n: Annotated[Literal[1], null_is(default=1)] = 1
+    messages: Annotated[
+        list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    system: str | Blocks | None = None
+    stop_sequences: (
+        Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
+    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def meet_unknown(self, name: str) -> None:
+        """Ignore an unknown field, as agents send those of betas unasked, unless it is misspelled.
+
+        Raises:
+            ApiError: it is spelled nearly as a known field.
+        """
+        if closest(name, type(self).model_fields) is not None:
+            super().meet_unknown(name)
+        _logger.warning("a request has the unknown field %s, which is ignored", shown(name))
+
+
+class MessagesRequest(CountTokensRequest):
+    """Answer a conversation."""
+
+    max_tokens: Limit

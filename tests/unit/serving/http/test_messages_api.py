@@ -1,0 +1,340 @@
+"""``/v1/messages`` over an engine that says what a test wants, read as Anthropic's clients do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from pydantic_core import from_json
+
+from helpers.fake_engine import FakeEngine
+
+PATH = "/v1/messages"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é", "b": 1}}\n</tool_call>'
+#: As Claude Code sends them unasked.
+UNASKED = {
+    "betas": ["context-management-2025-06-27"],
+    "cache_control": {"type": "ephemeral"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u"},
+    "speed": "standard",
+    "of_a_later_beta": {"a": 1},
+}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+
+
+def post(serve, said: str | FakeEngine, server=None, path=PATH, **body):
+    engine = FakeEngine(said) if isinstance(said, str) else said
+    return serve(engine, **(server or {})).post(path, json=HI | {"max_tokens": 300} | body)
+
+
+def whole(serve, said: str | FakeEngine, server=None, **body) -> dict:
+    answer = post(serve, said, server, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(answer) -> list[dict]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for lines in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def put_together(events: list[dict]) -> dict:
+    """The message that a client makes of a stream's events."""
+    first, *events, delta, last = events
+    assert (first["type"], delta["type"]) == ("message_start", "message_delta")
+    assert last == {"type": "message_stop"}
+    message, is_open = first["message"], False
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    for place, event in enumerate(events):
+        if event["type"] == "content_block_start":
+            assert not is_open
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            is_open, arguments = True, ""
+            continue
+        assert is_open
+        assert event["index"] == len(message["content"]) - 1
+        block = message["content"][-1]
+        if event["type"] == "content_block_stop":
+            is_open = False
+            assert ("signature" in events[place - 1]["delta"]) == (block["type"] == "thinking")
+            if block["type"] == "tool_use":
+                block["input"] = from_json(arguments or "{}", allow_partial=True)
+            continue
+        kind, name = event["delta"]
+        assert event["delta"][kind].removesuffix("_delta") in (
+            "input_json",
+            "signature",
+            block["type"],
+        )
+        if name == "partial_json":
+            arguments += event["delta"][name]
+        else:
+            block[name] += event["delta"][name]
+    assert not is_open
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+CALLS = {"tool_call_parser": "hermes"}
+REASONS = {"reasoning_parser": "deepseek_r1"}
+CASES = {
+    "text": ("héllo wörld 🙂", {}, {}, ["text"], "end_turn"),
+    "nothing": ("", {}, {}, [], "end_turn"),
+    "cut": ("héllo wörld", {}, {"max_tokens": 4}, ["text"], "max_tokens"),
+    "stop": ("hello world", {}, {"stop_sequences": ["wor", "x"]}, ["text"], "stop_sequence"),
+    "reasoning": ("<think>Hm.</think>3", REASONS, {}, ["thinking", "text"], "end_turn"),
+    "calls": (
+        f"<think>Hm.</think>Sure.\n{CALL}{CALL}",
+        CALLS | REASONS,
+        {"tools": [ADD]},
+        ["thinking", "text", "tool_use", "tool_use"],
+        "tool_use",
+    ),
+    "one call": (
+        CALL + CALL,
+        CALLS,
+        {"tools": [ADD], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ["tool_use"],
+        "tool_use",
+    ),
+    "a cut call": (CALL, CALLS, {"tools": [ADD], "max_tokens": 52}, ["tool_use"], "max_tokens"),
+    "a forced call": (
+        '{"a": 2}',
+        {},
+        {"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}},
+        ["tool_use"],
+        "tool_use",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_adds_up_to_the_whole(serve, case):
+    said, server, body, kinds, stop = CASES[case]
+    message = whole(serve, said, server, **body)
+    streamed = put_together(events_of(post(serve, said, server, stream=True, **body)))
+    assert [block["type"] for block in message["content"]] == kinds
+    assert message["stop_reason"] == stop
+    assert message["stop_sequence"] == ("wor" if case == "stop" else None)
+    ids = [
+        block.pop("id") for one in (message, streamed) for block in one["content"] if "id" in block
+    ]
+    assert len(set(ids)) == len(ids)
+    assert streamed.pop("id") != message.pop("id")
+    assert streamed == message
+
+
+def test_blocks_of_every_kind(serve):
+    thought, text, call, again = whole(serve, *CASES["calls"][:2], tools=[ADD])["content"]
+    assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert text == {"type": "text", "text": "Sure."}
+    assert call | {"id": ""} == {
+        "type": "tool_use", "id": "", "name": "add", "input": {"a": "é", "b": 1},
+    }  # fmt: skip
+    assert again["id"] != call["id"]
+    (cut,) = whole(serve, CALL, CALLS, tools=[ADD], max_tokens=52)["content"]
+    assert cut["input"] == {"a": "é"}
+
+
+HISTORY = {
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+        {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "messages": [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": ""}]},
+        {"role": "user", "content": [{"type": "text", "text": "1+2?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                {"type": "redacted_thinking", "data": "aa"},
+                {"type": "text", "text": "I "},
+                {"type": "text", "text": "add."},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": "é"}},
+                {"type": "tool_use", "id": "t2", "name": "add", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Well?"},
+                {"type": "tool_result", "tool_use_id": "t1", "content": "3"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "way"}],
+                    "is_error": True,
+                },
+            ],
+        },
+        {"role": "system", "content": "5 tokens left."},
+    ],
+}  # fmt: skip
+CALLED = [
+    {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a": "é"}'}},
+    {"id": "t2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+]
+CHAT = [
+    {"role": "system", "content": "Be brief.\nBe kind."},
+    {"role": "user", "content": "1+2?"},
+    {"role": "assistant", "content": "I add.", "reasoning": "Hm.", "tool_calls": CALLED},
+    {"role": "tool", "content": "3", "tool_call_id": "t1"},
+    {"role": "tool", "content": "no\nway", "tool_call_id": "t2"},
+    {"role": "user", "content": "Well?\n5 tokens left."},
+]
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+#: Written at the prompt's end, beside what the template writes itself.
+VARIABLES = (
+    "{{ enable_thinking }}|{{ reasoning_effort }}"
+    "{% for one in messages %}|{{ one.reasoning }}|{{ one.tool_call_id }}{% endfor %}"
+)
+SAME = {
+    "a conversation": (HISTORY, {"messages": CHAT}),
+    "an answer to go on with": (
+        {"messages": [*HI["messages"], {"role": "assistant", "content": "I am"}]},
+        {
+            "messages": [*HI["messages"], {"role": "assistant", "content": "I am"}],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    ),
+    "sampling": (
+        {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "stop_sequences": ["a", "b"], "seed": 1},
+        {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "stop": ["a", "b"], "seed": 1},
+    ),
+    "tools": (
+        {"tools": [ADD | {"type": "custom", "cache_control": {}}, SEARCH],
+         "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required",
+         "parallel_tool_calls": False},
+    ),
+    "no call": (
+        {"tools": [ADD], "tool_choice": {"type": "none"}},
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "none"},
+    ),
+    "thinking": (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ),
+    "no thinking": (
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+        {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"},
+    ),
+    "a format": (
+        {"thinking": {"type": "adaptive"},
+         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"chat_template_kwargs": {"enable_thinking": True},
+         "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ),
+    "unasked": (UNASKED, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_engine_sees_the_chat_of_the_same_conversation(serve, case):
+    engine = FakeEngine('{"a": 1}')
+    engine.tokenizer.hf.chat_template += VARIABLES
+    client = serve(engine)
+    asked, chat = SAME[case]
+    answer = client.post(PATH, json=HI | {"max_tokens": 9} | asked)
+    assert answer.status_code == 200, answer.text
+    body = HI | {"max_completion_tokens": 9} | chat
+    found = client.post("/v1/chat/completions", json=body)
+    assert found.status_code == 200, found.text
+    assert engine.seen[0] == engine.seen[1]
+    counted = client.post(f"{PATH}/count_tokens", json=HI | asked).json()
+    assert counted == {"input_tokens": len(engine.seen[0][0].token_ids)}
+
+
+def test_cached_tokens_are_counted_apart(serve):
+    class Cached(FakeEngine):
+        def _update(self, *args, **kwargs):
+            return replace(super()._update(*args, **kwargs), num_cached=7)
+
+        def _chunk(self, *args):
+            return replace(super()._chunk(*args), num_cached=7)
+
+    plain = whole(serve, "hello")["usage"]
+    found = {
+        "input_tokens": plain["input_tokens"] - 7,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 7,
+        "output_tokens": plain["output_tokens"],
+    }
+    assert whole(serve, Cached("hello"))["usage"] == found
+    first, *_ = events_of(post(serve, Cached("hello"), stream=True))
+    assert first["message"]["usage"] == found | {"output_tokens": 0}
+
+
+def in_user(**block) -> dict:
+    return {"messages": [{"role": "user", "content": [block]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        (HI | {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        (in_user(**IMAGE), "'image'"),
+        (in_user(type="tool_result", tool_use_id="t", content=[IMAGE]), "'image'"),
+        (in_user(type="tool_use", id="t", name="add", input={}), "of the user"),
+        (in_user(type="tool_use", id="t", name="add", input="{}"), "messages.0.content.0.input"),
+        ({"system": [IMAGE]}, "of the system"),
+        ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "lacks 'name'"),
+        ({"tool_choice": {"type": "any"}, "tools": [SEARCH]}, "needs tools"),
+        ({"tools": [{"name": "add"}]}, "tools.0.input_schema"),
+        ({"thinking": {"type": "often"}}, "thinking.type"),
+        ({"stop": ["x"]}, "use stop_sequences"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
+        ({"temprature": 1}, "'temperature'"),
+        (in_user(type="text", text="x" * 600), "prompt is too long: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(serve, body, told):
+    answer = post(serve, "never", **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert told in answer.json()["error"]["message"]
+
+
+def test_errors_have_the_form_of_their_path(serve):
+    key = {"x-api-key": "right"}
+    client = serve(
+        FakeEngine(failed=True), api_key=("right",), max_request_bytes=1000, root_path="/p"
+    )
+    short = HI | {"max_tokens": 9}
+    long = short | {"system": "x" * 2000}
+    answers = [
+        (client.post(f"/p{PATH}", json=HI), 401, "authentication_error"),
+        (client.post(PATH, headers=key, json=short | {"model": "x"}), 404, "not_found_error"),
+        (client.post(PATH, headers=key, content=b"{"), 400, "invalid_request_error"),
+        (client.post(PATH, headers=key, json=long), 413, "request_too_large"),
+        (client.post(PATH, headers=key, json=short), 500, "api_error"),
+        (client.get(f"{PATH}/count_tokens", headers=key), 405, "invalid_request_error"),
+    ]  # fmt: skip
+    for answer, status, kind in answers:
+        assert answer.status_code == status
+        told = answer.json()
+        assert (told["type"], told["error"]["type"]) == ("error", kind)
+        assert set(told["error"]) == {"type", "message"}
+    body = short | {"stream": True}
+    *_, last = events_of(client.post(PATH, headers=key, json=body))
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    other = client.post("/v1/messages_of_others", headers=key, json=body).json()
+    assert set(other["error"]) == {"message", "type", "param", "code"}

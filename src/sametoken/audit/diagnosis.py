@@ -7,6 +7,7 @@ proposes the same drafts while decoding.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,19 +77,22 @@ def replay(
 ) -> tuple[Replay, ...]:
     """Draft some windows of ``answers`` again after a fresh prefill, one request at a time.
 
-    They are sampled uniformly, ``MAX_REPLAYS`` at most.
+    They are sampled uniformly, ``MAX_REPLAYS`` at most, of those whose text is not expanded as a
+    prompt: an answer is absorbed, and has other bits.
 
     Args:
         core: an idle engine with a drafter.
         requests: the requests of ``answers``.
         answers: answers of the same engine.
     """
-    k = core.resolved.config.num_speculative_tokens
+    config = core.resolved.config
+    k, longest = config.num_speculative_tokens, config.expand_prompts_from or math.inf
     candidates = [
         (request, window)
         for request in requests
         for window in answers[request.name].windows
         if window.first and window.num_drafts == k and window.first + k < request.max_tokens
+        if len(request.prompt_token_ids) + window.first <= longest
     ]
     chosen = random.Random(0).sample(candidates, min(MAX_REPLAYS, len(candidates)))
     replays = []

@@ -59,7 +59,8 @@ def audit_trainer(
     """Score every rollout with this engine, and explain the differences.
 
     The engine computes prompts, decodes and verifies drafts with the same bits, so what it says of
-    a whole rollout is what it said while it generated it, with any drafter.
+    a whole rollout is what it said while it generated it, with any drafter. An engine
+    that expands prompts does not, and is refused.
 
     Args:
         config: with the weights that the rollouts are said to come from.
@@ -70,7 +71,8 @@ def audit_trainer(
         announce: called with one line per phase.
 
     Raises:
-        ConfigError: there is no rollout, or the concurrency is below 1; and as ``build_engine``.
+        ConfigError: there is no rollout, the concurrency is below 1, or long prompts are expanded;
+            and as ``build_engine``.
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
             chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
             KV memory.
@@ -82,6 +84,12 @@ def audit_trainer(
         raise ConfigError(
             f"{len(rollouts)} rollouts cannot be scored, {concurrency} at once",
             "give at least one, and a concurrency of at least 1",
+        )
+    if config.expand_prompts_from:
+        raise ConfigError(
+            f"with expand_prompts_from={config.expand_prompts_from} a rollout that is scored as a "
+            "prompt has other low-order bits than its answer had",
+            "leave the option out",
         )
     wrong = tuple(_wrong_tokens(rollouts, tokenizer))
     # Opened before the model is: a wrong path costs no loading.

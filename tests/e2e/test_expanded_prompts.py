@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,11 @@ from helpers.harness import replayed_by, request, run
 from helpers.latents import write_nextn
 from helpers.small_engines import build, cached_by, mtp, requests
 from sametoken.config import EngineConfig
+from sametoken.engine.expanded_prompts import require_expandable
 from sametoken.engine.load import validate
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
+from sametoken.ops.native.backend import NativeKernels
 
 FROM = 12
 EXPANDED = {"dtype": "bfloat16", "expand_prompts_from": FROM}
@@ -117,3 +121,9 @@ def test_a_model_without_latents_is_refused():
     config = EngineConfig(expand_prompts_from=FROM)
     with pytest.raises(ConfigError, match="no latent attention"):
         validate(config, print)
+
+
+def test_heads_that_kernels_do_not_expand_are_refused_with_the_option():
+    wide = ExpandedShape(LatentShape(1, 8, 8, 1.0), nope_dim=1024, v_dim=8)
+    with pytest.raises(UnsupportedError, match=r"head_dim 1032 .* leave expand_prompts_from out"):
+        require_expandable(SimpleNamespace(layers=(wide,), kernels=NativeKernels()))

@@ -15,6 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
+from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
     RequestMemory,
@@ -154,6 +155,7 @@ def measure_memory(
     longest = resolve_max_model_len(config, architecture)
     require_token_map(spec, architecture)
     target = load_shapes(architecture, path, dtype)
+    require_latents(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)

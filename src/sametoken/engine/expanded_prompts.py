@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sametoken.config import EngineConfig
 from sametoken.engine.step_memory import mixers_of
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
 from sametoken.ops.cache_types import LatentKV, LayerCache
 from sametoken.ops.model.latent_attention.shape import ExpandedShape
@@ -34,4 +34,8 @@ def require_expandable(target: Decoder) -> None:
     """
     for one in mixers_of(target.layers):
         if isinstance(one, ExpandedShape):
-            target.kernels.require(one.attention)
+            try:
+                target.kernels.require(one.attention)
+            except UnsupportedError as error:
+                cause = f"prompts cannot be expanded: {error.cause}"
+                raise UnsupportedError(cause, "leave expand_prompts_from out") from error

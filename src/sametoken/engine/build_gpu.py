@@ -13,6 +13,7 @@ from sametoken.engine.step_memory import mixers_of
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.compile_ahead import compiled_ahead
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
+from sametoken.ops.model.latent_attention.heads_triton import MANY_ROWS
 from sametoken.ops.model.latent_attention.shape import ExpandedShape
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
@@ -165,7 +166,7 @@ def eager_shapes(
 
 
 def expanded_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape]:
-    """Steps with one chunk of an expanded prompt, in every form of attention to its heads.
+    """Steps with one chunk of an expanded prompt, which launch every kernel that such steps do.
 
     Args:
         max_rows: maximum rows per step.
@@ -174,12 +175,18 @@ def expanded_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepS
     """
     slot, longest = step.sequences.reserved_slot, step.sequences.token_ids.shape[1]
     sizes = next(one for one in mixers_of(step.model) if isinstance(one, ExpandedShape))
-    rows_of_chunks = _doubling(min(max_rows, EAGER_ROWS))
     contexts = {sizes.num_at_once(stop, dtype): stop for stop in reversed(_doubling(longest))}
+    doubled = _doubling(max_rows)
+    # Attention of some head counts has a form from one and a half times a power of two alone.
+    rows_of_chunks = {*doubled, *(size * 3 // 4 for size in doubled if size >= 512)}
+    chunks = [(0, *one) for one in product(sorted(rows_of_chunks), contexts.values())]
+    # Products of few rows before a chunk, and of more positions than a step has rows.
+    chunks += [(min(n, max_rows - 1), 1, n) for n in _doubling(min(longest, MANY_ROWS))]
     shapes = []
-    for rows, stop in product(rows_of_chunks, contexts.values()):
-        chunks = (ExpandedChunk(slot, 0, rows, max(rows, stop)),)
-        shapes.append(StepShape(1, rows, 1, 0, 1, rows, step.all_states, chunks))
+    for first, rows, stop in chunks:
+        expanded = (ExpandedChunk(slot, first, rows, max(rows, stop)),)
+        count, most = 1 + (first > 0), max(first, rows)
+        shapes.append(StepShape(count, first + rows, 1, 0, 1, most, step.all_states, expanded))
     return [padded(shape, ROW_MULTIPLE) for shape in shapes]
 
 

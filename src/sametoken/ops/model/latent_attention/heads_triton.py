@@ -19,7 +19,7 @@ _DEPTH = 64
 _MOST_ROWS = 128
 
 #: Rows from which tiles have twice the features.
-_MANY_ROWS = 1024
+MANY_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def head_products(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     if not num_rows:
         return
     rows = min(max(16, triton.next_power_of_2(num_rows)), _MOST_ROWS)
-    tile, warps = (128, 8) if num_rows >= _MANY_ROWS else (64, 4)
+    tile, warps = (128, 8) if num_rows >= MANY_ROWS else (64, 4)
     tiles = triton.cdiv(num_rows, rows) * triton.cdiv(features, tile)
     in_blocks = x.dim() == 4
     _head_products_kernel[(tiles, heads)](

@@ -99,7 +99,8 @@ class DraftModelDrafter:
 
     def _choose(self, hidden: Tensor, chains: Chains) -> Tensor:
         logits = self._model.compute_logits(hidden)
-        logits[:, self._vocab_size :] = -torch.inf
+        if self._last_id >= self._vocab_size:
+            logits[:, self._vocab_size :] = -torch.inf
         return self._coupling.choose(logits, chains.rows.slots, chains.following)
 
 

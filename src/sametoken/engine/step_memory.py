@@ -183,8 +183,9 @@ def most_mixing(
 
     def bytes_of(mixer: Mixer) -> int:
         if isinstance(mixer, ExpandedShape):
-            expands = config.expand_prompts_from > 0
-            return _expanded_bytes(mixer, dtype, config.block_size, launches) if expands else 0
+            if not config.expand_prompts_from:
+                return 0
+            return _expanded_bytes(mixer, dtype, config.block_size, device, launches)
         if isinstance(mixer, AttentionShape | LatentShape):
             return attention_scratch(
                 mixer, dtype, config.block_size, device, launches, has_sinks=has_sinks
@@ -197,13 +198,17 @@ def most_mixing(
 
 
 def _expanded_bytes(
-    shape: ExpandedShape, dtype: torch.dtype, block_size: int, launches: Launches
+    shape: ExpandedShape,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    launches: Launches,
 ) -> int:
     """Of a chunk in the expanded form: vectors, their keys and values, attention to them."""
     max_rows, positions = launches.max_rows, launches.max_seq_len
     one_chunk = Launches((Runs(1, 1, max_rows),), max_rows, positions)
     scratch = attention_scratch(
-        shape.attention, dtype, block_size, torch.device("cuda"), one_chunk, has_sinks=False
+        shape.attention, dtype, block_size, device, one_chunk, has_sinks=False
     )
     vectors = positions * shape.latent.width * dtype.itemsize
     return vectors + shape.most_bytes(positions, dtype) + scratch

@@ -89,7 +89,7 @@ class LatentAttention(Matrices):
         q = self.queries(q).unflatten(-1, (shape.num_heads, -1))
         not_rotated = q.shape[-1] - shape.rope_dim
         # No kept row is a prompt's that is expanded: its last token is absorbed.
-        prompts = None if kept else rows.prompts
+        prompts = rows.prompts if kept is None else None
         absorbed_rows = prompts.others if prompts else rows
         count = len(absorbed_rows.positions)
         absorbed = q.new_empty(*q.shape[:2], shape.width)
@@ -103,7 +103,9 @@ class LatentAttention(Matrices):
         num_rows = len(q) if prompts else len(attended)
         values = attended.new_empty(num_rows, shape.num_heads, self.expanded.v_dim)
         self.expand.matmul(attended, values[: len(attended)])
-        heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
-        for chunk in prompts.chunks if prompts else ():
-            heads.attend(q[chunk.rows], rotated[chunk.rows], chunk, memory, values[chunk.rows])
+        if prompts:
+            heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
+            for chunk in prompts.chunks:
+                own = chunk.rows
+                heads.attend(q[own], rotated[own], chunk, memory, values[own])
         return self.output(values.flatten(1))

@@ -103,9 +103,8 @@ class LayoutTable:
         if not expanded:
             return rows
         first, table = expanded[0].first_row, rows.block_table
-        runs = self.runs
-        longest, starts = min(runs.max_rows, first), self.starts(ROW_START).clamp(max=first)
-        runs = replace(runs, max_rows=longest, starts=starts)
+        longest, starts = min(self.shape.max_rows, first), self.starts(ROW_START).clamp(max=first)
+        runs = replace(self.runs, max_rows=longest, starts=starts)
         others = AttentionRows(
             rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
         )

@@ -22,7 +22,7 @@ from sametoken.serving.http.messages_api.request import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from sametoken.serving.http.responses_api.tools import tell_of_others
+from sametoken.serving.http.other_tools import tell_of_others
 from sametoken.serving.http.schemas import (
     ChatRequest,
     FunctionDefinition,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
-from sametoken.serving.http.responses_api.tools import OtherTool, by_type
+from sametoken.serving.http.other_tools import OtherTool, by_type
 from sametoken.serving.http.schemas import (
     IGNORED_FIELDS,
     MAX_MESSAGES,

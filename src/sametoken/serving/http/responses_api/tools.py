@@ -7,47 +7,21 @@ by a server that has them, or take no JSON. They are left out, as agents send th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from sametoken.errors import shown
-from sametoken.serving.http.connections import LogRateLimit
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.other_tools import OtherTool, by_type, tell_of_others
 from sametoken.serving.http.schemas import MAX_TOOLS, FunctionDefinition, Tool
-
-_logger = logging.getLogger(__name__)
-_logger.addFilter(LogRateLimit())
 
 
 class FunctionTool(FunctionDefinition):
     """A function that the model may call."""
 
     type: Literal["function"]
-
-
-class OtherTool(BaseModel):
-    """A tool that is left out."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: str
-
-
-def by_type(other: str, /, **models: str) -> Discriminator:
-    """Chooses the model of an object by its type: ``other`` for one that is not named.
-
-    One without a type should be of the first of the models.
-    """
-    first = next(iter(models.values()))
-
-    def name(given: Any) -> str:
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-        return models.get(kind, other) if isinstance(kind, str) else first
-
-    return Discriminator(name)
 
 
 _Function = Annotated[FunctionTool, Tag("FunctionTool")]
@@ -138,13 +112,3 @@ def _functions(tools: Iterable[ResponseTool]) -> Iterable[tuple[CalledName, Func
         for one in tool.tools if isinstance(tool, NamespaceTool) else (tool,):
             if isinstance(one, FunctionTool):
                 yield CalledName(one.name, namespace), one
-
-
-def tell_of_others(tools: Iterable[BaseModel]) -> None:
-    """Log the types of the tools that are left out, if there are any."""
-    kinds = {tool.type for tool in tools if isinstance(tool, OtherTool)}
-    if kinds:
-        _logger.warning(
-            "a request has tools that are no functions, and the model does not see them: %s",
-            shown(", ".join(sorted(kinds))),
-        )

@@ -14,6 +14,7 @@ from sametoken.io.cores import SPIN_COUNT
 if TYPE_CHECKING:
     from sametoken.llm import LLM
     from sametoken.serving.async_llm import AsyncLLM
+    from sametoken.types.lora_modules import LoRARequest
     from sametoken.types.outputs import CompletionOutput, RequestOutput
     from sametoken.types.sampling_params import SamplingParams
     from sametoken.types.structured_outputs import StructuredOutputs
@@ -25,6 +26,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -35,6 +37,7 @@ _HOMES = {
     "LLM": "sametoken.llm",
     "AsyncLLM": "sametoken.serving.async_llm",
     "CompletionOutput": "sametoken.types.outputs",
+    "LoRARequest": "sametoken.types.lora_modules",
     "RequestOutput": "sametoken.types.outputs",
     "SamplingParams": "sametoken.types.sampling_params",
     "StructuredOutputs": "sametoken.types.structured_outputs",

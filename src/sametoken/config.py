@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sametoken.errors import ConfigError, shown
+from sametoken.types.lora_modules import LoRAModule, parse_modules
 from sametoken.types.option_values import (
     option,
     require_choices,
@@ -151,6 +152,9 @@ class EngineConfig:
         "dummy: random weights, to measure times",
         choices=("auto", "safetensors", "gguf", "gguf-packed", DUMMY),
     )
+    lora_modules: tuple[LoRAModule, ...] = option(
+        (), "LoRA adapters that requests may choose, each as NAME=PATH; may be repeated"
+    )
     speculative_config: SpeculativeConfig | None = option(
         None,
         "how drafts are made: a method's name, or JSON whose keys sametoken help speculative lists",
@@ -162,6 +166,7 @@ class EngineConfig:
         require_limits(self)
         for name in _PATHS:
             require_path(name, getattr(self, name))
+        object.__setattr__(self, "lora_modules", parse_modules(self.lora_modules))
         if self.speculative_config is not None:
             speculative = SpeculativeConfig.parse(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculative)
@@ -193,7 +198,8 @@ class EngineConfig:
     def result_settings(self) -> dict[str, Any]:
         """Options that results depend on, as JSON values; no drafter is among them."""
         settings = {name: getattr(self, name) for name in _OF_RESULTS}
-        return settings | {"synthetic": list(self.synthetic)}
+        adapters = [list(one) for one in self.lora_modules]
+        return settings | {"lora_modules": adapters, "synthetic": list(self.synthetic)}
 
     @property
     def num_speculative_tokens(self) -> int:

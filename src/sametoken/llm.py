@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -18,7 +18,7 @@ from sametoken.engine.build import build_requested
 from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine, NotCopied
 from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sampling_defaults import default_sampling_params
@@ -37,6 +37,7 @@ from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import Messages, Tokenizer, require_own_end
+from sametoken.types.lora_modules import AdapterChoice, adapter_number, adapter_numbers
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.vllm_arguments import takes_vllm_arguments
@@ -97,17 +98,18 @@ class LLM(NotCopied):
         """Wrap an engine that is already built."""
         require_own_end(tokenizer, engine.resolved.model.vocab_size)
         llm = cls.__new__(cls)
-        llm._start(engine, tokenizer)
+        llm._start(engine, tokenizer, engine.resolved.config)
         return llm
 
     def _load(self, unloaded: UnloadedModel, announce: Callable[[str], None]) -> None:
         for what in unloaded.requested.config.synthetic:
             announce(f"{what}: only times mean anything")
-        self._start(build_requested(unloaded.requested, announce), unloaded.inputs.tokenizer)
+        engine = build_requested(unloaded.requested, announce)
+        self._start(engine, unloaded.inputs.tokenizer, unloaded.requested.given)
 
-    def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
+    def _start(self, engine: EngineCore, tokenizer: Tokenizer | None, given: EngineConfig) -> None:
         resolved = engine.resolved
-        self._engine = engine
+        self._engine, self._adapters = engine, given.lora_modules
         self._exclusive = Exclusive()
         # From loading to writing: one set of new weights is held at most.
         self._updating = threading.Lock()
@@ -162,6 +164,7 @@ class LLM(NotCopied):
         *,
         use_tqdm: bool = False,
         on_finished: OnFinished = lambda index, output: None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[RequestOutput]:
         """Complete one prompt, or several in the same batch.
 
@@ -172,6 +175,7 @@ class LLM(NotCopied):
             use_tqdm: show progress on stderr.
             on_finished: called with a prompt's index and output as soon as it is complete, so that
                 an interrupt loses none; interrupts wait for its end.
+            lora_request: an adapter for all prompts, or one per prompt; None: the model itself.
 
         Returns:
             One output per prompt, in order. A request that fails while it runs has
@@ -186,9 +190,10 @@ class LLM(NotCopied):
         tokenized = [self.inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_of(given, len(tokenized))
+        adapters = adapter_numbers(self._adapters, lora_request, len(tokenized))
         requests = [
-            self.inputs.process(next(self._request_ids), prompt, chosen).prepared()
-            for prompt, chosen in zip(tokenized, params, strict=True)
+            self.inputs.process(next(self._request_ids), *one).prepared()
+            for one in zip(tokenized, params, adapters, strict=True)
         ]
         return self._run(requests, on_finished, use_tqdm=use_tqdm)
 
@@ -199,20 +204,19 @@ class LLM(NotCopied):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; otherwise like ``generate``.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
-            sampling_params: as in ``generate``.
-            use_tqdm: as in ``generate``.
+            sampling_params, use_tqdm, lora_request: as in ``generate``.
             template_options: options of the chat template, including ``chat_template`` and
                 ``chat_template_kwargs``; a template ignores those that it does not read.
         """
-        several = conversations_of(messages)
-        prompts = [self.render_chat(conversation, **template_options) for conversation in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts = [self.render_chat(one, **template_options) for one in conversations_of(messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
         """The prompt that ``chat`` completes, with the generation prompt added."""
@@ -220,17 +224,21 @@ class LLM(NotCopied):
 
     @takes_vllm_arguments
     def generate_stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: AdapterChoice = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step that extends it.
 
-        Yielded text is final. The request starts with the first ``next``; closing the iterator
-        aborts it, as does an exception from ``next``. Raises at the call what ``generate`` does
-        before it starts.
+        Yielded text is final. The request starts with the first ``next``; closing the iterator, or
+        an exception from ``next``, aborts it. Raises at the call what ``generate`` does before.
         """
         tokens = self.inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self.inputs.process(next(self._request_ids), tokens, params)
+        adapter = adapter_number(self._adapters, lora_request)
+        request = self.inputs.process(next(self._request_ids), tokens, params, adapter)
         return self._stream(request.prepared())
 
     @property
@@ -399,8 +407,7 @@ class LLM(NotCopied):
     def _step(self, interrupts: DeferredInterrupts) -> None:
         try:
             updates = interrupts.cuttable(self._engine.step)
-            processed = self._outputs.process(updates, time.monotonic())
-            self._collect(processed.outputs, processed.released)
+            self._collect(self._outputs.process(updates, time.monotonic()))
         except BaseException as error:
             # The tokens of an interrupted step are lost, so no request can continue.
             self._engine.stop(error)
@@ -432,19 +439,12 @@ class LLM(NotCopied):
             self._latest.pop(request_id, None)
 
     def _end(self, request_id: str) -> None:
-        processed = self._outputs.abort(request_id, time.monotonic())
-        self._collect(processed.outputs, processed.released, aborted=True)
+        self._collect(self._outputs.abort(request_id, time.monotonic()), aborted=True)
 
-    def _collect(
-        self,
-        outputs: Sequence[RequestOutput],
-        released: Mapping[str, int],
-        *,
-        aborted: bool = False,
-    ) -> None:
-        for request_id, num_kept_tokens in released.items():
+    def _collect(self, processed: ProcessedUpdates, *, aborted: bool = False) -> None:
+        for request_id, num_kept_tokens in processed.released.items():
             self._engine.release(request_id, num_kept_tokens, aborted=aborted)
-        for output in outputs:
+        for output in processed.outputs:
             self._latest[output.request_id] = output
             if output.finished:
                 self._speculation += output.metrics.speculation

@@ -34,6 +34,7 @@ ENGINE = {
     "speculative_config": None,
 }
 OWN_ENGINE_OPTIONS = {
+    "lora_modules",
     "expand_prompts_from",
     "prefill_chunk_size",
     "block_size",
@@ -96,9 +97,9 @@ SPECULATIVE = {
     "eagle_aux_hidden_state_layer_ids": None,
 }
 LLM_METHODS = {
-    "generate": ["prompts", "sampling_params", "use_tqdm", "on_finished"],
-    "chat": ["messages", "sampling_params", "use_tqdm", "template_options"],
-    "generate_stream": ["prompt", "sampling_params"],
+    "generate": ["prompts", "sampling_params", "use_tqdm", "on_finished", "lora_request"],
+    "chat": ["messages", "sampling_params", "use_tqdm", "lora_request", "template_options"],
+    "generate_stream": ["prompt", "sampling_params", "lora_request"],
     "abort": ["request_id"],
     "get_tokenizer": [],
     "get_default_sampling_params": [],
@@ -125,6 +126,7 @@ def test_the_package_offers_these_names():
         "StructuredOutputs",
         "RequestOutput",
         "CompletionOutput",
+        "LoRARequest",
     }
 
 

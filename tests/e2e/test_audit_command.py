@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from helpers.adapters import ATTENTION, write_adapter
 from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from helpers.serving import accept_one_more
 from sametoken.audit import engine_audit
 from sametoken.audit.verdict import NO_DRAFT
 from sametoken.cli.main import app
+from sametoken.scheduler.scheduler import Scheduler
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 SMALL = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "300", "--dataset", "random")
@@ -43,6 +45,20 @@ def test_a_clean_engine_exits_with_0(model, tmp_path):
     assert {run["num_requests"] for run in found["comparisons"]} == {2, 6}
     assert found["num_drafts"] >= found["diagnosis"]["profiles"]["running"]["judged"][0] > 0
     assert json.loads(embedded(page)) == found
+
+
+def test_an_adapter_is_audited(model, tmp_path, monkeypatch):
+    adapter, chosen, add = write_adapter(tmp_path, Path(model), ATTENTION), set(), Scheduler.add
+
+    def noting(self, request):
+        chosen.add(request.adapter)
+        return add(self, request)
+
+    monkeypatch.setattr(Scheduler, "add", noting)
+    own = ("--lora-modules", f"sql={adapter}", "--lora-request", "sql")
+    result = audit(model, *SMALL, *own, "--speculative-config", NGRAM, "--json")
+    assert result.exit_code == 0, result.output
+    assert (json.loads(result.stdout)["workload"]["adapter"], chosen) == ("sql", {1})
 
 
 def test_an_engine_that_verified_no_draft_exits_with_1(model):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.harness import replayed_by, request, run
+from helpers.harness import replayed_by, request
 from helpers.latents import write_nextn
-from helpers.small_engines import build, cached_by, mtp, requests
+from helpers.small_engines import build, cached_by, mtp, requests, scored
 from sametoken.config import EngineConfig
 from sametoken.engine.expanded_prompts import require_expandable
 from sametoken.engine.load import validate
@@ -24,22 +23,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 SHORT = [3, 4, 5, 6, 7, 8, 9, 3]
 #: Their last tokens lie within a block of 8, at its end, and after it.
 LONG = [[0, 1, *range(2, n)] for n in (22, 24, 25)]
-
-
-def scored(core, wanted) -> dict[str, list]:
-    """Tokens with their log-probabilities, in which other bits of any row show."""
-    step, found = core.step, defaultdict(list)
-
-    def noting():
-        updates = step()
-        for one in updates:
-            found[one.request_id] += [*(one.prompt_logprobs or ()), *(one.logprobs or ())]
-        return updates
-
-    core.step = noting
-    lengths = {name: len(ids) for name, ids in run(core, wanted).tokens.items()}
-    core.step = step
-    return {name: [str(one) for one in found[name][:n]] for name, n in lengths.items()}
 
 
 def all_requests():

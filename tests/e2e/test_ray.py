@@ -18,6 +18,7 @@ import pytest
 import ray
 from openai import OpenAI
 
+from helpers.adapters import ATTENTION, write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
@@ -41,29 +42,35 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the tokens that it has to get."""
+    """A prompt, the model or adapter that it asks, and the tokens that it has to get."""
 
     prompt: str
     seed: int
+    asked: str
     token_ids: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
 def engine_config(tmp_path_factory) -> EngineConfig:
-    model = write_chat_model(tmp_path_factory.mktemp("ray") / "toy")
-    return EngineConfig.from_options(model=str(model), speculative_config=NGRAM, **TOY_ENGINE)
+    folder = tmp_path_factory.mktemp("ray")
+    model = write_chat_model(folder / "toy")
+    own = {"lora_modules": {"sql": write_adapter(folder / "sql", model, ATTENTION)}}
+    return EngineConfig.from_options(
+        model=str(model), speculative_config=NGRAM, **own, **TOY_ENGINE
+    )
 
 
 @pytest.fixture(scope="module")
 def cases(engine_config) -> list[Case]:
     """What an engine in this process says, without speculation."""
-    llm = LLM(engine_config.model, **TOY_ENGINE)
+    llm = LLM(engine_config.model, lora_modules=engine_config.lora_modules, **TOY_ENGINE)
+    adapters = [(None, "sql")[i % 2] for i in range(NUM_REQUESTS)]
     prompts = [f"request {i}: " + "abc " * i for i in range(NUM_REQUESTS)]
     params = [SamplingParams(max_tokens=MAX_TOKENS, seed=i) for i in range(NUM_REQUESTS)]
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, lora_request=adapters)
     return [
-        Case(prompt, i, tuple(output.outputs[0].token_ids))
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        Case(prompts[i], i, adapters[i] or "toy", tuple(output.outputs[0].token_ids))
+        for i, output in enumerate(outputs)
     ]
 
 
@@ -120,7 +127,7 @@ def client_of(config: ServerConfig) -> OpenAI:
 
 def ask(client: OpenAI, case: Case) -> tuple[int, ...]:
     answer = client.completions.create(
-        model="toy",
+        model=case.asked,
         prompt=case.prompt,
         seed=case.seed,
         max_tokens=MAX_TOKENS,
@@ -137,6 +144,7 @@ def test_a_batch_goes_on_when_an_engine_dies(cluster, engine_config, cases, tmp_
             "method": "POST",
             "url": "/v1/completions",
             "body": {
+                "model": case.asked,
                 "prompt": case.prompt,
                 "seed": case.seed,
                 "max_tokens": MAX_TOKENS,
@@ -181,7 +189,7 @@ def test_an_update_and_a_kill_under_load_lose_no_request(served, engine_config, 
         finally:
             stop.set()
         assert all(future.result() for future in asking)
-        assert [model.id for model in client.models.list()] == ["toy", "newer"]
+        assert [model.id for model in client.models.list()] == ["toy", "newer", "sql"]
 
     # Answers take long and one client serves all threads, so that the kill meets some of them.
     with client_of(served) as client, ThreadPoolExecutor(NUM_CLIENTS) as pool:

@@ -18,6 +18,7 @@ from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.engine_summary import EngineSummary
+from sametoken.types.lora_modules import LoRAModule, adapter_number
 from sametoken.types.outputs import Logprob, RequestOutput, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
@@ -66,6 +67,7 @@ class FakeEngine:
         failed: whether every answer fails.
         special: the special tokens, of which the first ends a text.
         template: the chat template.
+        adapters: what requests may choose.
     """
 
     is_ready = True
@@ -82,6 +84,7 @@ class FakeEngine:
         failed: bool = False,
         special: tuple[str, ...] = SPECIAL,
         template: str = CHAT_TEMPLATE,
+        adapters: tuple[LoRAModule, ...] = (),
     ) -> None:
         backend = byte_tokenizer(special)
         self.tokenizer = Tokenizer(
@@ -93,7 +96,9 @@ class FakeEngine:
         self.say = say if callable(say) else lambda prompt, index: say
         self.window, self.refuse = window, refuse
         self.endless, self.failed = endless, failed
+        self.lora_modules = adapters
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
+        self.chosen: list[int] = []
         self.aborted: list[str] = []
         self._tasks: set[asyncio.Task] = set()
         self._inputs = InputProcessor(
@@ -117,8 +122,9 @@ class FakeEngine:
     def server_defaults(self) -> ServerDefaults:
         return ServerDefaults(SamplingParams(temperature=0.5, max_tokens=None))
 
-    async def prepare(self, prompts, params: SamplingParams, request_id: str):
-        return await asyncio.to_thread(self._inputs.process_all, request_id, prompts, params)
+    async def prepare(self, prompts, params: SamplingParams, request_id: str, lora_request=None):
+        given = prompts, params, adapter_number(self.lora_modules, lora_request)
+        return await asyncio.to_thread(self._inputs.process_all, request_id, *given)
 
     def stats(self) -> EngineStats:
         return STATS
@@ -130,6 +136,7 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
         self.seen.append((request.prompt, request.params))
+        self.chosen += {one.adapter for one in request.completions}
         stream = RequestStream(request.request_id, self.aborted.append)
         task = asyncio.get_running_loop().create_task(self._answer(request, stream))
         self._tasks.add(task)

@@ -20,10 +20,13 @@ from sametoken.state.sequences import Sequences
 CPU = torch.device("cpu")
 
 
-def load(path, kernels: Kernels | None = None, **options: Any) -> Decoder:
+def load(
+    path, kernels: Kernels | None = None, aux_layers: tuple[int, ...] = (), **options: Any
+) -> Decoder:
     """A checkpoint's model on the CPU: by the reference in fp32, unless others are given."""
     defaults = {"dtype": torch.float32, "device": CPU, "max_positions": 128}
-    return load_model(path, kernels=kernels or ReferenceKernels(), **defaults | options)
+    target = load_model(path, kernels=kernels or ReferenceKernels(), **defaults | options)
+    return target.keeping(aux_layers)
 
 
 def kept_at(rows: AttentionRows, index: list[int]) -> KeptRows:

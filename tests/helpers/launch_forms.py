@@ -138,8 +138,8 @@ def step_on_meta(
     aux_layers = needs_of_drafter(spec, config, dtype, path, DUMMY).aux_layers
     quantization = read_quantization(config.extra, str(path))
     reader = dummy_reader(path, backend.model, dtype, META, quantization=quantization)
-    target = model_class(config.architecture)(
-        config, reader, max_positions=max_len, aux_layers=aux_layers
+    target = model_class(config.architecture)(config, reader, max_positions=max_len).keeping(
+        aux_layers
     )
     placement = Placement(backend, dtype, META, max_len, max_num_seqs, DUMMY, path)
     drafter = load_drafter(spec, target, placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 
 from helpers.harness import requests_of, run
@@ -39,6 +40,22 @@ def mtp(k: int, **more) -> dict:
 def requests():
     """Every other one is sampled."""
     return requests_of(PROMPTS, MAX_TOKENS, 0.0, 0.9)
+
+
+def scored(core, wanted) -> dict[str, list]:
+    """Tokens with their log-probabilities, in which other bits of any row show."""
+    step, found = core.step, defaultdict(list)
+
+    def noting():
+        updates = step()
+        for one in updates:
+            found[one.request_id] += [*(one.prompt_logprobs or ()), *(one.logprobs or ())]
+        return updates
+
+    core.step = noting
+    lengths = {name: len(ids) for name, ids in run(core, wanted).tokens.items()}
+    core.step = step
+    return {name: [str(one) for one in found[name][:n]] for name, n in lengths.items()}
 
 
 @lru_cache

@@ -43,6 +43,7 @@ from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.ops.step.types import HAS_NAN, LayoutTable, StepInputs
 from sametoken.runner import async_output, runner, step
+from sametoken.runner.adapters import AdaptedTarget
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import CacheStates, KeptStates
 from sametoken.runner.routed_experts import RecordingKernels, StepExperts
@@ -53,6 +54,7 @@ from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
+from sametoken.state.sampling import SamplingTable
 from sametoken.text.grammar.after_reasoning import MatcherAfterReasoning, _Place
 from sametoken.types.layout import DRAFT_LIMIT, PLACE, STEP_ID
 from sametoken.types.length_bound import LenBound
@@ -111,6 +113,9 @@ SINKS_BITS = (
     "tests/e2e/test_parity_families.py::test_a_row_has_the_same_bits_in_every_chunk[gpt_oss-dtype0]"
 )
 EXPANDED = "tests/e2e/test_expanded_prompts.py::test"
+ADAPTERS = "tests/e2e/test_lora.py::test"
+ADAPTED = f"{ADAPTERS}_drafts_chunks_and_other_adapters_change_no_bit[spec1-compact-3]"
+OTHER_PREFIXES = f"{ADAPTERS}_prefixes_are_shared_by_requests_of_one_adapter_alone"
 REPLAYED = f"{EXPANDED}_what_is_computed_again_has_the_form_that_it_had"
 CONVERSATION = f"{EXPANDED}_a_conversation_reads_no_block_of_another_form"
 LATENT_BITS = SINKS_BITS.replace("gpt_oss", "deepseek_v3")
@@ -1101,6 +1106,37 @@ def the_bias_weighs_too(patch: pytest.MonkeyPatch) -> None:
         return chosen, weights / weights.sum(-1, keepdim=True) * routing.scale
 
     patch.setattr(ComposedKernels, "moe_gate", staticmethod(mutant))
+
+
+@mutant("prefixes-of-another-adapter", "docs/decisions/0045", OTHER_PREFIXES, "tokens")
+def keys_know_no_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVMemory, "_root", lambda self, request: b"")
+
+
+@mutant("a-slot-keeps-its-former-adapter", "docs/decisions/0045", ADAPTED, "tokens")
+def adapters_are_admitted_once(patch: pytest.MonkeyPatch) -> None:
+    admit, seen = SamplingTable.admit, set()
+
+    def mutant(self, admission):
+        writes = admit(self, admission)
+        first = (id(self), admission.slot) not in seen
+        seen.add((id(self), admission.slot))
+        own = self.adapter[admission.slot].data_ptr()
+        return [one for one in writes if first or one.part.data_ptr() != own]
+
+    patch.setattr(SamplingTable, "admit", mutant)
+
+
+@mutant("rows-read-the-adapters-of-requests-in-order", "docs/decisions/0045", ADAPTED, "tokens")
+def adapters_by_place(patch: pytest.MonkeyPatch) -> None:
+    """The n-th request of a step gets what the n-th slot has."""
+
+    def mutant(self, token_ids, rows, cache, kept=None):
+        _, places = rows.slots.unique_consecutive(return_inverse=True)
+        self._rows.begin(self._by_slot.index_select(0, places))
+        return self._target.forward(token_ids, rows, cache)
+
+    patch.setattr(AdaptedTarget, "forward", mutant)
 
 
 #: Tests with the steps in which they must fail, and in which the suite runs them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import signal
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers.checkpoints import write_llama
 
 import sametoken
+from sametoken import LoRARequest
 from sametoken.errors import (
     CheckpointError,
     ConfigError,
@@ -77,13 +79,29 @@ def test_arguments_of_vllm_without_a_meaning_here_are_refused_before_anything_ru
         lambda **given: llm.generate_stream("a", GREEDY, **given),
         lambda **given: llm.chat(hi, GREEDY, **given),
     ):
-        with pytest.raises(RequestError, match=r"^lora_request='x' is not offered: .*merge"):
+        with pytest.raises(RequestError, match=r"^prompt_adapter_request='x' is not offered: .*"):
+            call(prompt_adapter_request="x")
+        with pytest.raises(RequestError, match=r"no adapter 'x'. start the engine with lora_mod"):
             call(lora_request="x")
     assert engine.requests == []
     llm.generate("a", GREEDY, lora_request=None, priority=None, tokenization_kwargs=None)
     # What has the name of a sampling parameter may still reach a template.
     llm.chat(hi, GREEDY, chat_template_kwargs={"seed": 1}, chat_template_content_format="auto")
     assert len(engine.requests) == 2
+
+
+def test_each_request_has_the_adapter_that_it_names(scripted, resolved):
+    config = dataclasses.replace(resolved.config, lora_modules={"sql": "./a", "chat": "./b"})
+    llm, engine = scripted(*[[[EOS]]] * 7, config=config)
+    hi = [{"role": "user", "content": "hi"}]
+    llm.generate(["a", "b", "c"], GREEDY, lora_request=["chat", None, LoRARequest("sql", 1, "./a")])
+    llm.generate("a", GREEDY, lora_request="sql")
+    llm.chat([hi, hi], GREEDY, lora_request=["sql", "chat"])
+    list(llm.generate_stream("a", GREEDY, lora_request="chat"))
+    assert [one.adapter for one in engine.requests] == [2, 0, 1, 1, 1, 2, 2]
+    with pytest.raises(RequestError, match="2 adapters were given for 1 prompts"):
+        llm.generate("a", GREEDY, lora_request=["sql", "chat"])
+    assert len(engine.requests) == 7
 
 
 def test_lists_of_ids_and_rendered_chats_are_prompts(scripted):

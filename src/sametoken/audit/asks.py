@@ -10,6 +10,7 @@ from sametoken.bench.datasets import DatasetItem
 from sametoken.bench.measure import Window
 from sametoken.errors import ConfigError
 from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.lora_modules import NO_ADAPTER
 from sametoken.types.sampling_params import derive_seed
 
 
@@ -20,6 +21,7 @@ def make_requests(
     temperatures: Sequence[float],
     max_tokens: int,
     templated: bool,
+    adapter: int = NO_ADAPTER,
 ) -> list[AuditRequest]:
     """Make one request per item and temperature; items have different seeds.
 
@@ -29,6 +31,7 @@ def make_requests(
         temperatures: 0 is greedy.
         max_tokens: maximum answer length.
         templated: apply the chat template; needs a tokenizer.
+        adapter: see ``AuditRequest``.
 
     Raises:
         ConfigError: two requests have one name.
@@ -40,7 +43,7 @@ def make_requests(
         for temperature in temperatures:
             name = f"{item.item_id}@{temperature:g}"
             seed = derive_seed(0, index)
-            requests.append(AuditRequest(name, ids, text, temperature, seed, max_tokens))
+            requests.append(AuditRequest(name, ids, text, temperature, seed, max_tokens, adapter))
     names = Counter(request.name for request in requests)
     for name, count in names.items():
         if count > 1:
@@ -75,6 +78,7 @@ class AuditRequest:
         prompt_token_ids: the prompt; empty if no tokenizer is known.
         text: the prompt, for servers without ids.
         temperature, seed, max_tokens: sampling parameters.
+        adapter: as in ``EngineRequest``; a server's is named by its served model.
     """
 
     name: str
@@ -83,6 +87,7 @@ class AuditRequest:
     temperature: float
     seed: int
     max_tokens: int
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class Verdict:
         defects: signs of corrupted text.
         diagnosis: diagnosis of acceptance; None if not measured.
         texts: texts of the divergences' tokens.
-        workload: "model", "dataset", the number of "prompts", "temperatures" and "max_tokens".
+        workload: "model", "adapter", "dataset", the number of "prompts", "temperatures" and
+            "max_tokens".
         environment: as in the documents of ``bench``.
     """
 

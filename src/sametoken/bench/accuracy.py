@@ -64,6 +64,7 @@ class EvalSettings:
         num_fewshot: few-shot examples; None uses the task's number.
         max_tokens: maximum answer length; None uses the task's.
         chat: apply the chat template.
+        lora_request: the name of the adapter that answers; None: the model itself.
 
     Raises:
         ConfigError: a path without ``gsm8k``, or a number that is too small.
@@ -75,6 +76,7 @@ class EvalSettings:
     num_fewshot: int | None = None
     max_tokens: int | None = None
     chat: bool = False
+    lora_request: str | None = None
 
     def __post_init__(self) -> None:
         if self.path is not None and GSM8K not in self.tasks:
@@ -129,7 +131,7 @@ def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = Fals
 
     from sametoken.bench.harness import EngineLM
 
-    model = EngineLM(llm, plain=plain, max_tokens=settings.max_tokens)
+    model = EngineLM(llm, settings.lora_request, plain=plain, max_tokens=settings.max_tokens)
     output = run_tasks(
         model,
         tasks,

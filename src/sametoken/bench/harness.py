@@ -24,6 +24,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     Args:
         llm: the engine, with a tokenizer.
+        adapter: the name of the adapter that answers; None: the model itself.
         plain: decode without drafts.
         max_tokens: maximum answer length, overriding the tasks'.
 
@@ -32,9 +33,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         num_truncated: prompts truncated on the left to fit.
     """
 
-    def __init__(self, llm: LLM, *, plain: bool = False, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        adapter: str | None = None,
+        *,
+        plain: bool = False,
+        max_tokens: int | None = None,
+    ) -> None:
         super().__init__()
-        self._llm = llm
+        self._llm, self._adapter = llm, adapter
         self._num_speculative_tokens = 0 if plain else None
         self._max_tokens = max_tokens
         self.tokenizer = llm.get_tokenizer()
@@ -185,7 +193,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], disable_tqdm: bool
     ) -> list[RequestOutput]:
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(inputs, list(params), use_tqdm=not disable_tqdm)
+        outputs = self._llm.generate(
+            inputs, list(params), use_tqdm=not disable_tqdm, lora_request=self._adapter
+        )
         for output in outputs:
             if output.outputs[0].finish_reason == "error":
                 raise output.outputs[0].error or NumericalError("a request failed")

@@ -15,6 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
+from sametoken.engine.adapters import load_adapters, resolve_adapters
 from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
@@ -34,6 +35,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
+from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
@@ -154,7 +156,9 @@ def measure_memory(
     config, _ = resolve_kv_dtype(config, architecture, str(path), device)
     longest = resolve_max_model_len(config, architecture)
     require_token_map(spec, architecture)
-    target = load_shapes(architecture, path, dtype)
+    target = load_shapes(
+        architecture, path, dtype, load_adapters(resolve_adapters(config, announce))
+    )
     require_latents(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
@@ -199,12 +203,17 @@ def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) ->
     return resolve_kv_bytes(config, device)
 
 
-def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:
-    """Build a model on the meta device, from its config alone.
+def load_shapes(
+    architecture: ModelConfig, path: Path, dtype: torch.dtype, adapters: Adapters = NO_ADAPTERS
+) -> Decoder:
+    """Build a model on the meta device, from its config alone, with what stands beside its weights.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_model``.
     """
     quantization = read_quantization(architecture.extra, str(path))
     reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY, quantization=quantization)
-    return model_class(architecture.architecture)(architecture, reader, max_positions=1)
+    reader = replace(reader, adapters=adapters)
+    model = model_class(architecture.architecture)(architecture, reader, max_positions=1)
+    adapters.require_all_used()
+    return model

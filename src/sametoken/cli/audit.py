@@ -18,6 +18,7 @@ from sametoken.cli.report import announce
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable, write_text
+from sametoken.types.lora_modules import adapter_number, parse_modules
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class _Prompts:
     temperatures: tuple[float, ...]
     max_tokens: int
     raw: bool
+    adapter: str | None
+    number: int
 
     @classmethod
     def of(
@@ -54,18 +57,22 @@ class _Prompts:
         temperature: str,
         max_tokens: int,
         raw: bool,
+        lora_request: str | None,
+        lora_modules: Sequence[str],
     ) -> _Prompts:
         """Load the prompts from the command's options.
 
         Raises:
-            ConfigError: the dataset, its file or the list of temperatures is invalid.
-            RequestError: no request may have one of the temperatures.
+            ConfigError: the dataset, its file, the list of temperatures or an adapter is invalid.
+            RequestError: no request may have one of the temperatures, or the adapter.
         """
         from sametoken.bench.datasets import load_dataset
 
+        number = adapter_number(parse_modules(lora_modules), lora_request)
         items = load_dataset(dataset, path=prompts, limit=limit)
         name = dataset if prompts is None else f"{dataset} from {prompts.name}"
-        return cls(name, items, _temperatures(temperature), max_tokens, raw)
+        temperatures = _temperatures(temperature)
+        return cls(name, items, temperatures, max_tokens, raw, lora_request, number)
 
     def requests(self, tokenizer: Tokenizer | None, *, templated: bool) -> list[AuditRequest]:
         """Make the requests, with token ids if there is a tokenizer."""
@@ -77,6 +84,7 @@ class _Prompts:
             temperatures=self.temperatures,
             max_tokens=self.max_tokens,
             templated=templated,
+            adapter=self.number,
         )
 
     def as_chosen(self, tokenizer: Tokenizer | None) -> list[AuditRequest]:
@@ -88,6 +96,7 @@ class _Prompts:
         """Describe what was run, for ``Verdict``."""
         return {
             "model": None if model is None else Path(model).name,
+            "adapter": self.adapter,
             "dataset": self.dataset,
             "prompts": len(self.items),
             "temperatures": list(self.temperatures),
@@ -149,6 +158,9 @@ def _prompt_options(
         str, typer.Option(help="list of temperatures; each prompt runs at each of them")
     ] = "0,0.8",
     raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
+    lora_request: Annotated[
+        str | None, typer.Option(help="adapter of --lora-modules to audit", metavar="NAME")
+    ] = None,
 ) -> None:
     """The options that select prompts."""
 
@@ -244,7 +256,7 @@ def audit(
         _refuse_unread(context, _ENGINE_ONLY, "is of no use with --url", "leave it out")
         if model is None:
             _refuse_unread(context, _OF_MODELS, "is of no use without MODEL", "give MODEL")
-    prompts = _Prompts.of(**of_prompts)
+    prompts = _Prompts.of(**of_prompts, lora_modules=options["lora_modules"])
     if servers.url is None:
         settings = {"concurrency": concurrency, "num_alone": alone, "diagnose": diagnose}
         verdict = _audit_engine(_config(model, options), prompts, settings)

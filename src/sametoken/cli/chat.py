@@ -13,6 +13,7 @@ import typer
 
 from sametoken.cli.conversation import OFF, Chat, Consoles
 from sametoken.cli.options import (
+    adapter_option,
     engine_options,
     options_of,
     sampling_options,
@@ -35,7 +36,12 @@ def default_drafts(model: str) -> str:
     return "eagle3" if model == DEFAULT_MODEL else "suffix"
 
 
-@with_options(sampling_options(MAX_TOKENS), options_of(ServerConfig, _OTHERS), engine_options())
+@with_options(
+    adapter_option(),
+    sampling_options(MAX_TOKENS),
+    options_of(ServerConfig, _OTHERS),
+    engine_options(),
+)
 def chat(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="system message of the conversation")] = None,
@@ -49,6 +55,7 @@ def chat(
     no sampling answers with temperature 0.2 and top_p 0.9, unless --generation-config is vllm.
     """
     reasoning = ServerConfig(reasoning_parser=options.pop(_READS))
+    adapter = options.pop("lora_request")
     engine, sampling = split_options(options)
     if engine["speculative_config"] is None:
         engine["speculative_config"] = default_drafts(model)
@@ -58,7 +65,8 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    session = Chat(config, sampling, reasoning, _consoles(interactive), interactive=interactive)
+    consoles = _consoles(interactive)
+    session = Chat(config, sampling, reasoning, consoles, adapter, interactive=interactive)
     session.set_system(system or "")
     session.start()
     for line in _lines(interactive):

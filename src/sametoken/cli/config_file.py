@@ -53,12 +53,16 @@ def _defaults(path: Path, params: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def _as_given(value: Any, param: Any, positive: bool) -> Any:
     """A value in the form in which the command line gives it."""
-    if isinstance(value, dict):
-        return json.dumps(value)
     if isinstance(value, bool):
         return value == positive
-    is_list = getattr(param, "multiple", False)
-    return [value] if is_list and not isinstance(value, list) else value
+    if getattr(param, "multiple", False):
+        return list(map(_word, value if isinstance(value, list) else [value]))
+    return _word(value)
+
+
+def _word(value: Any) -> Any:
+    """A value as one word."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 def _normal(name: str) -> str:

@@ -31,6 +31,7 @@ from sametoken.serving.http.reasoning_parsers import (
     with_marks,
 )
 from sametoken.serving.http.tool_parsers import parser_of_template
+from sametoken.types.lora_modules import adapter_number
 from sametoken.types.option_values import NO_FILE, suggestion
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
@@ -71,6 +72,7 @@ class Chat:
         sampling: sampling parameters that replace the model's recommended ones.
         reasoning: has ``reasoning_parser``.
         consoles: where answers go, and where their reasoning and notices do.
+        adapter: the name of the adapter that answers; None: the model itself.
         interactive: whether a person is at the terminal. If not, every error ends the chat.
     """
 
@@ -80,10 +82,12 @@ class Chat:
         sampling: Mapping[str, Any],
         reasoning: ServerConfig,
         consoles: Consoles,
+        adapter: str | None = None,
         *,
         interactive: bool,
     ) -> None:
-        self._config = config
+        adapter_number(config.lora_modules, adapter)
+        self._config, self._adapter = config, adapter
         self._sampling = sampling
         self._reasoning = reasoning
         self._consoles = consoles
@@ -183,7 +187,8 @@ class Chat:
         tokenizer, status = llm.get_tokenizer(), self._consoles.status
         output: RequestOutput | None = None
         stopped = False
-        with contextlib.closing(llm.generate_stream(prompt, params)) as outputs:  # type: ignore[type-var]
+        answers = llm.generate_stream(prompt, params, lora_request=self._adapter)
+        with contextlib.closing(answers) as outputs:  # type: ignore[type-var]
             try:
                 marks = not params.skip_special_tokens
                 for latest in shown(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.cli.options import (
+    adapter_option,
     engine_options,
     sampling_options,
     sampling_params,
@@ -22,6 +23,7 @@ from sametoken.cli.options import (
 from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import in_words
+from sametoken.types.lora_modules import adapter_number
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 TOKENS_DIFFER = 1
 
 
-@with_options(sampling_options(), engine_options())
+@with_options(adapter_option(), sampling_options(), engine_options())
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
@@ -64,6 +66,7 @@ def generate(
     """Continue a text or answer a message."""
     is_asked = _require_one_source((prompt, file, chat), or_none=show_settings)
     text = _read(file) if file is not None else prompt
+    adapter = options.pop("lora_request")
     engine, sampling = split_options(options)
     # What is impossible is refused before a model is looked at, and then before it is loaded.
     sampling_params(SamplingParams(), sampling)
@@ -71,18 +74,20 @@ def generate(
         raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
     if compare and (json_output or not engine.get("speculative_config")):
         raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
-    unloaded = _look_at(EngineConfig.from_options(model=model, **engine))
+    config = EngineConfig.from_options(model=model, **engine)
+    adapter_number(config.lora_modules, adapter)
+    unloaded = _look_at(config)
     asked = _ask(unloaded, text, chat, sampling) if is_asked else None
     plain = None
     if compare and asked is not None:
-        plain = _stream(_load(_without_drafts(unloaded)), asked, _ignore)
+        plain = _stream(_load(_without_drafts(unloaded)), asked, adapter, _ignore)
     llm = _load(unloaded)
     if show_settings:
         # Beside an answer, which has stdout for itself.
         typer.echo(explain(llm.resolved), err=is_asked)
     if asked is None:
         return
-    output = _stream(llm, asked, _ignore if json_output else _write)
+    output = _stream(llm, asked, adapter, _ignore if json_output else _write)
     synthetic = llm.resolved.config.synthetic
     if json_output:
         typer.echo(json.dumps(as_json(output, synthetic), ensure_ascii=False))
@@ -142,15 +147,18 @@ def _ask(
 
 
 def _stream(
-    llm: LLM, asked: tuple[PromptTokens, SamplingParams], show: Callable[[str], None]
+    llm: LLM,
+    asked: tuple[PromptTokens, SamplingParams],
+    adapter: str | None,
+    show: Callable[[str], None],
 ) -> RequestOutput:
-    """Run one request and stream its text.
+    """Run one request, by an adapter if one is named, and stream its text.
 
     Raises:
         NumericalError: the request failed.
     """
     num_shown = 0
-    for output in llm.generate_stream(*asked):
+    for output in llm.generate_stream(*asked, lora_request=adapter):
         completion = output.outputs[0]
         show(completion.text[num_shown:])
         num_shown = len(completion.text)

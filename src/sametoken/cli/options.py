@@ -15,6 +15,7 @@ import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError, shown
+from sametoken.types.lora_modules import LoRAModule
 from sametoken.types.option_values import parse_integer
 from sametoken.types.sampling_params import RECOMMENDED, SamplingParams
 
@@ -111,7 +112,7 @@ def options_of(
         kind, default = hints[field.name], defaults.get(field.name, field.default)
         if kind == (SpeculativeConfig | None):
             kind = str | None
-        if kind == tuple[str, ...]:
+        if kind in (tuple[str, ...], tuple[LoRAModule, ...]):
             kind, default = list[str], list(default)
         parameters.append(
             _parameter(
@@ -122,6 +123,12 @@ def options_of(
             )
         )
     return parameters
+
+
+def adapter_option() -> list[inspect.Parameter]:
+    """Make the option by which a command's requests choose their adapter."""
+    text = "adapter of --lora-modules that answers, by its name"
+    return [_parameter("lora_request", str | None, None, text, metavar="NAME")]
 
 
 def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:

@@ -70,6 +70,7 @@ def serve(
             "serve each engine alone, or leave one of both out",
         )
     engine_config = EngineConfig.from_options(model=at_revision(model, revision), **options)
+    server.require_apart(engine_config)
     check_certificate(server)
     if ray_config is not None:
         from sametoken.serving.ray.serve import run as run_on_ray

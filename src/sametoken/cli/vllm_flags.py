@@ -20,14 +20,14 @@ _SAME = """
     kv_cache_memory_bytes gpu_memory_utilization num_gpu_blocks_override
     enable_prefix_caching enforce_eager
     swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
-    enable_return_routed_experts
+    enable_return_routed_experts lora_modules
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
     tool_call_parser reasoning_parser structured_outputs_config weight_transfer_config
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
 """
 SAME = tuple(_SAME.split())
 #: vLLM's flags that take several values at once.
-_SEVERAL = ("--served-model-name", "--api-key")
+_SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")
 
 
 def _names(options: VllmOptions) -> tuple[str, ...]:
@@ -114,9 +114,10 @@ def _lines() -> Iterator[str]:
     yield ""
     yield ", ".join(f"`{flag(name)}`" for name in SAME) + "."
     yield ""
-    yield "`--served-model-name A B` and `--api-key A B` take several values where the model stands"
-    yield "first or is named by `--model`; these and other options of several values may be given"
-    yield "once for each. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or"
+    yield "`--served-model-name A B`, `--api-key A B` and `--lora-modules A=PATH B=PATH` take"
+    yield "several values where the model stands first or is named by `--model`; these and other"
+    yield "options of several values may be given once for each. An adapter may also be JSON with"
+    yield "`name` and `path`. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or"
     yield "`4GiB`."
     yield ""
     yield "## Accepted without effect"
@@ -139,6 +140,8 @@ def _lines() -> Iterator[str]:
     for options, names in TABLE:
         if options.instead:
             accepted = ", ".join(f"`{value}`" for value in options.accepted)
+            if options.beside:
+                accepted += f"; any beside `{flag(options.beside)}`"
             yield f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |"
 
 

@@ -36,6 +36,7 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
+from sametoken.runner.adapters import with_adapters
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -162,7 +163,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
     )
     step = Step(
         sequences=sequences,
-        model=experts or loaded.target,
+        model=with_adapters(experts or loaded.target, loaded.row_adapters, table.adapter),
         kv=kv,
         kernels=backend.model,
         ops=backend.step,

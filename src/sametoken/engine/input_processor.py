@@ -52,8 +52,7 @@ class ProcessedRequest:
         Raises:
             OverloadedError: other grammars take up the memory.
         """
-        grammar = self.completions[0].grammar
-        if grammar is not None:
+        if (grammar := self.completions[0].grammar) is not None:
             grammar.prepare()
         return self
 
@@ -114,19 +113,23 @@ class InputProcessor:
         self._draws = itertools.count(1)
 
     def process(
-        self, request_id: str, prompt: PromptTokens, params: SamplingParams
+        self, request_id: str, prompt: PromptTokens, params: SamplingParams, adapter: int = 0
     ) -> ProcessedRequest:
-        """Check one prompt with its parameters and create its requests.
+        """Check one prompt with its parameters and create its requests, of an adapter's number.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served.
             OverloadedError: other grammars take up the compiler or the memory.
         """
         self._check_prompt(prompt.token_ids)
-        return self._make(request_id, prompt, self._resolve(params))
+        return self._make(request_id, prompt, self._resolve(params), adapter)
 
     def process_all(
-        self, request_id: str, prompts: Sequence[PromptTokens], params: SamplingParams
+        self,
+        request_id: str,
+        prompts: Sequence[PromptTokens],
+        params: SamplingParams,
+        adapter: int = 0,
     ) -> list[ProcessedRequest]:
         """``process`` for several prompts with the same parameters; prompt i is ``ID-i``.
 
@@ -136,7 +139,7 @@ class InputProcessor:
             self._check_prompt(prompt.token_ids)
         resolved = self._resolve(params)
         return [
-            self._make(f"{request_id}-{index}", prompt, resolved)
+            self._make(f"{request_id}-{index}", prompt, resolved, adapter)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -150,7 +153,7 @@ class InputProcessor:
         return ResolvedParams(params, stop_ids, bad_words, self._grammar(params), stops)
 
     def _make(
-        self, request_id: str, prompt: PromptTokens, resolved: ResolvedParams
+        self, request_id: str, prompt: PromptTokens, resolved: ResolvedParams, adapter: int
     ) -> ProcessedRequest:
         params = resolved.given
         limit = self._max_model_len
@@ -165,10 +168,9 @@ class InputProcessor:
             bad_words_token_ids=resolved.bad_words_token_ids,
             grammar=resolved.grammar,
             num_speculative_tokens=params.num_speculative_tokens,
+            adapter=adapter,
         )
-        seed = params.seed
-        if seed is None:
-            seed = derive_seed(self._seed, next(self._draws))
+        seed = derive_seed(self._seed, next(self._draws)) if params.seed is None else params.seed
         completions = tuple(
             replace(
                 first,
@@ -197,8 +199,7 @@ class InputProcessor:
             return PromptTokens(None, given)
         tokenizer = self._require_tokenizer("a text prompt")
         self._require_short(len(given), tokenizer)
-        token_ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
-        return PromptTokens(given, token_ids)
+        return PromptTokens(given, tokenizer.encode(given, add_special_tokens=add_special_tokens))
 
     def tokenize_chat(self, messages: Messages, **options: Any) -> PromptTokens:
         """Apply the chat template to a conversation and tokenize the result.
@@ -282,10 +283,8 @@ class InputProcessor:
 
     def knows_grammar(self, params: SamplingParams) -> bool:
         """Whether no grammar is requested, or the requested one is already compiled."""
-        structured = params.structured_outputs
-        if structured is None:
-            return True
-        return self._grammars is not None and self._grammars.knows(structured)
+        structured, known = params.structured_outputs, self._grammars
+        return structured is None or (known is not None and known.knows(structured))
 
     def start_trials(self) -> None:
         """Start the compiler's process in advance, so that the first grammar need not wait.

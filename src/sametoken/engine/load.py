@@ -19,6 +19,7 @@ from sametoken.drafters.build import (
     require_drafter_files,
     require_token_map,
 )
+from sametoken.engine.adapters import load_adapters, resolve_adapters
 from sametoken.engine.expanded_prompts import require_expandable, require_latents
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
@@ -51,6 +52,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
+from sametoken.models.load.adapted import Adapters
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -63,6 +65,7 @@ from sametoken.ops.cache_types import (
     stored_in,
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
+from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.runner.routed_experts import Mixture, mixtures_of, recording
 from sametoken.text.tokenizer import (
     load_tokenizer,
@@ -116,7 +119,7 @@ class Requested:
     @property
     def located(self) -> EngineConfig:
         """The user's options with paths in place of names: they are not looked up again."""
-        names = ("speculative_config", "tokenizer")
+        names = ("speculative_config", "tokenizer", "lora_modules")
         found = {name: getattr(self.config, name) for name in names}
         return replace(self.given, model=str(self.path), **found)
 
@@ -126,8 +129,8 @@ class Requested:
         spec, last = self.config.speculative_config, self.architecture.num_layers
         is_head = spec is not None and spec.method in HEADS
         drafter_reads = is_head and not self.needs.aux_layers
-        records = self.config.enable_return_routed_experts
-        return drafter_reads or last in self.needs.aux_layers or records
+        wrapped = self.config.enable_return_routed_experts or bool(self.config.lora_modules)
+        return drafter_reads or last in self.needs.aux_layers or wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class Loaded:
     resolved: ResolvedConfig
     extraction: Extraction
     all_states: bool
+    row_adapters: RowAdapters | None
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -198,6 +202,7 @@ def _resolve_names(
     require_room(config)
     require_ranks(config, architecture, device)
     require_swap(config)
+    config = resolve_adapters(config, announce)
     require_token_map(spec, architecture)
     _require_same_tokens(config, architecture, path)
     config, extracting = resolve_extraction(config, device)
@@ -260,7 +265,8 @@ def load(
     dtype, why = requested.dtype
     if architecture.also_sees:
         announce(f"{architecture.architecture}: only the text decoder is loaded")
-    target, drafter, backend = _load_models(requested, ranks)
+    adapters = load_adapters(config)
+    target, drafter, backend = _load_models(requested, ranks, adapters)
     made = "made random" if config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
@@ -304,7 +310,16 @@ def load(
     )
     require_memory(resolved, lookahead)
     return Loaded(
-        target, own, drafter, backend, memory, swap, resolved, extraction, requested.all_states
+        target,
+        own,
+        drafter,
+        backend,
+        memory,
+        swap,
+        resolved,
+        extraction,
+        requested.all_states,
+        adapters.rows,
     )
 
 
@@ -329,7 +344,9 @@ def _attention_kernels(
     return " and ".join(sorted(found)) or kernels
 
 
-def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
+def _load_models(
+    requested: Requested, ranks: Ranks, adapters: Adapters
+) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
     config, device, path = requested.config, requested.device, requested.path
     dtype, _ = requested.dtype
@@ -348,10 +365,10 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         dtype=dtype,
         device=device,
         max_positions=max_positions,
-        aux_layers=layers,
         load_format=config.load_format,
         parallel=ranks.parallel,
-    )
+        adapters=adapters,
+    ).keeping(layers)
     if config.expand_prompts_from:
         require_expandable(target)
     placement = Placement(

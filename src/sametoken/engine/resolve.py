@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.engine.step_memory import StepMemory, most_expanded, most_mixing
+from sametoken.engine.step_memory import StepMemory, most_adapted, most_expanded, most_mixing
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -332,7 +332,8 @@ def resolve_steps(
     caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
     num_expanded = most_expanded(models, device)
     mixing = most_mixing(models, config, stored, device, longest, has_sinks=target.has_sinks)
-    return StepMemory.of(config, target.config, caches, dtype, num_aux_layers, num_expanded, mixing)
+    sizes = num_aux_layers, num_expanded, mixing, most_adapted(target)
+    return StepMemory.of(config, target.config, caches, dtype, *sizes)
 
 
 def resolve_kv_bytes(

@@ -20,6 +20,7 @@ from sametoken.ops.launch_sizes import ROW_MULTIPLE, cdiv
 from sametoken.ops.model.attention.scratch import Launches, Runs
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
+from sametoken.ops.model.low_rank import AdaptedWeight
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.rule import RecurrentRule
@@ -76,6 +77,7 @@ class StepMemory:
         num_aux_layers: int,
         num_expanded: int,
         mixing: int = 0,
+        adapted: int = 0,
     ) -> StepMemory:
         """The sizes of an engine's steps.
 
@@ -87,6 +89,7 @@ class StepMemory:
             num_aux_layers: layers whose inputs a drafter reads.
             num_expanded: as ``most_expanded`` counts them.
             mixing: as ``most_mixing`` counts it.
+            adapted: as ``most_adapted`` counts it.
         """
         width = dtype.itemsize
         hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
@@ -99,7 +102,7 @@ class StepMemory:
         returned = chosen * model.num_layers if config.enable_return_routed_experts else 0
         features = (3 * model.intermediate_size + model.hidden_size) * (chosen or 1)
         return cls(
-            per_row=_ROW_BYTES + hidden + mixer + returned * _RETURNED_EXPERT_BYTES,
+            per_row=_ROW_BYTES + hidden + mixer + adapted + returned * _RETURNED_EXPERT_BYTES,
             per_sliced_row=ceil(features / config.tensor_parallel_size) * width,
             per_sampled_row=_LOGITS * model.vocab_size * _FP32,
             max_num_seqs=config.max_num_seqs,
@@ -143,6 +146,16 @@ def most_expanded(node: object, device: torch.device) -> int:
     # Rows of an embedding are looked up.
     parts = (child for name, child in children_of(node) if name != "embedding")
     return max((most_expanded(part, device) for part in parts), default=0)
+
+
+def most_adapted(node: object) -> int:
+    """The most bytes of a row that adapters need beside a product on a GPU.
+
+    Args:
+        node: models, nested in any way.
+    """
+    own = node.update.row_bytes if isinstance(node, AdaptedWeight) else 0
+    return max(own, *(most_adapted(child) for _, child in children_of(node)), 0)
 
 
 def widened_bytes(node: object) -> int:

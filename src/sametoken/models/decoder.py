@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
@@ -87,10 +87,6 @@ class Decoder:
         config: the architecture.
         weights: reader of the tensors, with the kernels that run them.
         max_positions: positions 0 .. max_positions - 1 can be run.
-        aux_layers: layer indices i, 0 .. num_layers, whose input is kept in
-            ``HiddenStates.auxiliary``, in this order: the residual stream that enters decoder
-            layer i, or for i = num_layers the final norm. SafeAILab's and vLLM's EAGLE-3 use the
-            same indices.
         rotaries: as in another decoder of this config, device and number of positions.
 
     Attributes:
@@ -116,7 +112,6 @@ class Decoder:
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
-        ConfigError: an auxiliary layer does not exist.
         UnsupportedError: the config needs an operation that is not implemented.
     """
 
@@ -140,7 +135,6 @@ class Decoder:
         weights: WeightReader,
         *,
         max_positions: int,
-        aux_layers: tuple[int, ...] = (),
         rotaries: tuple[RotaryTable, ...] | None = None,
     ) -> None:
         require_supported(
@@ -150,18 +144,14 @@ class Decoder:
             activation=self.activation,
             refused=self.refused,
         )
-        if not all(0 <= layer <= config.num_layers for layer in aux_layers):
-            raise ConfigError(
-                f"auxiliary layers {aux_layers} do not all exist",
-                f"use indices from 0 to {config.num_layers}",
-            )
         self.config = config
         self._declared = self.caches_of(config, weights.dtype, weights.source.location)
         self._prefix = self.tensor_prefix(weights)
         self.caches = tuple(self._own_cache(weights, *each) for each in enumerate(self._declared))
         self.kernels, self._parallel = weights.kernels, weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
-        self._aux_layers, self._max_positions = aux_layers, max_positions
+        self._max_positions = max_positions
+        self._aux_layers: tuple[int, ...] = ()
         self.rotaries = self._rotaries(weights.device) if rotaries is None else rotaries
         self.embedding = self._load_embedding(weights)
         self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(self.rotaries))
@@ -171,9 +161,19 @@ class Decoder:
 
     def reloaded(self, weights: WeightReader) -> Decoder:
         """The same model with other weights; errors as in the class."""
-        return type(self)(
-            self.config, weights, max_positions=self._max_positions, aux_layers=self._aux_layers
-        )
+        return type(self)(self.config, weights, max_positions=self._max_positions)
+
+    def keeping(self, aux_layers: tuple[int, ...]) -> Self:
+        """The same model, which also returns the inputs of layers, as EAGLE-3 reads them.
+
+        Args:
+            aux_layers: 0 .. num_layers, in the order of ``HiddenStates.auxiliary``: i is the
+                residual stream that enters layer i, or the final norm, as in SafeAILab and vLLM.
+        """
+        assert all(0 <= layer <= self.config.num_layers for layer in aux_layers)
+        kept = copy(self)
+        kept._aux_layers = aux_layers
+        return kept
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:

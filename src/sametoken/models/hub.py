@@ -20,10 +20,13 @@ from typing import Any
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, SametokenError, clipped, in_words
 from sametoken.models.load.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     INDEX,
     INDEX_PICKLED,
     QUANTIZATION_FILES,
     SINGLE,
+    choose_adapter_weights,
     choose_weights,
     weight_files,
 )
@@ -57,6 +60,7 @@ class Needed(Enum):
     HEAD = "the config and weights of a draft head"
     CONFIG = "a model's config and tokenizer"
     TOKENIZER = "a tokenizer"
+    ADAPTER = "the config and weights of an adapter"
 
     @classmethod
     def of(cls, load_format: str, *, head: bool = False) -> Needed:
@@ -147,7 +151,7 @@ def cached_on_hub(hub_id: HubId, needed: Needed = Needed.MODEL) -> Path | None:
             hub_id.repository,
             revision=hub_id.revision,
             local_files_only=True,
-            allow_patterns=[CONFIG],
+            allow_patterns=[ADAPTER_CONFIG if needed is Needed.ADAPTER else CONFIG],
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
@@ -162,6 +166,8 @@ def _complete(folder: Path, needed: Needed) -> Path | None:
         return folder / gguf_files[0] if len(gguf_files) == 1 else None
     if needed is Needed.TOKENIZER:
         is_whole = any(name in names for name in _TOKENIZER)
+    elif needed is Needed.ADAPTER:
+        is_whole = ADAPTER_CONFIG in names and any(name in names for name in ADAPTER_WEIGHTS)
     else:
         is_whole = CONFIG in names and (needed is Needed.CONFIG or _has_weights(folder))
     return folder if is_whole else None
@@ -183,6 +189,7 @@ def _download(
     from huggingface_hub import HfApi, constants
 
     # These import torch, which the command's help does without.
+    from sametoken.models.load.adapter import read_adapter_config
     from sametoken.models.load.gguf_checkpoint import require_architecture
     from sametoken.models.loader import read_config
 
@@ -198,6 +205,10 @@ def _download(
         if needed is Needed.MODEL and architecture is not None:
             require_architecture(architecture, hub_id)
         found = _fetch(hub_id, names) / names[0]
+    elif needed is Needed.ADAPTER:
+        names = [ADAPTER_CONFIG, choose_adapter_weights(sizes, hub_id)]
+        read_adapter_config(_fetch(hub_id, names[:1]))
+        found = _fetch(hub_id, names)
     else:
         names = _settings(sizes)
         found = _fetch(hub_id, names)
@@ -232,7 +243,9 @@ def _settings(names: Collection[str]) -> list[str]:
 
 def _gguf_files(names: Collection[str], needed: Needed) -> list[str]:
     """The GGUF files where there are no safetensors; they hold config and tokenizer too."""
-    if needed is Needed.HEAD or any(name.endswith(".safetensors") for name in names):
+    if needed in (Needed.HEAD, Needed.ADAPTER) or any(
+        name.endswith(".safetensors") for name in names
+    ):
         return []
     return [name for name in names if name.lower().endswith(".gguf")]
 

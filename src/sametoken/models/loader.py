@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
@@ -115,9 +117,9 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_positions: int,
-    aux_layers: tuple[int, ...] = (),
     load_format: str = "auto",
     parallel: TensorParallel = SINGLE_RANK,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Decoder:
     """Load a checkpoint; memory peaks at its packed weights plus one fused matrix.
 
@@ -129,35 +131,40 @@ def load_model(
         dtype: of weights and activations.
         device: of the weights.
         max_positions: positions 0 .. max_positions - 1 can be run.
-        aux_layers: see ``Decoder``.
         load_format: as in ``open_checkpoint``; "dummy" makes random weights, "gguf-packed" keeps
             quantized matrices in their bits.
         parallel: the ranks that divide the weights.
+        adapters: what stands beside the weights.
 
     Raises:
         CheckpointError: data is missing, truncated, corrupt, of a wrong shape, or NaN.
         UnsupportedError: the architecture, a setting or a dtype is not implemented.
-        ConfigError: ``max_positions``, ``aux_layers`` or ``load_format`` is impossible, or the
-            ranks cannot divide the model.
+        ConfigError: ``max_positions`` or ``load_format`` is impossible, or the ranks cannot divide
+            the model.
     """
     if max_positions < 1:
         raise ConfigError(f"max_positions={max_positions} is not possible", "use at least 1")
     checkpoint = open_checkpoint(path, load_format=load_format)
     architecture = model_class(checkpoint.config.architecture)
     require_divisible(checkpoint.config, parallel.size)
-    build = partial(
-        architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
-    )
+    build = partial(architecture, checkpoint.config, max_positions=max_positions)
     quantization = _formats(checkpoint, str(path), load_format)
     if load_format == DUMMY:
         reader = dummy_reader(
             Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
         )
-        return build(reader)
+        return _with_all(adapters, build(replace(reader, adapters=adapters)))
     tensors = checkpoint.open_tensors()
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
-        reader = WeightReader(source, kernels, dtype, device, parallel, quantization=quantization)
-        return build(reader)
+        reader = WeightReader(
+            source, kernels, dtype, device, parallel, quantization=quantization, adapters=adapters
+        )
+        return _with_all(adapters, build(reader))
+
+
+def _with_all(adapters: Adapters, model: Decoder) -> Decoder:
+    adapters.require_all_used()
+    return model
 
 
 def _formats(checkpoint: Checkpoint, path: str, load_format: str) -> Quantization:

@@ -110,6 +110,34 @@ def resolve_model(
     return cached
 
 
+def resolve_adapter(name: str, announce: Callable[[str], None]) -> Path:
+    """The directory of an adapter; downloads one of the hub on first use.
+
+    Args:
+        name: an existing directory, which takes precedence, or a Hugging Face hub id,
+            ``"org/name[@revision]"``.
+        announce: as in ``resolve_model``.
+
+    Raises:
+        CheckpointError: no directory or hub id, or the adapter cannot be fetched.
+        UnsupportedError: a setting of a hub id's adapter is not supported.
+        ConfigError: the name is empty, or the home directory of a ``~`` is unknown.
+    """
+    if not name:
+        raise ConfigError("the name of an adapter is empty", "give a path or a hub id")
+    path = expanded(name)
+    if _exists(path):
+        _require_whole(path)
+        return path
+    hint, hub_id = partial(_hint, name, path), HubId.parse(name)
+    if hub_id is not None:
+        return find_on_hub(hub_id, Needed.ADAPTER, announce, hint)
+    raise CheckpointError(
+        f"{name!r} is neither a path nor a hub id",
+        hint() + "give an adapter's directory or a Hugging Face hub id, org/name[@revision]",
+    )
+
+
 def at_revision(model: str, revision: str | None) -> str:
     """The name of a model at a branch, tag or commit of its repository on the hub.
 

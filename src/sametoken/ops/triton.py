@@ -48,6 +48,8 @@ from sametoken.ops.model.latent_attention import rope_triton as latent_rope
 from sametoken.ops.model.latent_attention import triton as latent_attention
 from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentShape, LayerLatent
+from sametoken.ops.model.low_rank import AdaptedWeight, Factors, RowAdapters
+from sametoken.ops.model.low_rank_triton import StackedUpdates
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
@@ -221,6 +223,16 @@ class TritonKernels:
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)
+
+    def adapt(
+        self,
+        weight: Weight,
+        adapters: Sequence[Sequence[Factors | None]],
+        sizes: Sequence[int],
+        rows: RowAdapters,
+    ) -> AdaptedWeight:
+        updates = StackedUpdates.of(adapters, sizes)
+        return AdaptedWeight(weight, updates, rows, activation.silu_mul)
 
     def pack_experts(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sametoken.ops.layer import LayerParts, WholeLayer
+    from sametoken.ops.model.low_rank import Factors, RowAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +345,23 @@ class Packing(Protocol):
 
     def stack(self, weights: Sequence[Weight]) -> Weight:
         """Weights of equal in_features as one, with their rows in this order."""
+        ...
+
+    def adapt(
+        self,
+        weight: Weight,
+        adapters: Sequence[Sequence[Factors | None]],
+        sizes: Sequence[int],
+        rows: RowAdapters,
+    ) -> Weight:
+        """A weight beside which each row adds its adapter's product.
+
+        Args:
+            weight: the checkpoint's [N, K].
+            adapters: of each adapter, from number 1 on, the factors of each part; some are there.
+            sizes: output features of the parts, N in total.
+            rows: the adapter of each row.
+        """
         ...
 
     def pack_experts(

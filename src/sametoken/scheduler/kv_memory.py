@@ -15,8 +15,8 @@ from sametoken.scheduler.swap_space import BlockFile, Found, SwapSpace
 from sametoken.types.plan import SwapIn, SwapOut
 from sametoken.types.request import EngineRequest
 
-#: Sets the keys of blocks in the expanded form apart.
-_EXPANDED = b"expanded"
+#: Set the keys of blocks in the expanded form, and of each adapter, apart.
+_EXPANDED, _ADAPTER = b"expanded", b"adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class KVMemory:
             return ()
         if self._limits.expands(request):
             # KV in the expanded form has other bits, and the last token's is in the absorbed one.
-            return self._keys_of(request.prompt_token_ids[:-1], self._root + _EXPANDED)
-        return self._keys_of(request.prompt_token_ids, self._root)
+            return self._keys_of(request.prompt_token_ids[:-1], self._root(request) + _EXPANDED)
+        return self._keys_of(request.prompt_token_ids, self._root(request))
 
     def looks_up(self, request: RequestState) -> bool:
         """Whether a request may start from cached blocks.
@@ -264,14 +264,15 @@ class KVMemory:
         known = request.block_keys
         first, prompt = len(known) * self._limits.block_size, request.request.prompt_token_ids
         rest = (*prompt[first:], *request.emitted)[: num_kept_tokens - first]
-        return known + self._keys_of(rest, known[-1] if known else self._root)
+        return known + self._keys_of(rest, known[-1] if known else self._root(request.request))
 
     def _keys_of(self, token_ids: Sequence[int], root: bytes) -> tuple[bytes, ...]:
         return block_keys(token_ids, self._limits.block_size, self._limits.lookahead_tokens, root)
 
-    @property
-    def _root(self) -> bytes:
-        return self.weight_version.to_bytes(8, "little") if self.weight_version else b""
+    def _root(self, request: EngineRequest) -> bytes:
+        """What a request's KV depends on beside its tokens: weights, and an adapter of its own."""
+        adapter = _ADAPTER + request.adapter.to_bytes(4, "little") if request.adapter else b""
+        return (self.weight_version.to_bytes(8, "little") if self.weight_version else b"") + adapter
 
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
         """Cut a cached prefix to where the request can start; sets its start and chunk ends."""

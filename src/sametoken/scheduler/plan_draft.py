@@ -122,6 +122,7 @@ class PlanDraft:
                 grammar=admitted.grammar,
                 request_id=admitted.request_id,
                 prompt_temperature=admitted.prompt_temperature,
+                adapter=admitted.adapter,
             )
         )
 

@@ -55,6 +55,7 @@ from sametoken.text.tokenizer import (
     require_own_end,
 )
 from sametoken.types.engine_summary import EngineSummary
+from sametoken.types.lora_modules import AdapterChoice, LoRAModule, adapter_number
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.vllm_arguments import takes_vllm_arguments
 from sametoken.types.weight_updates import Rendezvous
@@ -73,10 +74,12 @@ class AsyncLLM(NotCopied):
     Attributes:
         resolved: the engine's settings; ``eos_token_ids`` includes the tokenizer's.
         max_num_seqs: completions that the engine runs at once.
+        lora_modules: the adapters that requests may choose, as they were given.
     """
 
     resolved: EngineSummary
     max_num_seqs: int
+    lora_modules: tuple[LoRAModule, ...]
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class AsyncLLM(NotCopied):
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
         self.max_num_seqs = process.ready.limits.max_num_seqs
+        self.lora_modules = config.lora_modules
         self._tokenizer = tokenizer
         self._generation_config = config.generation_config
         self._trials = ProcessTrials()
@@ -204,7 +208,11 @@ class AsyncLLM(NotCopied):
             await self._preparations.start(self._inputs.start_trials)
 
     async def prepare(
-        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
+        self,
+        prompts: Sequence[PromptTokens],
+        params: SamplingParams,
+        request_id: str,
+        lora_request: AdapterChoice = None,
     ) -> list[ProcessedRequest]:
         """Process requests off the event loop, ready for ``begin``.
 
@@ -212,15 +220,17 @@ class AsyncLLM(NotCopied):
             prompts: token ids.
             params: for all of them.
             request_id: prompt i is ``request_id-i``.
+            lora_request: the adapter of all of them; None: the model itself.
 
         Raises:
-            RequestError: a prompt or a parameter is invalid.
+            RequestError: a prompt or a parameter is invalid, or there is no such adapter.
             OverloadedError: other grammars are being compiled, and take long.
             DrainingError, EngineRestartingError, EngineDeadError: no requests are accepted, or
                 none are from now on.
         """
         self._client.require_ready()
-        process = partial(self._inputs.process_all, request_id, prompts, params)
+        adapter = adapter_number(self.lora_modules, lora_request)
+        process = partial(self._inputs.process_all, request_id, prompts, params, adapter)
         return await self._preparations.run(
             process, has_new_grammar=not self._inputs.knows_grammar(params)
         )
@@ -235,7 +245,12 @@ class AsyncLLM(NotCopied):
 
     @takes_vllm_arguments
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: AdapterChoice = None,
     ) -> RequestStream:
         """Complete one prompt; the stream yields the output so far after every step.
 
@@ -245,8 +260,8 @@ class AsyncLLM(NotCopied):
         aborts the request. If the engine process dies, the iterator raises ``EngineDeadError``.
 
         Raises:
-            RequestError: the prompt or a parameter is invalid, the id is in use, or this is another
-                event loop.
+            RequestError: the prompt or a parameter is invalid, there is no such adapter, the id is
+                in use, or this is another event loop.
             OverloadedError: too many requests wait; it has the time to retry after.
             DrainingError: no new requests are accepted.
             EngineRestartingError: the engine died and is being restarted.
@@ -255,7 +270,8 @@ class AsyncLLM(NotCopied):
         self._client.require_ready()
         require_request_id(request_id)
         tokens = self._inputs.tokenize(prompt)
-        return self.begin(self._inputs.process(request_id, tokens, sampling_params))
+        adapter = adapter_number(self.lora_modules, lora_request)
+        return self.begin(self._inputs.process(request_id, tokens, sampling_params, adapter))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
         """``generate`` for a request from ``prepare``."""

@@ -21,7 +21,7 @@ class Admission:
         bad_words_token_ids: token sequences that must not be completed.
         grammar: constrains the output.
         request_id: the owner of the slot, for host code that reads plans.
-        prompt_temperature: as in ``EngineRequest``.
+        prompt_temperature, adapter: as in ``EngineRequest``.
     """
 
     slot: int
@@ -33,6 +33,7 @@ class Admission:
     grammar: Grammar | None = None
     request_id: str = ""
     prompt_temperature: float = 1.0
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

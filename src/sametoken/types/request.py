@@ -29,6 +29,7 @@ class EngineRequest:
         num_speculative_tokens: limit on drafts per step for this request; None means k.
         use_prefix_cache: whether it reads cached blocks and caches its own.
         prompt_temperature: above 0; log-probabilities of the prompt are of softmax(logits / this).
+        adapter: the number of its LoRA adapter, from 1 on; 0: it has none.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class EngineRequest:
     num_speculative_tokens: int | None = None
     use_prefix_cache: bool = True
     prompt_temperature: float = 1.0
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         if self.params.logit_bias is None:

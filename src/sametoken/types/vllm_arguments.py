@@ -10,15 +10,15 @@ from typing import ParamSpec, TypeVar
 from sametoken.errors import RequestError
 from sametoken.types.option_values import require_known
 from sametoken.types.sampling_params import ELSEWHERE, SamplingParams
-from sametoken.types.vllm_options import NO_ADAPTERS, OPTION_OF, VllmOptions, as_keyword
+from sametoken.types.vllm_options import OPTION_OF, VllmOptions, as_keyword
 
 #: The table. No value but the accepted ones has a meaning here.
 VLLM_ARGUMENTS = (
     VllmOptions(
-        NO_ADAPTERS,
-        values="lora_request prompt_adapter_request",
+        "adapters are LoRA's",
+        values="prompt_adapter_request",
         accepted=(),
-        instead="merge the adapter into the checkpoint",
+        instead="use lora_request",
     ),
     VllmOptions(
         "requests run in the order in which they came",

@@ -22,6 +22,7 @@ class VllmOptions:
         switches: names of those that are true or false, separated by spaces.
         instead: the remedy of a refusal; without one all values change nothing here.
         accepted: with one, the values that change nothing.
+        beside: with one, the option beside which no value changes anything.
     """
 
     why: str
@@ -29,6 +30,7 @@ class VllmOptions:
     switches: str = ""
     accepted: tuple[str, ...] = ("false",)
     instead: str = ""
+    beside: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,8 +66,6 @@ SHORT_FLAGS: Mapping[str, tuple[str, ...]] = {
     "pipeline_parallel_size": ("-pp",),
     "quantization": ("-q",),
 }
-
-NO_ADAPTERS = "adapters are not served"
 
 #: The table. What vLLM's command lines have and is neither here nor an option of ours is unknown.
 VLLM_OPTIONS = (
@@ -138,7 +138,7 @@ VLLM_OPTIONS = (
     ),
     VllmOptions("/metrics shows the load", switches="enable_server_load_tracking"),
     VllmOptions(
-        f"{NO_ADAPTERS}, so there is nothing to size",
+        "every adapter stays loaded, with the rank that it has",
         values="max_loras max_lora_rank max_cpu_loras lora_dtype",
         switches="fully_sharded_loras",
     ),
@@ -292,10 +292,16 @@ VLLM_OPTIONS = (
         instead="send chat_template_kwargs, or use --chat-template FILE",
     ),
     VllmOptions(
-        NO_ADAPTERS,
-        values="lora_modules qlora_adapter_name_or_path default_mm_loras",
-        switches="enable_lora enable_prompt_adapter",
-        instead="merge the adapter into the checkpoint",
+        "adapters are those that --lora-modules names",
+        switches="enable_lora",
+        instead="give --lora-modules NAME=PATH, or lora_modules={NAME: PATH} in Python",
+        beside="lora_modules",
+    ),
+    VllmOptions(
+        "adapters are LoRA's, and a request names its own",
+        values="qlora_adapter_name_or_path default_mm_loras",
+        switches="enable_prompt_adapter",
+        instead="use --lora-modules NAME=PATH",
     ),
     VllmOptions(
         "speculation has one option",
@@ -417,6 +423,7 @@ def take_vllm_options(
         value, about = options.pop(name), known[name]
         if value is None:
             continue
-        about.require_accepted(value, spelled(name, value))
+        if not options.get(about.beside):
+            about.require_accepted(value, spelled(name, value))
         reasons.append(f"{spelled(name, value)} ({about.why})")
     return f"without effect here: {', '.join(reasons)}" if reasons else None

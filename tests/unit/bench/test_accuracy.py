@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.adapters import MLP, write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
@@ -29,8 +31,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     torch.set_num_threads(1)
-    model = write_chat_model(tmp_path_factory.mktemp("eval") / "model")
-    return LLM(str(model), **TOY_ENGINE, speculative_config=NGRAM)
+    folder = tmp_path_factory.mktemp("eval")
+    model = write_chat_model(folder / "model")
+    adapters = {"sql": write_adapter(folder / "sql", model, MLP)}
+    return LLM(str(model), **TOY_ENGINE, speculative_config=NGRAM, lora_modules=adapters)
 
 
 @pytest.fixture
@@ -81,6 +85,12 @@ def test_answers_with_and_without_drafts_are_the_same(llm, questions):
     assert llm.speculation_metrics.num_draft_tokens == between.num_draft_tokens
     assert with_drafts.answers == plain.answers
     assert with_drafts.scores == plain.scores
+
+
+def test_the_adapter_that_is_named_answers(llm, questions):
+    asked = EvalSettings(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
+    own, of_adapter = (run(llm, replace(asked, lora_request=one)) for one in (None, "sql"))
+    assert own.answers != of_adapter.answers
 
 
 def test_texts_stop_before_the_stop_string_and_sampling_is_as_asked(llm):

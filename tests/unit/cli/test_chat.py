@@ -78,8 +78,9 @@ class EchoLLM:
         text = "".join(message["content"] for message in messages)
         return PromptTokens(text, tuple(map(ord, text)))
 
-    def generate_stream(self, prompt, params):
+    def generate_stream(self, prompt, params, *, lora_request):
         self.asked.append((prompt.text, params))
+        self.adapter = lora_request
         text = prompt.text[-3:]
         metrics = RequestMetrics(0.0, 1.0)
         for end in range(1, len(text) + 1, 2):
@@ -164,12 +165,22 @@ def test_a_conversation_goes_to_the_model_as_a_whole():
     assert roles == ["user", "assistant", "user", "assistant"]
 
 
+def test_the_adapter_that_is_named_answers(model):
+    words = ["chat", "m", "--lora-modules", "sql=./a", "--lora-request"]
+    CliRunner().invoke(app, [*words, "sql"], input="abc\n/drafts ngram\n/again\n")
+    assert [llm.adapter for llm in model.loaded] == ["sql"] * 2
+    model.loaded.clear()
+    refused = CliRunner().invoke(app, [*words, "sq"], input="abc\n")
+    assert (refused.exit_code, model.loaded) == (2, [])
+    assert "there is no adapter 'sq'" in refused.stderr
+
+
 class ThinkingLLM(EchoLLM):
     """Reasons before it says something, both in one step, whose text has all marks."""
 
     said = "<think>hm</think>yes"
 
-    def generate_stream(self, prompt, params):
+    def generate_stream(self, prompt, params, *, lora_request):
         self.asked.append((prompt.text, params))
         completion = CompletionOutput(0, self.said, tuple(map(ord, self.said)), "stop")
         metrics = RequestMetrics(0.0, 1.0, 3.0)

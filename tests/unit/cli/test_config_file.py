@@ -20,6 +20,7 @@ no-disable-log-stats: false
 trust-remote-code: true
 speculative-config: {method: ngram, num_speculative_tokens: 3}
 drain-timeout: 2.5
+lora-modules: [{name: sql, path: ./a}, chat=./b]
 tokenizer:
 """
 
@@ -46,6 +47,7 @@ def test_a_file_gives_options(serve):
     assert (engine.model, engine.max_model_len, engine.tokenizer) == ("from-file", 4000, None)
     assert engine.enable_prefix_caching is False
     assert engine.speculative_config.num_speculative_tokens == 3
+    assert engine.lora_modules == (("sql", "./a"), ("chat", "./b"))
     assert (server.api_key, server.served_model_name) == (("a", "b"), ("tiny",))
     assert (server.drain_timeout, server.disable_log_stats) == (2.5, True)
 

@@ -63,6 +63,12 @@ def test_questions_of_a_file_with_drafts_and_without(model, tmp_path, caplog):
     }
 
 
+def test_an_adapter_that_was_not_loaded_is_refused_before_the_model_is_looked_at(monkeypatch):
+    monkeypatch.setattr(unloaded.UnloadedModel, "of", None)
+    result = run("toy", "--lora-modules", "sql=./a", "--lora-request", "sq")
+    assert (result.exit_code, "there is no adapter 'sq'" in result.output) == (2, True)
+
+
 @pytest.mark.parametrize(("bar", "code"), [("0.49", 0), ("0.5", 0), ("0.51", 1)])
 def test_the_bar_decides_the_exit_code(model, monkeypatch, bar, code):
     fake(monkeypatch, 0.5)

@@ -91,8 +91,8 @@ class FakeLLM:
             num_kept_states=3,
         )
 
-    def generate_stream(self, prompt, params):
-        self.asked.update(prompt=prompt, params=params)
+    def generate_stream(self, prompt, params, *, lora_request):
+        self.asked.update(prompt=prompt, params=params, adapter=lora_request)
         metrics = RequestMetrics(10.0, 10.5, None)
         for length in (1, 2, 3):
             metrics = dataclasses.replace(
@@ -165,8 +165,8 @@ def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, sta
             metrics = dataclasses.replace(metrics, finished_time=14.5)
         return dataclasses.replace(output, outputs=(said,), metrics=metrics)
 
-    def slower_and_maybe_wrong(self, prompt, params):
-        outputs = stream(self, prompt, params)
+    def slower_and_maybe_wrong(self, prompt, params, *, lora_request):
+        outputs = stream(self, prompt, params, lora_request=lora_request)
         yield from map(changed, outputs) if self is llm.all[0] else outputs
 
     monkeypatch.setattr(FakeLLM, "generate_stream", slower_and_maybe_wrong)
@@ -246,6 +246,16 @@ def test_engine_options_reach_the_engine(llm):
         enable_prefix_caching=False,
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=4),
     )
+
+
+def test_an_adapter_answers_that_is_named(llm):
+    words = ("generate", "--prompt", "x", "--lora-modules", "sql=./a", "--lora-request")
+    run(*words, "sql")
+    assert llm.last.asked["adapter"] == "sql"
+    llm.all.clear()
+    refused = run(*words, "sq")
+    assert (refused.exit_code, llm.all) == (2, [])
+    assert "there is no adapter 'sq'. did you mean 'sql'?" in refused.stderr
 
 
 def test_every_engine_option_is_offered_or_named_as_left_out():

@@ -71,6 +71,29 @@ def test_several_names_may_follow_one_flag(started, arguments, names):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("--lora-modules", "sql=./a", "chat=org/b", "--seed", "5"),
+        ("--lora-modules=sql=./a", "--lora-modules", "chat=org/b"),
+        ("--lora-modules", '{"name": "sql", "path": "./a"}', '{"name": "chat", "path": "org/b"}'),
+        ("--enable-lora", "--max-loras", "2", "--lora-modules", "sql=./a", "chat=org/b"),
+    ],
+)
+def test_adapters_are_named_in_vllm_s_forms(started, words):
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    ((engine, *_),) = started
+    assert engine.lora_modules == (("sql", "./a"), ("chat", "org/b"))
+
+
+def test_an_adapter_has_no_name_of_the_model(started):
+    refused = invoke("--lora-modules", "model=./a")
+    assert "lora_modules has 'model', which is a name of the model" in refused.stderr
+    again = invoke("--served-model-name", "b", "--lora-modules", "model=./a")
+    assert (refused.exit_code, again.exit_code, len(started)) == (USAGE, 0, 1)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("--allowed-origins", "http://a.example", "--allowed-origins", "http://b.example"),
@@ -97,6 +120,7 @@ def test_the_key_may_stand_in_a_variable(started, monkeypatch):
         ("--log-level", "loud"),
         ("--shadow-audit-rate", "2"),
         ("--speculative-config", "{}"),
+        ("--lora-modules", "sql"),
         ("--no-such-option",),
         ("--allowed-origins", '["*"'),
     ],

@@ -40,7 +40,7 @@ def load(directory, kind: str):
         target = load_model(directory, **OPTIONS)
         return target, MTPCheckpoint(directory).load(target, **OPTIONS)
     aux_layers = (1, 2, 4) if kind == "eagle3" else ()
-    target = load_model(write_llama(directory / "target"), aux_layers=aux_layers, **OPTIONS)
+    target = load_model(write_llama(directory / "target"), **OPTIONS).keeping(aux_layers)
     if kind == "draft_model":
         return target, load_model(write_llama(directory / "other", seed=1), **OPTIONS)
     if kind == "eagle":

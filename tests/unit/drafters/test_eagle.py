@@ -125,7 +125,7 @@ def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool, vocab: 
 
 def load_both(directory, version: str, seed: int, **flags):
     aux_layers = (1, 2, 4) if version == EAGLE3 else ()
-    target = load_model(write_llama(directory / "target", seed), aux_layers=aux_layers, **OPTIONS)
+    target = load_model(write_llama(directory / "target", seed), **OPTIONS).keeping(aux_layers)
     if version == EAGLE1:
         head = write_eagle1(directory / "head", eagle1_tensors(seed, **flags))
         return target, Eagle1Checkpoint(head).load(target, **OPTIONS)

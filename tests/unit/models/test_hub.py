@@ -15,10 +15,10 @@ from helpers.checkpoints import LLAMA, write_llama
 from helpers.hub import COMMIT, cache_snapshot, serving_hub
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.load import validate
-from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, SametokenError, UnsupportedError
 from sametoken.models.hub import HubId, Needed, model_name
 from sametoken.models.loader import read_config
-from sametoken.models.names import resolve_drafter, resolve_model
+from sametoken.models.names import resolve_adapter, resolve_drafter, resolve_model
 
 REPOSITORY = "tiny/llama"
 OTHER_COMMIT = "2" * 40
@@ -348,6 +348,71 @@ def test_nothing_alike_gets_no_suggestion(cache):
     with pytest.raises(CheckpointError, match="neither a path, a short name nor") as caught:
         find("gpt-5")
     assert caught.value.remedy.startswith("give a checkpoint directory")
+
+
+ADAPTER = {
+    "adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter_model.safetensors": b"factors",
+}
+BESIDE = {
+    "README.md": b"",
+    "adapter_model.bin": b"again",
+    "optimizer.pt": b"state",
+    "config.json": b"{}",
+    "model.safetensors": b"a model",
+    "tokenizer.json": b"{}",
+}
+
+
+def test_of_an_adapter_two_files_are_downloaded_once(hub, cache):
+    hub.add("tiny/poet", ADAPTER | BESIDE)
+    said = []
+    folder = resolve_adapter("tiny/poet", said.append)
+    assert names_in(folder) == ADAPTER.keys()
+    assert hub.downloads == [*ADAPTER]
+    assert resolve_adapter("tiny/poet@main", said.append) == folder
+    assert said[2:] == [f"using tiny/poet from {folder}"]
+    assert resolve_adapter(str(folder), said.append) == folder
+    with pytest.raises(CheckpointError) as caught:
+        resolve_adapter("tiny/poets", silent)
+    assert caught.value.remedy.startswith("did you mean 'tiny/poet'?")
+
+
+def test_a_pickled_adapter_comes_where_there_is_no_other(hub):
+    pickled = ADAPTER.keys() - {"adapter_model.safetensors"} | {"adapter_model.bin"}
+    files = {name: (ADAPTER | BESIDE)[name] for name in pickled}
+    hub.add("tiny/poet", files | {"poet.gguf": b"GGUF"})
+    assert names_in(resolve_adapter("tiny/poet", silent)) == pickled
+
+
+def test_an_unfinished_download_of_an_adapter_is_finished(hub, cache):
+    hub.add("tiny/poet", ADAPTER)
+    config = {"adapter_config.json": ADAPTER["adapter_config.json"]}
+    cache_snapshot(cache, "tiny/poet", config)
+    assert names_in(resolve_adapter("tiny/poet", silent)) == ADAPTER.keys()
+
+
+def test_an_adapter_that_is_not_supported_is_refused_before_its_weights_come(hub):
+    hub.add("tiny/poet", ADAPTER | {"adapter_config.json": b'{"peft_type": "LOHA"}'})
+    with pytest.raises(UnsupportedError, match="peft_type='LOHA'"):
+        resolve_adapter("tiny/poet", silent)
+    assert hub.downloads == ["adapter_config.json"]
+
+
+def test_what_is_no_adapter(hub, tmp_path):
+    hub.add("tiny/half", {"adapter_model.safetensors": b"factors"})
+    for name in (REPOSITORY, "tiny/half"):
+        with pytest.raises(CheckpointError, match=rf"{name} holds no adapter_config\.json"):
+            resolve_adapter(name, silent)
+    assert hub.downloads == []
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is one file of a checkpoint") as caught:
+        resolve_adapter("adapter_model.bin", silent)
+    assert str(tmp_path) in caught.value.remedy
+    with pytest.raises(CheckpointError, match="'poet' is neither a path nor a hub id"):
+        resolve_adapter("poet", silent)
+    with pytest.raises(ConfigError, match="the name of an adapter is empty"):
+        resolve_adapter("", silent)
 
 
 RESOLVE = """

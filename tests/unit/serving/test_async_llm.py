@@ -244,6 +244,10 @@ def test_arguments_of_vllm_without_a_meaning_here_are_refused(served):
     async def scenario():
         with pytest.raises(RequestError, match="priority=1 is not offered"):
             served.llm.generate("a", SamplingParams(), "refused", priority=1)
+        with pytest.raises(RequestError, match="no adapter 'sql'"):
+            served.llm.generate("a", SamplingParams(), "refused", lora_request="sql")
+        with pytest.raises(RequestError, match="no adapter 'sql'"):
+            await served.llm.prepare([served.llm.tokenize("a")], SamplingParams(), "refused", "sql")
         defaults = {"lora_request": None, "priority": 0, "trace_headers": None}
         return await last_of(served.llm.generate("a", SamplingParams(), "taken", **defaults))
 

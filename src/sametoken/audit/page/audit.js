@@ -6,7 +6,7 @@ const word = (token) => (token === null ? "the end" : JSON.stringify(data.texts[
 function makeHead() {
   const { workload, environment } = data;
   byId("made").textContent = `made by sametoken ${environment.sametoken}`;
-  byId("about").textContent = joined([workload.model ?? data.subject, workload.dataset, environment.device ?? "device of the server", minutes(environment.date)]);
+  byId("about").textContent = joined([workload.model ?? data.subject, workload.adapter, workload.dataset, environment.device ?? "device of the server", minutes(environment.date)]);
   byId("verdict").textContent = data.headline;
   byId("verdict").classList.add(data.identical ? "better" : "worse");
   const prompts = workload.prompts === undefined ? null : `${workload.prompts}, at temperature ${workload.temperatures.join(" and ")}, up to ${workload.max_tokens} tokens each`;

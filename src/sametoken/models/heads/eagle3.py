@@ -33,7 +33,7 @@ Two checkpoint layouts are published:
   (``transformers_utils/configs/speculators/algos.py``).
 
 Auxiliary layer ids: at the top of the config, i means the input of target layer i, as in vLLM
-(``hidden_states + residual`` before the layer) and in ``load_model(aux_layers=...)``. With
+(``hidden_states + residual`` before the layer) and in ``Decoder.keeping``. With
 ``"eagle_aux_layer_semantics": "sglang"`` i means the output of layer i (vLLM ``eagle3_utils.py``).
 Under ``eagle_config`` trainers write either; ids that begin with 1 mean outputs, and others inputs
 (sgl-project/sglang#25454). NVIDIA's heads for gpt-oss have both: long-context says 1, 17 and 32 of

@@ -22,6 +22,9 @@ OF_MODELOPT = "hf_quant_config.json"
 #: How weights are quantized, by writers that leave it out of config.json: ModelOpt until 2025,
 #: AutoGPTQ and AutoAWQ until 2023.
 QUANTIZATION_FILES = (OF_MODELOPT, "quantize_config.json", "quant_config.json")
+ADAPTER_CONFIG = "adapter_config.json"
+#: An adapter's tensors, the first one that is there.
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PICKLED = (".bin", ".pt", ".pth")
 #: The figures of a training, which ``sametoken train`` writes.
 TRAINING = "training.json"
@@ -135,6 +138,19 @@ def choose_weights(
             "convert the weights to safetensors",
         )
     raise CheckpointError(f"{location} holds no safetensors file", AGAIN)
+
+
+def choose_adapter_weights(names: Collection[str], location: object) -> str:
+    """The name of the file with an adapter's tensors, among those of its directory.
+
+    Raises:
+        CheckpointError: the files are not those of an adapter in PEFT's format.
+    """
+    found = next((name for name in ADAPTER_WEIGHTS if name in names), None)
+    if found is None or ADAPTER_CONFIG not in names:
+        missing = " or ".join(ADAPTER_WEIGHTS) if ADAPTER_CONFIG in names else ADAPTER_CONFIG
+        raise CheckpointError(f"{location} holds no {missing}", "give an adapter in PEFT's format")
+    return found
 
 
 def _shards(index: Path) -> list[str]:

@@ -29,7 +29,8 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.weight import Int4Matrix, Weight
 
-GPTQ, GPTQ_V2, AWQ, PACKED = "gptq", "gptq_v2", "awq", "pack-quantized"
+GPTQ, GPTQ_V2, AWQ = "gptq", "gptq_v2", "awq"
+PACKED: str = "pack-quantized"
 #: Features of a group that the products have.
 WIDTHS = (128, 64, 32)
 #: Where AWQ puts each of eight neighbouring rows.

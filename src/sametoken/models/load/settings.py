@@ -146,6 +146,7 @@ def require_known(
     used: tuple[str, ...],
     only: Mapping[str, tuple[object, ...]] | None = None,
     unused: tuple[str, ...] = (),
+    remedy: str = ANOTHER,
 ) -> None:
     """Refuse a key that nobody reads, unless it is empty, and a value that nobody implements.
 
@@ -154,6 +155,7 @@ def require_known(
         used: keys that the caller reads.
         only: values of keys that mean nothing else.
         unused: keys without a meaning for reading.
+        remedy: for the error.
 
     Raises:
         UnsupportedError: names the key.
@@ -163,7 +165,7 @@ def require_known(
         if key in used or key in unused or value in (None, [], {}, ""):
             continue
         if value not in only.get(key, ()):
-            raise unsupported(settings, key, ANOTHER)
+            raise unsupported(settings, key, remedy)
 
 
 def compiled(settings: Settings, expression: str) -> re.Pattern[str]:

@@ -1,14 +1,43 @@
-"""Which part of a tensor a rank has, and copying it from chunks of whole rows."""
+"""Parts of fused weights, which part of a tensor a rank has, and copying it from whole rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from sametoken.layers.parallel import TensorParallel
+
+
+class Split(Enum):
+    """A rank's share of a tensor: all of it, or an equal range of rows or columns."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that becomes rows of a fused weight.
+
+    Attributes:
+        rows: rows of the whole tensor in the checkpoint.
+        permutation: int64, a permutation on the host: row i of this rank's share becomes row
+            ``permutation[i]`` of the weight's part. None: row i.
+        split: how ranks divide the tensor.
+        output_sizes: sizes of adjacent row ranges, ``rows`` in total, each divided separately
+            among ranks; (): all rows are one range.
+    """
+
+    name: str
+    rows: int
+    permutation: Tensor | None = None
+    split: Split = Split.WHOLE
+    output_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +47,7 @@ class Share:
     Attributes:
         rows: ranges of the tensor's rows, consecutive in the share.
         columns: range of the tensor's columns.
-        permutation: as in ``Part`` of ``weights``.
+        permutation: as in ``Part``.
     """
 
     rows: tuple[range, ...]

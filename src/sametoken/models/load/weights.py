@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import groupby
 
 import torch
@@ -13,39 +12,14 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
+from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
+from sametoken.models.load.share import Part as Part
 from sametoken.models.load.share import Share, adjacent, of_rank
+from sametoken.models.load.share import Split as Split
 from sametoken.models.load.sources import FLOATING, TensorSource, dtype_name, require_finite
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
-
-
-class Split(Enum):
-    """A rank's share of a tensor: all of it, or an equal range of rows or columns."""
-
-    WHOLE = "whole"
-    ROWS = "rows"
-    COLUMNS = "columns"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor that becomes rows of a fused weight.
-
-    Attributes:
-        rows: rows of the whole tensor in the checkpoint.
-        permutation: int64, a permutation on the host: row i of this rank's share becomes row
-            ``permutation[i]`` of the weight's part. None: row i.
-        split: how ranks divide the tensor.
-        output_sizes: sizes of adjacent row ranges, ``rows`` in total, each divided separately
-            among ranks; (): all rows are one range.
-    """
-
-    name: str
-    rows: int
-    permutation: Tensor | None = None
-    split: Split = Split.WHOLE
-    output_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +35,7 @@ class WeightReader:
         parallel: the ranks that divide split tensors.
         quantize_fp8: whether projections become fp8; for draft heads, never for a target.
         quantization: the formats in which the checkpoint stores linears.
+        adapters: what stands beside linears.
     """
 
     source: TensorSource
@@ -70,6 +45,7 @@ class WeightReader:
     parallel: TensorParallel = SINGLE_RANK
     quantize_fp8: bool = False
     quantization: Quantization = UNQUANTIZED
+    adapters: Adapters = NO_ADAPTERS
     _read: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
@@ -168,7 +144,8 @@ class WeightReader:
                 weights.append(self.projection(self.packed(in_features, *plain)))
             else:
                 weights.append(linear.read(self, in_features, run))
-        return weights[0] if len(weights) == 1 else self.kernels.stack(weights)
+        whole = weights[0] if len(weights) == 1 else self.kernels.stack(weights)
+        return self.adapters.beside(whole, self, in_features, parts)
 
     def _pass_zero_biases(self, parts: tuple[Part, ...]) -> None:
         """Count biases of zeros as read: old writers of GPTQ give one to every linear."""

@@ -30,7 +30,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.in_process import AppRequest, whole_answer
-from sametoken.serving.http.served import require_served, served_names
+from sametoken.serving.http.served import require_served
 from sametoken.serving.limits import ServingLimits
 
 _FORMAT = "sametoken-batch-1"
@@ -64,10 +64,11 @@ def run_batch(
 
     Raises:
         RequestError: the input cannot be read.
-        ConfigError: the output exists or cannot be written, another run holds it, or an earlier
-            run had other settings.
+        ConfigError: the output exists or cannot be written, another run holds it, an earlier run
+            had other settings, or an adapter has a name of the model.
         SametokenError: the engine cannot start, or will not be restarted.
     """
+    batch_server_config(batch_config.served_model_name).require_apart(config)
     _require_free(output, source)
     lines = read_input(source, batch_config.max_line_bytes)
     parts = output.with_name(output.name + ".parts")
@@ -107,15 +108,14 @@ def _refused(
     lines: Iterable[InputLine], config: EngineConfig, batch_config: BatchConfig
 ) -> Iterator[Answer]:
     """Results of lines that no engine need be loaded for: none would serve them."""
-    server = batch_server_config(batch_config.served_model_name)
-    names = served_names(server, config.model)
+    names = batch_server_config(batch_config.served_model_name).names(config.model)
     for line in lines:
         body = _request_of(line).body
         try:
             if body.get("stream"):
                 raise invalid("a batch has no streams. Leave stream out", "stream", "unsupported")
             if isinstance(body.get("model"), str):
-                require_served(body["model"], names)
+                require_served(body["model"], names, config.lora_modules)
         except ApiError as error:
             yield _to_answer(line, error.status, error.body)
 

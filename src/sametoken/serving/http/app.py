@@ -59,7 +59,7 @@ from sametoken.serving.http.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from sametoken.serving.http.served import Served, served_names
+from sametoken.serving.http.served import Served
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.http.tools import template_tools
 from sametoken.serving.stats import AuditStats
@@ -95,7 +95,7 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 
 def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     """The application over an engine that is ready."""
-    model = served_names(config, engine.resolved.model)[0]
+    model = config.names(engine.resolved.model)[0]
     registry = make_registry(engine.stats, engine.resolved, model)
     served = Served(engine, config, RequestTimes(registry, model), engine.server_defaults())
     app = FastAPI(
@@ -159,12 +159,12 @@ def _openai_routes(served: Served) -> APIRouter:
 
     @router.get("/models")
     async def models() -> ModelList:
-        """The model under each of its names."""
+        """The model under each of its names, and its adapters."""
         return ModelList(data=served.cards())
 
     @router.get("/models/{model:path}")
     async def one_model(model: str) -> ModelCard:
-        """The model under one of its names."""
+        """The model under one of its names, or an adapter."""
         name = served.name(model)
         return next(card for card in served.cards() if card.id == name)
 

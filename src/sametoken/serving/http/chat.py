@@ -65,15 +65,15 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     request.check_fields(num_prompts=1)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     model = served.name(request.model)
-    use, generation = await begin_chat(served, request, request_id)
+    use, generation = await begin_chat(served, request, request_id, model)
     answer = _Answer(request, use, request_id, model, served)
     return await respond(http, generation, answer, stream=bool(request.stream))
 
 
 async def begin_chat(
-    served: Served, request: ChatRequest, request_id: str
+    served: Served, request: ChatRequest, request_id: str, model: str
 ) -> tuple[ToolUse, Generation]:
-    """Begin the answer to a conversation whose fields are checked.
+    """Begin the answer to a conversation whose fields are checked, by what has a served name.
 
     Raises:
         ApiError, SametokenError: the request cannot be served.
@@ -86,7 +86,7 @@ async def begin_chat(
     params, parser = served.reasons(params, rendered, use)
     if request.parallel_tool_calls is False:
         parser = with_one_call(parser)
-    return replace(use, parser=parser), await served.begin([prompt], params, request_id)
+    return replace(use, parser=parser), await served.begin([prompt], params, request_id, model)
 
 
 async def chat_prompt(

@@ -75,7 +75,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
         echo = partial(_Prompt.echoed, tokenizer=served.engine.get_tokenizer())
         shown = await asyncio.to_thread(lambda: list(map(echo, prompts)))
     answer = _Answer(served, request, shown, answer_id(request_id, request.request_id), model)
-    generation = await served.begin(prompts, params, request_id)
+    generation = await served.begin(prompts, params, request_id, model)
     return await respond(http, generation, answer, stream=bool(request.stream))
 
 

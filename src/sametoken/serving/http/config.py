@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sametoken.config import option
+from sametoken.config import EngineConfig, option
 from sametoken.errors import ConfigError, shown
 from sametoken.serving.http.structured_config import StructuredOutputsConfig
 from sametoken.serving.http.transfer_config import WeightTransferConfig
@@ -160,6 +160,24 @@ class ServerConfig:
                 "the weights",
                 f"give an api_key, or listen on {_LOOPBACK[0]} alone",
             )
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Names of the model in the API: the configured ones, else ``model``."""
+        return self.served_model_name or (model,)
+
+    def require_apart(self, engine: EngineConfig) -> None:
+        """Refuse an adapter with a name of the model: requests could not tell them apart.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        names = self.names(engine.model)
+        for one in engine.lora_modules:
+            if one.name in names:
+                raise ConfigError(
+                    f"lora_modules has {shown(one.name)}, which is a name of the model",
+                    "give the adapter another name, or the model by served_model_name",
+                )
 
     @property
     def weight_transfer(self) -> WeightTransferConfig | None:

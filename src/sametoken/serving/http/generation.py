@@ -81,6 +81,7 @@ class Generation:
         params: SamplingParams,
         request_id: str,
         times: RequestTimes,
+        adapter: str | None = None,
     ) -> Generation:
         """Begin all prompts, or none.
 
@@ -90,12 +91,13 @@ class Generation:
             params: for all of them.
             request_id: unique; prompt i is ``request_id-i``.
             times: observes every output.
+            adapter: the name of the adapter of all of them; None: the model itself.
 
         Raises:
             RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
                 one of them.
         """
-        requests = await engine.prepare(prompts, params, request_id)
+        requests = await engine.prepare(prompts, params, request_id, adapter)
         streams: list[RequestStream] = []
         try:
             for request in requests:

@@ -197,13 +197,14 @@ class ChatChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model under one of its names."""
+    """The model under one of its names, or an adapter, whose ``parent`` is the model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "sametoken"
     root: str
+    parent: str | None = None
     max_model_len: int
 
 

@@ -34,6 +34,7 @@ from sametoken.serving.http.tool_parsers import (
     parser_of_template,
 )
 from sametoken.serving.http.tools import ToolUse, template_messages
+from sametoken.types.lora_modules import LoRAModule
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -85,31 +86,29 @@ class Served:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that requests may give as ``model``; responses have the first by default."""
-        return served_names(self.config, self.engine.resolved.model)
+        """Names of the model itself; responses have the first by default."""
+        return self.config.names(self.engine.resolved.model)
 
     def name(self, requested: str | None) -> str:
-        """The model's name in the response to a request.
+        """The name in the response to a request, of the model or of an adapter.
 
         Raises:
-            ApiError: no model has the requested name.
+            ApiError: none of them has the requested name.
         """
         if requested is None:
             return self.names[0]
-        require_served(requested, self.names)
+        require_served(requested, self.names, self.engine.lora_modules)
         return requested
 
     def cards(self) -> list[ModelCard]:
-        """The model under each of its names."""
-        resolved = self.engine.resolved
+        """The model under each of its names, then the adapters."""
+        made = partial(
+            ModelCard, created=self.created, max_model_len=self.engine.resolved.max_model_len
+        )
+        first = self.names[0]
         return [
-            ModelCard(
-                id=name,
-                created=self.created,
-                root=self.names[0],
-                max_model_len=resolved.max_model_len,
-            )
-            for name in self.names
+            *(made(id=name, root=first) for name in self.names),
+            *(made(id=one.name, root=one.path, parent=first) for one in self.engine.lora_modules),
         ]
 
     def check(self, num_prompts: int, params: SamplingParams) -> None:
@@ -145,14 +144,21 @@ class Served:
             )
 
     async def begin(
-        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
+        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str, name: str
     ) -> Generation:
         """Begin all prompts of a request, or none.
+
+        Args:
+            prompts: token ids.
+            params: for all of them.
+            request_id: unique.
+            name: of the model or of an adapter, as ``name`` gives it.
 
         Raises:
             RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses.
         """
-        return await Generation.begin(self.engine, prompts, params, request_id, self.times)
+        adapter = None if name in self.names else name
+        return await Generation.begin(self.engine, prompts, params, request_id, self.times, adapter)
 
     async def tokenize(
         self, prompt: str | list[int], *, add_special_tokens: bool = True
@@ -275,12 +281,15 @@ class Served:
         return chat_logprobs(found, form)
 
 
-def require_served(requested: str, names: Sequence[str]) -> None:
+def require_served(
+    requested: str, names: Sequence[str], adapters: Sequence[LoRAModule] = ()
+) -> None:
     """Refuse a request for another model.
 
     Raises:
-        ApiError: the name is not among the served ones.
+        ApiError: the name is neither one of the model nor that of an adapter.
     """
+    names = [*names, *(one.name for one in adapters)]
     if requested not in names:
         known = " or ".join(map(repr, names))
         raise ApiError(
@@ -289,8 +298,3 @@ def require_served(requested: str, names: Sequence[str]) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
-    """Names of the model in the API: the configured ones, else ``model``."""
-    return config.served_model_name or (model,)

@@ -144,6 +144,7 @@ def test_a_line_that_was_changed_is_answered_anew(engine, source, tmp_path):
         ("kv_cache_dtype", "fp8", "'auto'"),
         ("logprobs_mode", "processed_logprobs", "'raw_logprobs'"),
         ("enable_return_routed_experts", True, "False"),
+        ("lora_modules", {"sql": "./a"}, r"\[\]"),
     ],
 )
 def test_a_run_may_go_on_with_another_drafter_but_not_with_other_results(
@@ -216,6 +217,28 @@ def test_lines_that_no_engine_would_serve_need_none(
         assert json.loads(result)["custom_id"] == one["custom_id"]
         assert response["status_code"] == status
         assert message in response["body"]["error"]["message"]
+
+
+def test_a_line_names_its_adapter_as_the_model(engine, source, tmp_path):
+    config = dataclasses.replace(CONFIG, lora_modules={"sql": "./a"})
+    engine.lora_modules = config.lora_modules
+    first, second, *_ = map(json.loads, source.read_text().splitlines())
+    first["body"]["model"], second["body"]["model"] = "sql", "other"
+    source.write_text("\n".join(map(json.dumps, (first, second))) + "\n")
+    output = tmp_path / "out.jsonl"
+    assert run_batch(config, source, output, BATCH) == BatchSummary(1, 0, 1)
+    bodies = [json.loads(one)["response"]["body"] for one in output.read_text().splitlines()]
+    assert (bodies[0]["model"], engine.chosen) == ("sql", [1])
+    assert "the model 'other' does not exist. Use 'toy' or 'sql'" in bodies[1]["error"]["message"]
+
+
+def test_an_adapter_with_a_name_of_the_model_is_refused_before_anything_is_written(
+    source, tmp_path
+):
+    config = dataclasses.replace(CONFIG, lora_modules={"toy": "./a"})
+    with pytest.raises(ConfigError, match="lora_modules has 'toy', which is a name of the model"):
+        run_batch(config, source, tmp_path / "out.jsonl", BATCH)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_lines_for_another_model_stand_beside_answers_and_leave_no_parts(

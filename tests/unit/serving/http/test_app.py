@@ -12,6 +12,7 @@ from sametoken.errors import EngineRestartingError
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.stats import AuditDifference, AuditStats
+from sametoken.types.lora_modules import parse_modules
 
 
 def test_models(serve):
@@ -24,6 +25,60 @@ def test_models(serve):
     assert client.get("/v1/models/org/small").json() == cards[0]
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert [card["id"] for card in serve().get("/v1/models").json()["data"]] == ["toy"]
+
+
+ADAPTERS = parse_modules({"sql": "./a", "org/chat": "org/chat-lora"})
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_adapters_are_models_whose_parent_is_the_model(serve):
+    client = serve(FakeEngine(adapters=ADAPTERS), served_model_name=("small", "tiny"))
+    cards = client.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        ("small", "small", None),
+        ("tiny", "small", None),
+        ("sql", "./a", "small"),
+        ("org/chat", "org/chat-lora", "small"),
+    ]
+    assert client.get("/v1/models/org/chat").json() == cards[3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", CHAT | {"max_tokens": 9}),
+    ],
+)
+def test_a_request_names_its_adapter_as_the_model(serve, path, body, stream):
+    engine = FakeEngine(adapters=ADAPTERS)
+    client = serve(engine)
+    for number, name in enumerate(("toy", "sql", "org/chat")):
+        engine.chosen.clear()
+        answer = client.post(path, json=body | {"model": name, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        assert set(engine.chosen) == {number}
+        assert f'"model":"{name}"' in answer.text
+    engine.chosen.clear()
+    answer = client.post(path, json=body | {"model": "sq", "stream": stream})
+    assert (answer.status_code, engine.chosen) == (404, [])
+    assert "'sq' does not exist. Use 'toy' or 'sql' or 'org/chat'" in answer.text
+
+
+def test_tokens_of_an_adapter_are_those_of_the_model(serve):
+    client = serve(FakeEngine(adapters=ADAPTERS))
+    bodies = {
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [5]},
+        "/v1/messages/count_tokens": CHAT,
+    }
+    for path, body in bodies.items():
+        own, of_adapter = (client.post(path, json=body | {"model": n}) for n in ("toy", "sql"))
+        assert (own.status_code, own.json()) == (200, of_adapter.json())
+        assert client.post(path, json=body | {"model": "none"}).status_code == 404
 
 
 def test_tokens_there_and_back(serve):

@@ -36,7 +36,7 @@ def deployments(engine: dict, **options):
 @pytest.mark.parametrize(
     ("engine", "num_gpus"),
     [
-        ({"device": "cpu"}, 0),
+        ({"device": "cpu", "lora_modules": {"sql": "./a"}}, 0),
         ({"device": "cpu", "tensor_parallel_size": 2}, 0),
         ({"device": "cuda"}, 1),
         ({"device": "cuda", "tensor_parallel_size": 2}, 2),

@@ -42,7 +42,7 @@ async def answer_message(served: Served, request: MessagesRequest, http: Request
     request.check_fields(num_prompts=1)
     model, key = served.name(request.model), uuid.uuid4().hex
     chat = await asyncio.to_thread(chat_request, request, request.max_tokens)
-    use, generation = await begin_chat(served, chat, f"msg_{key}")
+    use, generation = await begin_chat(served, chat, f"msg_{key}", model)
     answer = _Answer(use.parser, key, model)
     return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())
 

@@ -61,7 +61,7 @@ async def answer_response(served: Served, request: ResponsesRequest, http: Reque
     try:
         chat = await asyncio.to_thread(chat_request, request)
         with named_as_sent(chat):
-            use, generation = await begin_chat(served, chat, f"resp_{key}")
+            use, generation = await begin_chat(served, chat, f"resp_{key}", model)
     except (ApiError, RequestError) as error:
         error.param = _SENT_AS.get(error.param or "", error.param)
         raise

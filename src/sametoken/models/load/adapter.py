@@ -1,0 +1,225 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and the file of their low-rank factors.
+
+What would change the result and is not implemented is refused by the config, before the tensors
+are read. Settings of a training that leave no trace in how its factors are applied are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError, shown
+from sametoken.models.load.adapted import Adapter
+from sametoken.models.load.files import (
+    ADAPTER_CONFIG,
+    PICKLED,
+    choose_adapter_weights,
+    read_json_object,
+)
+from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.pickled import PickledSource
+from sametoken.models.load.settings import Settings, compiled, require_known, unsupported
+from sametoken.models.load.sources import TensorSource, require_finite
+from sametoken.ops.model.low_rank import Factors
+
+MAX_RANK = 512
+#: Of r and of lora_alpha.
+_DEFAULT = 8
+_USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (True,),
+}
+#: Where and how an adapter was trained; which modules it has is seen from its tensors.
+_UNUSED = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "merge_weights",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+)
+#: The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the weights that are adapted.
+_INITS = (None, False, True, "gaussian", "eva", "orthogonal", "mica")
+#: A factor's name. The decoder is at the top, or named as in one of the models with a head.
+_NAME = re.compile(
+    r"base_model\.model\.(?P<name>"
+    r"(?:(?:model|backbone|language_model|model\.language_model|language_model\.model)\.)?"
+    r"(?P<module>layers\.\d+(?:\.\w+)+))\.lora_(?P<factor>[AB])(?:\.default)?\.weight",
+    re.ASCII,
+)
+_MERGE = "merge it into its model with PEFT's merge_and_unload, or use another adapter"
+_CONVERT = f"save it with path_initial_model_for_weight_conversion, {_MERGE}"
+_AGAIN = "save the adapter again, with all shards of its tensors gathered, or download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What adapter_config.json says of the factors.
+
+    Attributes:
+        rank: of modules that no pattern of ``ranks`` matches.
+        alpha: of modules that no pattern of ``alphas`` matches.
+        by_root: whether alpha is divided by the root of the rank.
+    """
+
+    rank: int
+    alpha: float
+    ranks: tuple[tuple[re.Pattern[str], int], ...]
+    alphas: tuple[tuple[re.Pattern[str], float], ...]
+    by_root: bool
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module, whose name begins below PEFT's own prefix."""
+        return next((rank for one, rank in self.ranks if one.match(module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """The scale of a module's update, likewise."""
+        alpha = next((alpha for one, alpha in self.alphas if one.match(module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module's name below PEFT's prefix, and its tensors by factor, "A" and "B"."""
+
+    name: str
+    tensors: dict[str, str]
+
+
+def read_adapter(name: str, path: Path) -> Adapter:
+    """Read an adapter's files.
+
+    Args:
+        name: by which requests choose it.
+        path: its directory.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, a setting is impossible, or a factor lacks
+            its other half, has another shape than the config gives it, or is not finite.
+        UnsupportedError: a setting or a tensor is not implemented.
+    """
+    names = [file.name for file in path.iterdir()] if path.is_dir() else []
+    weights = path / choose_adapter_weights(names, path)
+    config = read_adapter_config(path)
+    kind = PickledSource if weights.suffix in PICKLED else SafetensorsSource
+    source = kind(str(weights), [weights])
+    modules = _modules(source)
+    for module in modules.values():
+        _require_rank(source, module, config.rank_of(module.name))
+    factors = {
+        at: Factors(
+            _read(source, module.tensors["A"]),
+            _read(source, module.tensors["B"]),
+            config.scale_of(module.name),
+        )
+        for at, module in modules.items()
+    }
+    return Adapter(name, str(path), factors)
+
+
+def read_adapter_config(path: Path) -> AdapterConfig:
+    """The config in an adapter's directory, if all that changes the result is implemented.
+
+    Raises:
+        CheckpointError: the file is missing or malformed, or a setting is impossible.
+        UnsupportedError: a setting is not implemented.
+    """
+    file = path / ADAPTER_CONFIG
+    read = read_json_object(file)
+    # Each version of PEFT writes new switches, which are off.
+    values = {key: value for key, value in read.items() if key in _USED or value is not False}
+    config = Settings(values, str(file))
+    if config.get("peft_type") is None:
+        raise CheckpointError(f"{file} names no peft_type", "give an adapter in PEFT's format")
+    require_known(config, used=_USED, only=_ONLY, unused=_UNUSED, remedy=_MERGE)
+    if config.get("init_lora_weights") not in _INITS:
+        raise unsupported(config, "init_lora_weights", _CONVERT)
+    ranks, alphas = (
+        Settings(config.nested(key), f"{file}: {key}") for key in ("rank_pattern", "alpha_pattern")
+    )
+    return AdapterConfig(
+        _rank(config, "r", _DEFAULT),
+        config.number("lora_alpha", _DEFAULT),
+        tuple((_pattern(ranks, key), _rank(ranks, key)) for key in ranks.values),
+        tuple((_pattern(alphas, key), alphas.number(key)) for key in alphas.values),
+        bool(config.get("use_rslora")),
+    )
+
+
+def _pattern(given: Settings, key: str) -> re.Pattern[str]:
+    """Matches a module's whole name, or its end from a dot on, as PEFT does."""
+    return compiled(given, rf"(.*\.)?({key})$")
+
+
+def _rank(given: Settings, key: str, default: int | None = None) -> int:
+    rank = given.integer(key, default)
+    if rank > MAX_RANK:
+        raise unsupported(given, key, f"train with a rank of at most {MAX_RANK}, {_MERGE}")
+    return rank
+
+
+def _modules(source: TensorSource) -> dict[str, _Module]:
+    """The modules of a file that holds both factors of each, and nothing else."""
+    modules: dict[str, _Module] = {}
+    for name in source.names():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise UnsupportedError(
+                f"tensor {shown(name)} of {source.location} is no LoRA factor of a decoder layer",
+                _MERGE,
+            )
+        module = modules.setdefault(match["module"], _Module(match["name"], {}))
+        if match["factor"] in module.tensors or module.name != match["name"]:
+            raise CheckpointError(f"{source.location} names {match['module']} in two ways", _AGAIN)
+        module.tensors[match["factor"]] = name
+    if not modules:
+        raise CheckpointError(f"{source.location} holds no tensors", _AGAIN)
+    for module in modules.values():
+        if len(module.tensors) < 2:
+            (only,) = module.tensors.values()
+            raise CheckpointError(f"{source.location} holds {only} without its pair", _AGAIN)
+    return modules
+
+
+def _require_rank(source: TensorSource, module: _Module, rank: int) -> None:
+    """Refuse factors of another shape than a module's rank gives them."""
+    for factor, axis, wanted in (("A", 0, "r, in_features"), ("B", 1, "out_features, r")):
+        name = module.tensors[factor]
+        shape = source.shape(name)
+        if len(shape) != 2 or 0 in shape or shape[axis] != rank:
+            raise CheckpointError(
+                f"tensor {name} of {source.location} has shape {list(shape)}, not [{wanted}] with "
+                f"the r of {rank} that {ADAPTER_CONFIG} gives it",
+                _AGAIN,
+            )
+
+
+def _read(source: TensorSource, name: str) -> Tensor:
+    """A tensor, copied out of its file."""
+    tensor = torch.cat(list(source.chunks(name)))
+    require_finite(tensor, name, source)
+    return tensor

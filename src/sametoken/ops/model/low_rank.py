@@ -1,0 +1,191 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) beside a weight: each row adds its adapter's product.
+
+An adapter's part adds ``scale * up @ (down @ x)``. Sums are in fp32, in an order that depends on
+the row alone; what is between the factors is rounded to the dtype of ``x``. A row without an
+adapter, or whose adapter has no factors here, keeps the bits of the weight's own product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError
+from sametoken.ops.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What an adapter adds to a matrix [N, K]: ``scale * up @ down``.
+
+    Attributes:
+        down: [r, K].
+        up: [N, r].
+        scale: not 0.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.down.shape[0]
+
+
+class RowAdapters:
+    """The adapter of each row of the target's newest pass, by number; 0: none.
+
+    ``AdaptedTarget`` writes it before the layers of a pass read it.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: Tensor | None = None
+
+    def begin(self, chosen: Tensor) -> None:
+        """Begin a pass: [T] int64, an adapter for each of its rows."""
+        self._chosen = chosen
+
+    def of(self, x: Tensor) -> Tensor:
+        """[T] int64, for a product of all rows of the pass.
+
+        Raises:
+            InvariantError: ``x`` has not as many rows as the pass.
+        """
+        chosen = self._chosen
+        if chosen is None or chosen.shape[0] != x.shape[0]:
+            raise InvariantError(f"a product of {x.shape[0]} rows is not of all rows of a pass")
+        return chosen
+
+
+class Update(Protocol):
+    """What adapters add to a product, in the layout of a backend."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes beside the result that a row needs on a GPU."""
+        ...
+
+    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+        """Add each row's adapter to ``out`` [T, N], the weight's product of ``x`` [T, K]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """A weight and the adapters beside it, as a ``Weight``.
+
+    Attributes:
+        weight: the checkpoint's.
+        update: of the adapters.
+        rows: the adapter of each row.
+        silu_mul: [T, 2I] to [T, I], as in ``Weight.gated_matmul``.
+    """
+
+    weight: Weight
+    update: Update
+    rows: RowAdapters
+    silu_mul: Callable[[Tensor], Tensor]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.weight.out_features
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and of the adapters."""
+        return self.weight.nbytes + self.update.nbytes
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See ``Weight``; sums that are not rounded get the adapters' unrounded."""
+        out = self.weight.matmul(x, bias, out_dtype)
+        self.update.add(out, x, self.rows.of(x))
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        """See ``Weight``."""
+        return self.silu_mul(self.matmul(x))
+
+
+class PartProducts(NamedTuple):
+    """One adapter's products beside a range of the output features."""
+
+    features: slice
+    down: Weight
+    up: Weight
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateUpdates:
+    """``Update`` whose adapters have products of their own, as on a CPU.
+
+    Attributes:
+        adapters: the parts that each adapter has, from number 1 on.
+    """
+
+    adapters: tuple[tuple[PartProducts, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        pack: Callable[[Tensor], Weight],
+        adapters: Sequence[Sequence[Factors | None]],
+        sizes: Sequence[int],
+    ) -> SeparateUpdates:
+        """See ``Packing.adapt``."""
+        return cls(tuple(tuple(_products(pack, parts, sizes)) for parts in adapters))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        parts = (part for adapter in self.adapters for part in adapter)
+        return sum(part.down.nbytes + part.up.nbytes for part in parts)
+
+    @property
+    def row_bytes(self) -> int:
+        """0: of a CPU."""
+        return 0
+
+    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+        """See ``Update``."""
+        for number in chosen.unique().tolist():
+            parts = self.adapters[number - 1] if number else ()
+            index = (chosen == number).nonzero()[:, 0] if parts else chosen
+            for part in parts:
+                _add(out[:, part.features], x[index], index, part)
+
+
+def _add(out: Tensor, x: Tensor, index: Tensor, part: PartProducts) -> None:
+    added = part.up.matmul(part.down.matmul(x), out_dtype=torch.float32)
+    # Rounded after the factor and after the sum: one operation may round once in some elements.
+    added = added.mul_(part.scale).add_(out[index])
+    out.index_copy_(0, index, added.to(out.dtype))
+
+
+def _products(
+    pack: Callable[[Tensor], Weight], parts: Sequence[Factors | None], sizes: Sequence[int]
+) -> Sequence[PartProducts]:
+    first, found = 0, []
+    for own, size in zip(parts, sizes, strict=True):
+        if own is not None:
+            features = slice(first, first + size)
+            found.append(PartProducts(features, pack(own.down), pack(own.up), own.scale))
+        first += size
+    return found

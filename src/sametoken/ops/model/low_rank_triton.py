@@ -1,0 +1,205 @@
+"""Low-rank adapters in Triton: two launches beside a product, whatever its rows choose.
+
+A program takes 16 rows and one adapter, and stores the rows that chose it. A tile has 16 rows
+whatever their number, so the tensor cores add a row in one order.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.launch_sizes import cdiv
+from sametoken.ops.model.low_rank import Factors
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+
+_ROWS = 16
+#: Rows from which a program of the second launch takes several tiles, and how many.
+_MANY_ROWS, _TILES = 512, 4
+#: Features that a program of the first launch adds up; the second launch adds their sums in order.
+_SPLIT = 256
+#: The least rank of a tensor core's tile.
+_MIN_RANK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StackedUpdates:
+    """``Update`` of A adapters in one tensor for each factor, with S parts of rank at most R.
+
+    Attributes:
+        down: [A, S * R, K]; rows of zeros after a part's own rank.
+        up: [A, N, R]; columns of zeros likewise.
+        scale: [A, S] fp32; 0 where an adapter has no factors.
+        borders: [S + 1] int32, the first output feature of each part, and N.
+        widest: the most output features of a part.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: Tensor
+    borders: Tensor
+    widest: int
+
+    @classmethod
+    def of(cls, adapters: Sequence[Sequence[Factors | None]], sizes: Sequence[int]) -> Self:
+        """See ``Packing.adapt``."""
+        found = next(one for parts in adapters for one in parts if one is not None)
+        device, dtype, in_features = found.down.device, found.down.dtype, found.down.shape[1]
+        ranks = [one.rank for parts in adapters for one in parts if one is not None]
+        rank = triton.next_power_of_2(max(_MIN_RANK, *ranks))
+        count, num_parts, borders = len(adapters), len(sizes), [0, *accumulate(sizes)]
+        down = torch.zeros(count, num_parts, rank, in_features, dtype=dtype, device=device)
+        up = torch.zeros(count, borders[-1], rank, dtype=dtype, device=device)
+        scale = torch.zeros(count, num_parts)
+        for number, parts in enumerate(adapters):
+            for part, one in enumerate(parts):
+                if one is not None:
+                    down[number, part, : one.rank] = one.down
+                    up[number, borders[part] : borders[part + 1], : one.rank] = one.up
+                    scale[number, part] = one.scale
+        starts = torch.tensor(borders, dtype=torch.int32)
+        return cls(down.flatten(1, 2), up, scale.to(device), starts.to(device), max(sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors, zeros included."""
+        return self.down.nbytes + self.up.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """See ``Update``: of the sums between the launches."""
+        _, width, in_features = self.down.shape
+        return cdiv(in_features, _SPLIT) * width * torch.float32.itemsize
+
+    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+        """See ``Update``."""
+        x = x.contiguous()
+        assert out.is_contiguous()
+        num_rows, in_features = x.shape
+        num_adapters, width, _ = self.down.shape
+        num_splits, rank = cdiv(in_features, _SPLIT), self.up.shape[2]
+        if not num_rows:
+            return
+        # Rows whose adapter has no factors stay undefined, and are not read.
+        sums = torch.empty(num_splits, num_rows, width, dtype=torch.float32, device=x.device)
+        options, block = pdl_options(x), min(triton.next_power_of_2(width), 64)
+        _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_splits, num_adapters)](
+            *(x, chosen, self.down, sums, num_rows),
+            WIDTH=width,
+            IN_FEATURES=in_features,
+            SPLIT=_SPLIT,
+            ROWS=_ROWS,
+            BLOCK=block,
+            BLOCK_K=128,
+            num_warps=4,
+            **options,
+        )
+        columns = 128
+        blocks, tiles = cdiv(self.widest, columns), _TILES if num_rows >= _MANY_ROWS else 1
+        _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
+            *(sums, chosen, self.up, self.scale, self.borders, out, num_rows),
+            OUT_FEATURES=out.shape[1],
+            PARTS=width // rank,
+            RANK=rank,
+            SPLITS=num_splits,
+            BLOCKS=blocks,
+            TILES=tiles,
+            ROWS=_ROWS,
+            BLOCK=columns,
+            num_warps=4,
+            **options,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down_kernel(
+    x,  # [num_rows, IN_FEATURES]
+    chosen,  # [num_rows] int64
+    down,  # [A, WIDTH, IN_FEATURES]
+    sums,  # [splits, num_rows, WIDTH] fp32
+    num_rows,
+    WIDTH: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    adapter = tl.program_id(2).to(tl.int64)
+    own = tl.load(chosen + rows, rows < num_rows, other=0) == adapter + 1
+    if tl.max(own.to(tl.int32), axis=0) == 0:
+        return
+    num_blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    columns = tl.program_id(1) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    split = tl.program_id(1) // num_blocks
+    inside = columns < WIDTH
+    x_rows = x + rows[:, None].to(tl.int64) * IN_FEATURES
+    down_rows = down + (adapter * WIDTH + columns[None, :]) * IN_FEATURES
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for first in range(split * SPLIT, min(split * SPLIT + SPLIT, IN_FEATURES), BLOCK_K):
+        features = first + tl.arange(0, BLOCK_K)
+        known = features < IN_FEATURES
+        left = tl.load(x_rows + features[None, :], own[:, None] & known[None, :], other=0.0)
+        right = tl.load(down_rows + features[:, None], known[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    place = (split * num_rows + rows[:, None]).to(tl.int64) * WIDTH + columns[None, :]
+    tl.store(sums + place, total, own[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _up_kernel(
+    sums,  # [SPLITS, num_rows, PARTS * RANK] fp32
+    chosen,  # [num_rows] int64
+    up,  # [A, OUT_FEATURES, RANK]
+    scales,  # [A, PARTS] fp32
+    borders,  # [PARTS + 1] int32
+    out,  # [num_rows, OUT_FEATURES]
+    num_rows,
+    OUT_FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    first = tl.program_id(0) * (ROWS * TILES)
+    adapter = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1) // BLOCKS
+    scale = tl.load(scales + adapter * PARTS + part)
+    all_rows = first + tl.arange(0, ROWS * TILES)
+    some = tl.load(chosen + all_rows, all_rows < num_rows, other=0) == adapter + 1
+    if tl.max((some & (scale != 0.0)).to(tl.int32), axis=0) == 0:
+        return
+    features = tl.load(borders + part) + tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = features < tl.load(borders + part + 1)
+    ranks = tl.arange(0, RANK)
+    factors = up + (adapter * OUT_FEATURES + features[None, :]) * RANK + ranks[:, None]
+    right = tl.load(factors, inside[None, :], other=0.0)
+    for tile in range(TILES):
+        rows = first + tile * ROWS + tl.arange(0, ROWS)
+        own = tl.load(chosen + rows, rows < num_rows, other=0) == adapter + 1
+        at = sums + rows[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + ranks[None, :]
+        left = tl.zeros([ROWS, RANK], dtype=tl.float32)
+        for _ in range(SPLITS):
+            left += tl.load(at, own[:, None], other=0.0)
+            at += num_rows * (PARTS * RANK)
+        added = tl.dot(left.to(right.dtype), right, input_precision="ieee")
+        stored = own[:, None] & inside[None, :]
+        place = out + rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
+        total = tl.load(place, stored, other=0.0).to(tl.float32) + scale * added
+        tl.store(place, total.to(out.dtype.element_ty), stored)

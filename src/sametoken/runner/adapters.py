@@ -1,0 +1,57 @@
+"""A target whose requests choose LoRA adapters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sametoken.models.base import CausalLM, HiddenStates
+from sametoken.ops.backend import AttentionRows, KeptRows
+from sametoken.ops.model.low_rank import RowAdapters
+from sametoken.state.caches import ModelCache
+
+
+def with_adapters(target: CausalLM, rows: RowAdapters | None, by_slot: Tensor) -> CausalLM:
+    """The target of an engine.
+
+    Args:
+        target: the model, or what records its experts.
+        rows: what its layers read; None: it has no adapters.
+        by_slot: [S] int64, the adapter of each slot's request; 0: none.
+    """
+    return target if rows is None else AdaptedTarget(target, rows, by_slot)
+
+
+class AdaptedTarget:
+    """A ``CausalLM`` in place of the target: its layers know the adapter of each row of a pass.
+
+    Drafters that share the target's weights read its embedding and head, which nothing adapts.
+
+    Args:
+        target: loaded with adapters.
+        rows: what its layers read.
+        by_slot: [S] int64, the adapter of each slot's request; 0: none.
+    """
+
+    def __init__(self, target: CausalLM, rows: RowAdapters, by_slot: Tensor) -> None:
+        self.config, self.caches = target.config, target.caches
+        self._target, self._rows, self._by_slot = target, rows, by_slot
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: KeptRows | None = None,
+    ) -> HiddenStates:
+        """See ``CausalLM.forward``; every layer runs all rows."""
+        assert kept is None
+        self._rows.begin(self._by_slot.index_select(0, rows.slots))
+        return self._target.forward(token_ids, rows, cache)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See ``CausalLM.compute_logits``."""
+        return self._target.compute_logits(hidden)
+
+    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
+        """See ``CausalLM.compute_rank_logits``."""
+        return self._target.compute_rank_logits(hidden)

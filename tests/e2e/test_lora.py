@@ -1,0 +1,225 @@
+"""LoRA adapters by request: the tokens of the merged checkpoint, and the law in any mix."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.adapters import ATTENTION, MLP, write_adapter, write_files, write_merged
+from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
+from helpers.families import write_family
+from helpers.harness import replayed_by, request, run, swapped_by
+from helpers.hybrids import write_hybrid
+from helpers.nemotron import write_nemotron
+from helpers.quantized import TOKEN, compressed_config, quantize_tensors
+from helpers.small_engines import build, cached_by, mtp, requests, scored
+from helpers.thread_ranks import engine_over_threads
+from sametoken.bench.memory import measure_memory
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.load import validate
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+#: Sizes that two ranks divide.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 24}
+EXTRACT = {"method": "extract_hidden_states", "shared_storage_path": "states"}
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj")
+#: Of the requests of ``small_engines``: the model's own tokens, and those of two adapters.
+CHOSEN = (0, 1, 2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    target = write_llama(folder / "llama", **HEADS)
+    return {
+        "llama": target,
+        "all": write_adapter(folder / "all", target, (*ATTENTION, *MLP), seed=1),
+        "few": write_adapter(folder / "few", target, ("q_proj", "v_proj"), rank=5, seed=2),
+        "eagle3": write_safeailab(
+            folder / "eagle3", head_tensors(**HEADS), num_hidden_layers=1, **HEADS
+        ),
+    }
+
+
+def adapted(files, spec=None, steps="compact", **options):
+    """An engine whose requests may choose either adapter."""
+    modules = {name: files[name] for name in ("all", "few")}
+    options = {"dtype": "bfloat16", "steps_in_flight": 2} | options
+    return build(files["llama"], spec, steps, lora_modules=modules, **options)
+
+
+def mixed(chosen=CHOSEN):
+    asked = (replace(one, adapter=own) for one, own in zip(requests(), chosen, strict=True))
+    return [replace(one, params=replace(one.params, logprobs=1)) for one in asked]
+
+
+@pytest.fixture(scope="module")
+def alone(files):
+    """Of requests that run alone, their prompts in one chunk."""
+    return scored(adapted(files, max_num_seqs=1, prefill_chunk_size=0), mixed())
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps", "chunk"),
+    [(None, "static", 8), (NGRAM, "compact", 3), ("eagle3", "static", 5), ("model", "compact", 7)],
+)
+def test_drafts_chunks_and_other_adapters_change_no_bit(files, alone, spec, steps, chunk):
+    if isinstance(spec, str):
+        method = {"eagle3": "eagle3", "model": "draft_model"}[spec]
+        path = files["eagle3" if spec == "eagle3" else "llama"]
+        spec = {"method": method, "model": str(path), "num_speculative_tokens": 3}
+    core = adapted(files, spec, steps, prefill_chunk_size=chunk)
+    assert scored(core, mixed()) == alone
+
+
+def test_a_request_without_an_adapter_has_the_model_s_bits(files, alone):
+    plain = scored(build(files["llama"], dtype="bfloat16"), mixed((0,) * 5))
+    own = [plain[one.request_id] == alone[one.request_id] for one in mixed()]
+    assert own == [not number for number in CHOSEN]
+    assert scored(adapted(files), mixed((0,) * 5)) == plain
+
+
+def test_an_adapter_needs_no_other_one(files, alone):
+    """Numbers and neighbours of an adapter are not seen in its bits."""
+    core = build(files["llama"], dtype="bfloat16", lora_modules={"few": files["few"]})
+    found = scored(core, mixed((0, 0, 1, 0, 1)))
+    assert {name: found[name] for name in ("r2", "r4")} == {
+        name: alone[name] for name in ("r2", "r4")
+    }
+
+
+@pytest.mark.parametrize("memory", ["swap", "replay"])
+def test_preempted_requests_keep_their_adapters(files, alone, memory, monkeypatch):
+    room = {"swap_space": 0} if memory == "replay" else {}
+    core = adapted(files, NGRAM, num_kv_blocks=8, enable_prefix_caching=False, **room)
+    seen = replayed_by(core) if memory == "replay" else swapped_by(core, monkeypatch)
+    assert scored(core, mixed()) == alone
+    assert any(seen)
+
+
+def test_prefixes_are_shared_by_requests_of_one_adapter_alone(files):
+    prompt = [0, 1, *range(2, 22)]
+
+    def talk(core):
+        asked = (request("r", prompt, 8, logprobs=1) for _ in range(9))
+        return [scored(core, [replace(one, adapter=i % 3)]) for i, one in enumerate(asked)]
+
+    core = adapted(files)
+    cached = cached_by(core)
+    said = talk(core)
+    assert said[:3] * 3 == said == talk(adapted(files, enable_prefix_caching=False))
+    assert said[0] != said[1] != said[2] != said[0]
+    assert cached[::8][:3] == [0, 0, 0]
+    assert max(cached) == 16
+
+
+KINDS = {
+    "llama": (lambda at: write_llama(at, **HEADS), (*ATTENTION, *MLP)),
+    "qwen3_5": (lambda at: write_hybrid(at, "qwen3_5"), (*ATTENTION, *MLP, *LINEAR)),
+    "qwen3_moe": (lambda at: write_family(at, "qwen3_moe"), (*ATTENTION, "gate")),
+    "phi3": (lambda at: write_family(at, "phi3"), ("qkv_proj", "gate_up_proj", "o_proj")),
+    "nemotron": (lambda at: write_nemotron(at, seed=4), ("in_proj", "out_proj", *ATTENTION)),
+    "gpt_oss": (lambda at: write_family(at, "gpt_oss"), (*ATTENTION, "router")),
+    "gemma3": (lambda at: write_family(at, "gemma3"), (*ATTENTION, *MLP)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_gives_the_tokens_of_the_merged_checkpoint(tmp_path, kind):
+    write, modules = KINDS[kind]
+    target = write(tmp_path / "target")
+    adapter = write_adapter(tmp_path / "adapter", target, modules, seed=3)
+    merged = write_merged(tmp_path / "merged", target, adapter)
+    spec = mtp(3) if kind == "qwen3_5" else NGRAM
+    core = build(target, spec, lora_modules={"own": adapter}, dtype="float32")
+    asked = [replace(one, adapter=1) for one in requests()]
+    expected = run(build(merged, dtype="float32"), requests()).tokens
+    assert run(core, asked).tokens == expected != run(core, requests()).tokens
+
+
+def test_ranks_divide_adapters_as_they_divide_weights(files, tmp_path):
+    """The law holds for the degree by itself; tokens in fp32 are those of one rank."""
+
+    def over_two(wanted, spec=None, dtype="bfloat16", **options):
+        modules = {name: files[name] for name in ("all", "few")}
+        config = EngineConfig.from_options(
+            model=str(files["llama"]), lora_modules=modules, dtype=dtype, speculative_config=spec,
+            tensor_parallel_size=2, max_model_len=48, max_num_batched_tokens=32, block_size=8,
+            kv_cache_memory_bytes=2**20, skip_tokenizer_init=True, device="cpu", **options,
+        )  # fmt: skip
+        with engine_over_threads(config) as (core, _):
+            return scored(core, wanted), run(core, wanted).tokens
+
+    bits, _ = over_two(mixed(), max_num_seqs=1)
+    assert over_two(mixed(), NGRAM, max_num_seqs=3, prefill_chunk_size=5)[0] == bits
+    _, tokens = over_two(mixed(), dtype="float32")
+    assert tokens == run(adapted(files, dtype="float32"), mixed()).tokens
+
+
+def test_a_quantized_model_has_adapters_in_16_bits(tmp_path):
+    """Rows without one have the bits that they have where norms round for the product."""
+    dense = write_llama(tmp_path / "dense", **HEADS)
+    tensors, config = (
+        load_file(dense / "model.safetensors"),
+        json.loads((dense / "config.json").read_text()),
+    )
+    stored, _ = quantize_tensors(tensors, "channel", scale_name="weight_scale")
+    config["quantization_config"] = compressed_config("channel", TOKEN)
+    target = write_checkpoint(tmp_path / "target", config, stored)
+    adapter = write_adapter(tmp_path / "adapter", dense, (*ATTENTION, *MLP))
+    options = {"dtype": "bfloat16", "lora_modules": {"own": adapter}}
+    wanted = mixed((0, 1, 0, 1, 1))
+    bits = scored(build(target, max_num_seqs=1, **options), wanted)
+    assert scored(build(target, NGRAM, "static", **options), wanted) == bits
+    plain = scored(build(target, dtype="bfloat16"), mixed((0,) * 5))
+    assert [plain[name] == bits[name] for name in plain] == [True, False, True, False, False]
+
+
+def config_of(files, **options) -> EngineConfig:
+    options = {"model": str(files["llama"]), "lora_modules": {"own": files["all"]}} | options
+    return EngineConfig.from_options(skip_tokenizer_init=True, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_num_batched_tokens": 8193}, "more than the 8192 rows of a step with adapters"),
+        ({"speculative_config": EXTRACT}, "of the model alone"),
+        ({"expand_prompts_from": 8}, "no adapters"),
+    ],
+)
+def test_options_that_exclude_adapters_are_refused(files, options, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(config_of(files, **options), print)
+
+
+def test_adapters_of_other_models_are_refused(files, tmp_path):
+    wide = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight" for x in "AB"}
+    shapes = {"A": (3, 17), "B": (32, 3)}
+    tensors = {name: torch.ones(shapes[name[-8]]) for name in wide}
+    other = write_files(tmp_path / "wide", tensors, {"peft_type": "LORA", "r": 3})
+    with pytest.raises(CheckpointError, match=r"32 x 17, the model's has 32 x 16"):
+        build(files["llama"], lora_modules={"own": other})
+    tensors = {name.replace("q_proj", "qk_proj"): one for name, one in tensors.items()}
+    other = write_files(tmp_path / "named", tensors, {"peft_type": "LORA", "r": 3})
+    with pytest.raises(UnsupportedError, match=r"1 modules .*: layers\.0\.self_attn\.qk_proj"):
+        build(files["llama"], lora_modules={"own": other})
+
+
+def test_the_memory_of_adapters_is_known_before_the_start(files, monkeypatch):
+    # C pads what is between the factors.
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
+    config, alone = config_of(files), config_of(files, lora_modules={})
+    weights = build_engine(config).resolved.weights_bytes
+    assert measure_memory(config).weights == weights > measure_memory(alone).weights
+
+
+def test_weights_under_adapters_do_not_change(files):
+    with pytest.raises(UnsupportedError, match="LoRA adapters"):
+        adapted(files).weights.require_target("model")

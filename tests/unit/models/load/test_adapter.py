@@ -1,0 +1,250 @@
+"""Adapters in PEFT's format: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.load.adapter import read_adapter
+from sametoken.models.safetensors_file import write_safetensors
+
+Q, V = "layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"
+DOWN = f"base_model.model.model.{Q}.lora_A.weight"
+UP = DOWN.replace("lora_A", "lora_B")
+#: What PEFT 0.21 writes beside the settings of a test.
+OF_TRAINING = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM"},
+    "base_model_name_or_path": "tiny/llama",
+    "bias": "none",
+    "ensure_weight_tying": False,
+    "eva_config": {"rho": 2.0},
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": "eva",
+    "layers_to_transform": [0, 1],
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.05,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "switch_of_a_later_version": False,
+    "target_modules": ["v_proj", "q_proj"],
+    "task_type": "CAUSAL_LM",
+    "use_dora": False,
+}
+
+
+def factors(*modules: str, rank: int = 4, prefix: str = "model.", adapter: str = ""):
+    """Tensors of modules with 6 inputs and 10 outputs."""
+    shapes = {"A": (rank, 6), "B": (10, rank)}
+    return {
+        f"base_model.model.{prefix}{module}.lora_{factor}{adapter}.weight": torch.randn(shape)
+        for module in modules
+        for factor, shape in shapes.items()
+    }
+
+
+def write(path: Path, tensors: dict[str, Tensor] | None = None, **settings) -> Path:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | settings
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = factors(Q, V) if tensors is None else tensors
+    write_safetensors(path / "adapter_model.safetensors", tensors)
+    return path
+
+
+def test_factors_are_those_of_the_file(tmp_path):
+    tensors = factors(Q, V)
+    tensors[DOWN] = tensors[DOWN].bfloat16()
+    found = read_adapter("poet", write(tmp_path, tensors, **OF_TRAINING))
+    assert (found.name, found.location) == ("poet", str(tmp_path))
+    assert found.modules.keys() == {Q, V}
+    assert found.modules[Q].down.dtype == torch.bfloat16
+    assert torch.equal(found.modules[Q].down, tensors[DOWN])
+    assert torch.equal(found.modules[Q].up, tensors[UP])
+    assert found.modules[V].scale == 2.0
+
+
+def test_pickled_factors_are_the_same(tmp_path):
+    tensors = factors(Q)
+    path = write(tmp_path, tensors)
+    (path / "adapter_model.safetensors").unlink()
+    torch.save(tensors, path / "adapter_model.bin")
+    found = read_adapter("a", path).modules[Q]
+    assert torch.equal(found.down, tensors[DOWN])
+    assert torch.equal(found.up, tensors[UP])
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "model.",
+        "backbone.",
+        "language_model.",
+        "model.language_model.",
+        "language_model.model.",
+    ],
+)
+@pytest.mark.parametrize("adapter", ["", ".default"])
+def test_a_module_is_named_from_its_layer_on(tmp_path, prefix, adapter):
+    path = write(tmp_path, factors(Q, prefix=prefix, adapter=adapter))
+    assert read_adapter("a", path).modules.keys() == {Q}
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({"use_rslora": True}, 4.0),
+        ({"lora_alpha": None}, 2.0),
+        ({"alpha_pattern": {"q_proj": 3, Q: 5}}, 0.75),
+        ({"alpha_pattern": {r"layers\.[0-3]\.self_attn\.q_proj": 3}}, 0.75),
+        ({"alpha_pattern": {f"^model.{Q}": 3}, "use_rslora": True}, 1.5),
+        ({"alpha_pattern": {f"^{Q}": 3, "proj": 3, "self_attn": 3, "k_proj|v_proj": 3}}, 2.0),
+        ({"r": 7, "rank_pattern": {"q_proj": 4, "self_attn.q_proj": 9}}, 2.0),
+        ({"r": 16, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}}, 0.5),
+    ],
+)
+def test_patterns_and_scales_are_peft_s(tmp_path, settings, scale):
+    """A pattern is the whole name or its end from a dot on; the first one that matches counts."""
+    path = write(tmp_path, factors(Q), **settings)
+    assert read_adapter("a", path).modules[Q].scale == scale
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"peft_type": "ADALORA"},
+        {"use_dora": True},
+        {"bias": "lora_only"},
+        {"fan_in_fan_out": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [3]},
+        {"layer_replication": [[0, 2], [1, 3]]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"use_qalora": True},
+        {"alora_invocation_tokens": [5, 6]},
+        {"megatron_config": {"num_layers": 2}},
+        {"kasa_config": {"beta": 1e-4}},
+        {"use_rslora": "yes"},
+        {"setting_of_a_later_version": 1},
+        *({"init_lora_weights": name} for name in ("pissa", "pissa_niter_4", "olora", "corda")),
+        *({"init_lora_weights": name} for name in ("loftq", "lora_ga")),
+        {"r": 513},
+        {"rank_pattern": {"q_proj": 513}},
+    ],
+)
+def test_what_would_change_the_result_is_refused_before_tensors_are_read(tmp_path, setting):
+    path = write(tmp_path, **setting)
+    (path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    (key,) = setting
+    with pytest.raises(UnsupportedError, match=rf"config\.json: {key}.* not supported") as caught:
+        read_adapter("a", path)
+    assert "merge it into its model" in caught.value.remedy
+
+
+def test_the_remedy_for_changed_weights_is_peft_s_conversion(tmp_path):
+    with pytest.raises(UnsupportedError) as caught:
+        read_adapter("a", write(tmp_path, init_lora_weights="pissa"))
+    assert "path_initial_model_for_weight_conversion" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"peft_type": None}, "names no peft_type"),
+        ({"r": 0}, "r=0 is not a positive integer"),
+        ({"r": "4"}, "r='4' is not"),
+        ({"r": False}, "r=False is not"),
+        ({"lora_alpha": "8"}, "lora_alpha='8' is not a number"),
+        ({"lora_alpha": 1e400}, "lora_alpha=inf is not"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 is not"),
+        ({"rank_pattern": [4]}, r"rank_pattern=\[4\] is not an object"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern: q_proj=None is not"),
+        ({"alpha_pattern": {"(": 1}}, "no regular expression"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path, settings, cause):
+    with pytest.raises(CheckpointError, match=cause):
+        read_adapter("a", write(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        DOWN.removeprefix("base_model.model."),
+        DOWN.replace(Q, "lm_head"),
+        DOWN.replace(f"model.{Q}", f"mtp.{Q}"),
+        DOWN.replace("layers.0", "layers.\N{ARABIC-INDIC DIGIT ZERO}"),
+        DOWN.replace(f"model.{Q}", f"vision_tower.encoder.{Q}"),
+        DOWN.replace(f"{Q}.lora_A.weight", "embed_tokens.lora_embedding_A"),
+        DOWN.replace("lora_A.weight", "lora_magnitude_vector"),
+        DOWN.replace("lora_A.weight", "lora_B.bias"),
+        DOWN.replace("lora_A", "lora_A.another"),
+        DOWN.replace("lora_A", "base_layer"),
+    ],
+)
+def test_other_tensors_are_named_and_refused(tmp_path, name):
+    path = write(tmp_path, factors(Q) | {name: torch.ones(4, 6)})
+    with pytest.raises(UnsupportedError) as caught:
+        read_adapter("a", path)
+    assert name in caught.value.cause
+
+
+def test_a_module_has_both_factors_once(tmp_path):
+    tensors = factors(Q)
+    with pytest.raises(CheckpointError, match="in two ways"):
+        read_adapter("a", write(tmp_path, tensors | factors(Q, adapter=".default")))
+    half = {DOWN: tensors[DOWN], UP.replace("model.layers", "layers"): tensors[UP]}
+    with pytest.raises(CheckpointError, match="in two ways"):
+        read_adapter("a", write(tmp_path, half))
+    for name in (DOWN, UP):
+        with pytest.raises(CheckpointError, match=f"holds {name} without its pair"):
+            read_adapter("a", write(tmp_path, {name: tensors[name]}))
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        read_adapter("a", write(tmp_path, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "cause"),
+    [
+        (DOWN, torch.ones(3, 6), r"shape \[3, 6\], not \[r, in_features\] with the r of 4"),
+        (UP, torch.ones(10, 5), r"shape \[10, 5\], not \[out_features, r\]"),
+        (DOWN, torch.ones(4), r"shape \[4\]"),
+        (DOWN, torch.ones(4, 6, 1), r"shape \[4, 6, 1\]"),
+        (UP, torch.ones(0, 4), r"shape \[0, 4\]"),
+        (DOWN, torch.full((4, 6), torch.nan), "NaN or infinite"),
+        (UP, torch.full((10, 4), -torch.inf).half(), "NaN or infinite"),
+    ],
+)
+def test_broken_factors_are_refused(tmp_path, name, tensor, cause):
+    with pytest.raises(CheckpointError, match=cause) as caught:
+        read_adapter("a", write(tmp_path, factors(Q) | {name: tensor}))
+    assert name in caught.value.cause
+
+
+def test_factors_of_integers_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="has dtype I8"):
+        read_adapter("a", write(tmp_path, factors(Q) | {UP: torch.ones(10, 4).to(torch.int8)}))
+
+
+def test_files_that_are_missing_or_broken(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere holds no adapter_config\.json"):
+        read_adapter("a", tmp_path / "nowhere")
+    path = write(tmp_path)
+    weights = path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is truncated"):
+        read_adapter("a", path)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors or"):
+        read_adapter("a", path)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.errors import (
@@ -27,18 +26,12 @@ from sametoken.io.cache_directory import expanded
 from sametoken.io.files import is_there
 from sametoken.models.hub import HubId, Needed, cached_on_hub
 from sametoken.models.names import resolve_model
+from sametoken.text.template_inputs import Messages as Messages
+from sametoken.text.template_inputs import eased, readable
 from sametoken.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _logger = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
-#: OpenAI's role of an application's instructions, and how a template compares with it.
-_DEVELOPER = "developer"
-_KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
-#: How a template joins a call's arguments to a text, which must be one too.
-_JOINS_ARGUMENTS = re.compile(
-    r"""\+\s*[\w.\[\]'"]+(?:\[["']|\.)arguments(?:["']\])?\s*(?:\+|-?}})"""
-)
 #: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
 #: characters.
 _MIN_TOKEN_CHARS = 128
@@ -164,15 +157,7 @@ class Tokenizer:
                 "the model has no chat template", "give a text to continue, or chat_template"
             )
         try:
-            has_developers = any(message.get("role") == _DEVELOPER for message in messages)
-            if has_developers and not _KNOWS_DEVELOPERS.search(str(template)):
-                messages = _with_one_system(messages)
-            if _JOINS_ARGUMENTS.search(str(template)):
-                messages = _with_written_arguments(messages)
-            with bounded_steps():
-                text: str = self.hf.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, **options
-                )
+            text = self._render(messages, options, str(template))
         except TemplateSyntaxError as error:
             raise RequestError(
                 f"the chat template has no valid Jinja at line {error.lineno} ({error})",
@@ -186,33 +171,29 @@ class Tokenizer:
             ) from error
         return text
 
+    def _render(self, messages: Messages, options: dict[str, Any], template: str) -> str:
+        """The text of a conversation, eased if the template refuses it.
 
-def _with_one_system(messages: Messages) -> Messages:
-    """The messages for a template without developers: these and the system's are its first.
+        Raises:
+            Exception: the template refuses that too, or it fails.
+        """
+        given = (readable(messages, template), options)
+        try:
+            return self._render_once(*given)
+        except TemplateSyntaxError:
+            raise
+        except TemplateError:
+            changed = eased(*given, template)
+            if changed == given:
+                raise
+            return self._render_once(*changed)
 
-    Such templates drop or refuse a developer's message, and many a second one of the system.
-    """
-    roles = ("system", _DEVELOPER)
-    instructions = [one.get("content") or "" for one in messages if one.get("role") in roles]
-    others = (one for one in messages if one.get("role") not in roles)
-    return [{"role": "system", "content": "\n\n".join(instructions)}, *others]
-
-
-def _with_written_arguments(messages: Messages) -> Messages:
-    """The messages with the arguments of calls as JSON, as DeepSeek's templates take them."""
-    written = []
-    for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
-            for call in message.get("tool_calls") or ()
-        ]
-        written.append({**message, "tool_calls": calls} if calls else message)
-    return written
-
-
-def _json(function: Mapping[str, Any]) -> str:
-    arguments = function.get("arguments", {})
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    def _render_once(self, messages: Messages, options: dict[str, Any]) -> str:
+        with bounded_steps():
+            text: str = self.hf.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, **options
+            )
+        return text
 
 
 def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:

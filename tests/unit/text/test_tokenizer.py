@@ -339,8 +339,9 @@ def test_a_developer_s_message_reaches_a_model_whose_template_has_no_such_role(t
     def rendered(*messages):
         return tokenizer.apply_chat_template(messages, chat_template=template)
 
-    assert rendered(*INSTRUCTED) == "<system>a\n\nb\n\nc<user>hi"
+    assert rendered(*INSTRUCTED) == "<system>a\n\nb<user>hi<user>c"
     assert rendered(*INSTRUCTED[1:3]) == "<system>b<user>hi"
+    assert rendered(*INSTRUCTED[2:]) == "<user>hi<user>c"
 
 
 def test_messages_are_the_template_s_where_it_knows_developers_or_none_speaks(tokenizer):
@@ -349,6 +350,56 @@ def test_messages_are_the_template_s_where_it_knows_developers_or_none_speaks(to
     system = {"role": "system", "content": "d"}
     found = tokenizer.apply_chat_template([system, system], chat_template=LENIENT)
     assert found == "<system>d<system>d"
+
+
+#: Of Mistral's kind: turns alternate.
+ALTERNATING = """\
+{%- for message in messages %}
+{%- if not loop.first and message.role == messages[loop.index0 - 1].role %}
+{{- raise_exception("twice " ~ message.role) }}
+{%- endif %}<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        (STRICT, "<system>a\n\nb<user>hi\n\nc"),
+        (ALTERNATING, "<system>a\n\nb<user>hi\n\nc"),
+        (LENIENT, "<system>a<system>b<user>hi<system>c"),
+    ],
+)
+def test_a_template_that_refuses_messages_gets_one_of_the_system_and_turns(
+    tokenizer, template, rendered
+):
+    """OpenCode sent two of the system (anomalyco/opencode#16560), Codex two of the user."""
+    messages = [
+        message | {"role": message["role"].replace("developer", "system")} for message in INSTRUCTED
+    ]
+    assert tokenizer.apply_chat_template(messages, chat_template=template) == rendered
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [("minimal", "low"), ("medium", "medium"), ("high", "xhigh"), ("max", "xhigh"), ("x", None)],
+)
+def test_an_effort_that_a_template_refuses_is_the_nearest_that_it_names(tokenizer, asked, shown):
+    """Qwen3.8's template has three, and Claude Code asks for ``high`` unless it is told not to."""
+    template = """\
+{%- if reasoning_effort not in ('xhigh', "medium", 'low') %}{{ raise_exception("unknown") }}
+{%- endif %}{{ reasoning_effort }}"""
+
+    def rendered():
+        messages = [{"role": "user", "content": "hi"}]
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, reasoning_effort=asked
+        )
+
+    if shown is not None:
+        assert rendered() == shown
+        return
+    with pytest.raises(RequestError, match="refuses the messages: unknown"):
+        rendered()
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_device_that_is_not_there(target, monkeypatch):
     ("prompt", "cause", "remedy"),
     [
         ([], "the prompt is empty", "at least one token"),
-        ([1] * 48, "has 48 tokens and at most 47 fit", "raise max_model_len"),
+        ([1] * 48, "has 48 tokens > 47 maximum", "raise max_model_len"),
         ([1, VOCAB], f"holds {VOCAB}, outside the vocabulary", f"0 to {VOCAB - 1}"),
         ([1, -1], "holds -1, outside the vocabulary", f"0 to {VOCAB - 1}"),
         ([1, 2.5], "holds 2.5", "integers"),

@@ -93,11 +93,11 @@ def test_the_context_ends_an_answer_and_refuses_a_prompt(client, offline):
         assert one.choices[0].finish_reason == "length"
 
     ids = (chat * 2)[:context]
-    with pytest.raises(RequestError, match=f"at most {context - 1} fit") as refused:
+    with pytest.raises(RequestError, match=f"> {context - 1} maximum") as refused:
         answer(offline, {"prompt_token_ids": ids})
     with pytest.raises(openai.BadRequestError, match=re.escape(refused.value.cause)):
         client.completions.create(model="tiny", prompt=ids)
-    with pytest.raises(openai.BadRequestError, match=f"at most {context - 1} fit"):
+    with pytest.raises(openai.BadRequestError, match=f"> {context - 1} maximum"):
         client.chat.completions.create(model="tiny", messages=messages * 20)
 
 

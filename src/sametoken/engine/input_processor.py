@@ -220,8 +220,8 @@ class InputProcessor:
         most = self._max_model_len * tokenizer.max_token_chars
         if num_characters > most:
             raise too_long(
-                f"{num_characters} characters and at most {most} can fit "
-                f"max_model_len={self._max_model_len}"
+                f"{num_characters} characters > {most} maximum: this model's maximum context "
+                f"length is {self._max_model_len} tokens"
             )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:

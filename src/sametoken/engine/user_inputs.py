@@ -105,7 +105,11 @@ def require_fitting(num_tokens: int, most: int) -> None:
         RequestError: it has more.
     """
     if num_tokens > most:
-        raise too_long(f"{num_tokens} tokens and at most {most} fit (max_model_len - 1)")
+        # Agents read how much they have to cut in the form of Anthropic or of OpenAI.
+        raise too_long(
+            f"{num_tokens} tokens > {most} maximum: this model's maximum context length is "
+            f"{most + 1} tokens, and the answer needs one"
+        )
 
 
 def too_long(what: str) -> RequestError:

@@ -151,7 +151,7 @@ def test_variables_of_the_template_may_come_in_chat_template_kwargs(tokenizer):
         ((1, -1), "holds -1, outside"),
         ((1, True), "holds True"),
         ((1, 2.0), "holds 2.0"),
-        ((1,) * MAX_LEN, "has 32 tokens and at most 31 fit"),
+        ((1,) * MAX_LEN, "has 32 tokens > 31 maximum: .* context length is 32 tokens"),
     ],
 )
 def test_impossible_token_ids_are_refused(tokenizer, token_ids, cause):

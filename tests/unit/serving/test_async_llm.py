@@ -228,7 +228,7 @@ def test_the_summary_says_what_the_engine_is(served, model, offline):
     [
         ("", {}, "the prompt is empty"),
         ({"prompt_token_ids": [99999]}, {}, "outside the vocabulary"),
-        ({"prompt_token_ids": [5] * 256}, {}, "at most 255 fit"),
+        ({"prompt_token_ids": [5] * 256}, {}, "> 255 maximum"),
         ("a", {"num_speculative_tokens": 4}, "num_speculative_tokens=4 is above the engine's 3"),
     ],
 )

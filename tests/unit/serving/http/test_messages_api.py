@@ -92,6 +92,13 @@ CASES = {
     "text": ("héllo wörld 🙂", {}, {}, ["text"], "end_turn"),
     "nothing": ("", {}, {}, [], "end_turn"),
     "cut": ("héllo wörld", {}, {"max_tokens": 4}, ["text"], "max_tokens"),
+    "a full context": (
+        "x" * 600,
+        {},
+        {"max_tokens": 600},
+        ["text"],
+        "model_context_window_exceeded",
+    ),
     "stop": ("hello world", {}, {"stop_sequences": ["wor", "x"]}, ["text"], "stop_sequence"),
     "reasoning": ("<think>Hm.</think>3", REASONS, {}, ["thinking", "text"], "end_turn"),
     "calls": (
@@ -291,11 +298,17 @@ def in_user(**block) -> dict:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         (HI | {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        (in_user(**IMAGE), "'image'"),
-        (in_user(type="tool_result", tool_use_id="t", content=[IMAGE]), "'image'"),
+        # Claude Code reads the place of an image, and drops it.
+        (in_user(**IMAGE), "messages.0.content.0.image is not supported"),
+        (
+            in_user(type="tool_result", tool_use_id="t", content=[IMAGE]),
+            "messages.0.content.0.tool_result.content.0.image is not supported",
+        ),
+        (in_user(type="tool_result", tool_use_id="t", content=[{"type": []}]), "content.0.[] is"),
         (in_user(type="tool_use", id="t", name="add", input={}), "of the user"),
+        (in_user(type="redacted_thinking", data="aa"), "of the user"),
         (in_user(type="tool_use", id="t", name="add", input="{}"), "messages.0.content.0.input"),
-        ({"system": [IMAGE]}, "of the system"),
+        ({"system": [IMAGE]}, "system.0.image is not supported"),
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "lacks 'name'"),
         ({"tool_choice": {"type": "any"}, "tools": [SEARCH]}, "needs tools"),
         ({"tools": [{"name": "add"}]}, "tools.0.input_schema"),
@@ -303,7 +316,12 @@ def in_user(**block) -> dict:
         ({"stop": ["x"]}, "use stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"temprature": 1}, "'temperature'"),
-        (in_user(type="text", text="x" * 600), "prompt is too long: "),
+        # As Claude Code, Qwen Code and LiteLLM read it.
+        (
+            in_user(type="text", text="x" * 600),
+            "prompt is too long: the prompt has 618 tokens > 511 maximum: this model's maximum "
+            "context length is 512 tokens",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(serve, body, told):

@@ -30,7 +30,7 @@ from sametoken.serving.http.messages_api.request import CountTokensRequest, Mess
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tools import template_tools
-from sametoken.types.outputs import CompletionOutput, RequestOutput
+from sametoken.types.outputs import RequestOutput
 
 
 async def answer_message(served: Served, request: MessagesRequest, http: Request) -> Response:
@@ -43,7 +43,7 @@ async def answer_message(served: Served, request: MessagesRequest, http: Request
     model, key = served.name(request.model), uuid.uuid4().hex
     chat = await asyncio.to_thread(chat_request, request, request.max_tokens)
     use, generation = await begin_chat(served, chat, f"msg_{key}", model)
-    answer = _Answer(use.parser, key, model)
+    answer = _Answer(use.parser, key, model, served.engine.resolved.max_model_len)
     return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())
 
 
@@ -77,11 +77,19 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Makes the message of one request from the engine's outputs."""
+    """Makes the message of one request from the engine's outputs.
+
+    Attributes:
+        parser: of the answer.
+        key: a unique part of its ids.
+        model: its name.
+        most_tokens: of the prompt and the answer.
+    """
 
     parser: Parser
     key: str
     model: str
+    most_tokens: int
 
     def whole(self, outputs: Sequence[RequestOutput]) -> MessageObject:
         """The message without a stream."""
@@ -90,7 +98,7 @@ class _Answer:
         writer = BlockWriter(self.parser, self.key)
         for _ in writer.finish(completion.text):
             pass
-        return self._message(output, writer.content, _stop(completion, writer))
+        return self._message(output, writer.content, self._stop(output, writer))
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The message in events: of itself, and of its blocks."""
@@ -110,7 +118,7 @@ class _Answer:
         (completion,) = output.outputs
         for event in writer.finish(completion.text_from(num_characters)):
             yield event
-        reason, sequence = _stop(completion, writer)
+        reason, sequence = self._stop(output, writer)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield MessageEvent(type="message_delta", delta=delta, usage=_usage(output))
         yield MessageEvent(type="message_stop")
@@ -131,14 +139,18 @@ class _Answer:
             usage=_usage(output),
         )
 
-
-def _stop(completion: CompletionOutput, writer: BlockWriter) -> tuple[StopReason, str | None]:
-    """Why an answer ended, and the text that ended it."""
-    if completion.finish_reason == "length":
-        return "max_tokens", None
-    if isinstance(completion.stop_reason, str):
-        return "stop_sequence", completion.stop_reason
-    return ("tool_use" if writer.has_calls else "end_turn"), None
+    def _stop(
+        self, output: RequestOutput, writer: BlockWriter
+    ) -> tuple[StopReason | None, str | None]:
+        """Why the answer ended, and the text that ended it."""
+        (completion,) = output.outputs
+        if completion.finish_reason == "length":
+            num_tokens = len(output.prompt_token_ids) + completion.num_tokens
+            is_full = num_tokens >= self.most_tokens
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        if isinstance(completion.stop_reason, str):
+            return "stop_sequence", completion.stop_reason
+        return ("tool_use" if writer.has_calls else "end_turn"), None
 
 
 def _usage(output: RequestOutput) -> MessageUsage:

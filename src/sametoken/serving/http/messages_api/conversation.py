@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import dropwhile, groupby, takewhile
 from typing import Any
 
+from sametoken.engine.user_inputs import TEXT_PARTS
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.messages_api.request import (
@@ -38,6 +39,12 @@ from sametoken.serving.http.schemas import (
 #: Begins a block that Claude Code puts before its instructions. It differs between requests, so
 #: that no prefix would be found again.
 _ATTRIBUTION = "x-anthropic-billing-header"
+#: The types of blocks that messages of a role may have. Redacted ones are left out.
+_BLOCKS: Mapping[str, frozenset[str]] = {
+    "assistant": frozenset({"redacted_thinking", "text", "thinking", "tool_use"}),
+    "system": frozenset({"text"}),
+    "user": frozenset({"text", "tool_result"}),
+}
 #: The values of ``tool_choice`` in chats.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -48,6 +55,7 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
     Raises:
         ApiError: a message has a block that is not supported, or the choice of a tool no name.
     """
+    _require_supported(request)
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     config, choice = request.output_config or OutputConfig(), request.tool_choice
     continues = request.messages[-1].role == "assistant"
@@ -68,6 +76,44 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
     }
     # All values have been validated.
     return ChatRequest.model_construct(**values)
+
+
+def _require_supported(request: CountTokensRequest) -> None:
+    for index, block in enumerate(_blocks(request.system)):
+        _require_block(block, "system", f"system.{index}")
+    for number, message in enumerate(request.messages):
+        for index, block in enumerate(_blocks(message.content)):
+            _require_block(block, message.role, f"messages.{number}.content.{index}")
+
+
+def _require_block(block: Block, role: str, place: str) -> None:
+    """Refuse a block that a message of its role may not have, or a result that is not text.
+
+    Args:
+        block: of the message.
+        role: of the message.
+        place: in the request. Claude Code drops the image or document that an error names in
+            Anthropic's form, ``messages.0.content.0.image``, and goes on.
+    """
+    if block.type not in _BLOCKS[role]:
+        raise _unsupported(f"{place}.{_bare(block.type)}", role)
+    if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+        for index, part in enumerate(block.content):
+            if (kind := part.get("type")) not in list(TEXT_PARTS):
+                raise _unsupported(f"{place}.tool_result.content.{index}.{_bare(kind)}", role)
+
+
+def _bare(kind: Any) -> str:
+    return kind if isinstance(kind, str) and kind.isidentifier() else shown(kind)
+
+
+def _unsupported(place: str, role: str) -> ApiError:
+    return invalid(
+        f"{place} is not supported in a message of the {role}. Send text, thinking and tool_use of "
+        "the assistant, or tool_result of the user, which holds text",
+        "messages",
+        "unsupported",
+    )
 
 
 def _tools(tools: Sequence[MessageTool]) -> list[Tool]:
@@ -97,7 +143,7 @@ def _messages(request: CountTokensRequest) -> list[Message]:
     refuse those of the system there, and at the beginning they would change the prefix.
     """
     first = takewhile(_is_system, request.messages)
-    instructions = _texts([*_blocks(request.system), *_blocks_of(first)], "system")
+    instructions = _texts([*_blocks(request.system), *_blocks_of(first)])
     text = "\n".join(one for one in instructions if not one.startswith(_ATTRIBUTION))
     found = [Message(role="system", content=text)] if text else []
     turns = dropwhile(_is_system, request.messages)
@@ -128,7 +174,7 @@ def _question(blocks: Sequence[Block]) -> list[Message]:
         Message(role="tool", content=one.content or "", tool_call_id=one.tool_use_id)
         for one in results
     ]
-    texts = list(_texts([one for one in blocks if not isinstance(one, ToolResultBlock)], "user"))
+    texts = list(_texts(blocks))
     if texts or not results:
         found.append(Message(role="user", content="\n".join(texts)))
     return found
@@ -146,8 +192,6 @@ def _answer(blocks: Sequence[Block]) -> Message:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
-        elif block.type != "redacted_thinking":
-            raise _unsupported(block, "assistant")
     fields: dict[str, Any] = {"content": "".join(texts)}
     if reasoning:
         fields["reasoning"] = "".join(reasoning)
@@ -156,19 +200,6 @@ def _answer(blocks: Sequence[Block]) -> Message:
     return Message(role="assistant", **fields)
 
 
-def _texts(blocks: Iterable[Block], role: str) -> Iterator[str]:
+def _texts(blocks: Iterable[Block]) -> Iterator[str]:
     """The texts that are not empty."""
-    for block in blocks:
-        if not isinstance(block, TextBlock):
-            raise _unsupported(block, role)
-        if block.text:
-            yield block.text
-
-
-def _unsupported(block: Block, role: str) -> ApiError:
-    return invalid(
-        f"a block of type {shown(block.type)} is not supported in a message of the {role}. Send "
-        "text, thinking and tool_use of the assistant, or tool_result of the user",
-        "messages",
-        "unsupported",
-    )
+    return (block.text for block in blocks if isinstance(block, TextBlock) and block.text)

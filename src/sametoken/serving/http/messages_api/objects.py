@@ -8,7 +8,9 @@ from pydantic import BaseModel
 
 from sametoken.serving.http.responses import Sent
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 
 
 class Text(Sent):

@@ -53,7 +53,8 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
     """The same request for a chat completion.
 
     Raises:
-        ApiError: a message has a block that is not supported, or the choice of a tool no name.
+        ApiError: a message has a block that is not supported, or the choice of a tool no name, or
+            see ``_tools``.
     """
     _require_supported(request)
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
@@ -117,7 +118,19 @@ def _unsupported(place: str, role: str) -> ApiError:
 
 
 def _tools(tools: Sequence[MessageTool]) -> list[Tool]:
-    """The functions for a chat template. A line in the log tells of tools that are left out."""
+    """The functions for a chat template. A line in the log tells of tools that are left out.
+
+    Raises:
+        ApiError: there are others alone. Claude Code searches the web by such a request, and would
+            take for its results what the model makes up.
+    """
+    if tools and not any(isinstance(tool, CustomTool) for tool in tools):
+        kinds = ", ".join(sorted({str(tool.type) for tool in tools}))
+        raise invalid(
+            f"the server runs no tools of its own ({shown(kinds)}). Send tools with an input_schema",
+            "tools",
+            "unsupported",
+        )
     tell_of_others(tools)
     found = []
     for tool in tools:

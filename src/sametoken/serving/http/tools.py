@@ -20,6 +20,7 @@ from sametoken.serving.http.schemas import (
     NamedTool,
     Tool,
 )
+from sametoken.serving.http.tool_media import without_media
 from sametoken.serving.http.tool_parsers import CallSyntax, named_parser
 from sametoken.text.grammar.json_schema import moved
 from sametoken.types.structured_outputs import StructuredOutputs
@@ -170,6 +171,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     values = message.model_dump(exclude_unset=True)
     if message.tool_calls:
         values["tool_calls"] = [_bounded(call).model_dump() for call in message.tool_calls]
+    if message.role == "tool" and isinstance(message.content, list):
+        values["content"] = without_media(message.content)
     _spread_reasoning(message, values)
     return values
 

@@ -287,6 +287,13 @@ def test_cached_tokens_are_counted_apart(serve):
     assert first["message"]["usage"] == found | {"output_tokens": 0}
 
 
+def test_the_model_is_told_of_an_image_that_a_tool_returned(serve):
+    engine = FakeEngine("hello")
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
+    whole(serve, engine, **in_user(**result))
+    assert "[a part of type image is left out: you can" in engine.seen[0][0].text
+
+
 def in_user(**block) -> dict:
     return {"messages": [{"role": "user", "content": [block]}]}
 
@@ -301,8 +308,8 @@ def in_user(**block) -> dict:
         # Claude Code reads the place of an image, and drops it.
         (in_user(**IMAGE), "messages.0.content.0.image is not supported"),
         (
-            in_user(type="tool_result", tool_use_id="t", content=[IMAGE]),
-            "messages.0.content.0.tool_result.content.0.image is not supported",
+            in_user(type="tool_result", tool_use_id="t", content=[IMAGE | {"type": "video"}]),
+            "messages.0.content.0.tool_result.content.0.video is not supported",
         ),
         (in_user(type="tool_result", tool_use_id="t", content=[{"type": []}]), "content.0.[] is"),
         (in_user(type="tool_use", id="t", name="add", input={}), "of the user"),

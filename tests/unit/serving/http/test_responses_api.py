@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from helpers.fake_engine import FakeEngine
 from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import NumericalError
+from sametoken.serving.http import other_tools
 from sametoken.serving.http.parsed import FoundCall, FoundText, parse_nothing, parsed_of
 from sametoken.serving.http.responses_api.conversation import chat_request
 from sametoken.serving.http.responses_api.items import ItemWriter
@@ -281,6 +282,13 @@ def test_instructions_at_the_beginning_are_one_message():
     ]
 
 
+def test_the_model_is_told_of_an_image_that_a_function_returned():
+    """As Codex's view_image does (openai/codex#32267)."""
+    output = [{"type": "input_image", "image_url": "x"}]
+    (found,) = rendered(input=[{"type": "function_call_output", "call_id": "c", "output": output}])
+    assert found["content"] == "[a part of type input_image is left out: you can read only text]"
+
+
 def test_an_answer_can_be_sent_back(serve):
     """As agents do: the items of an answer, then the results of its calls."""
     server, tools = {"tool_call_parser": "hermes"}, {"tools": [ADD]}
@@ -299,8 +307,9 @@ def prompt_of(engine) -> str:
     return engine.tokenizer.decode(engine.seen[-1][0].token_ids, skip_special_tokens=False)
 
 
-def test_tools_that_are_no_functions_are_left_out(serve, caplog):
+def test_tools_that_are_no_functions_are_left_out(serve, caplog, monkeypatch):
     """Codex sends them to every server (llama.cpp#20156)."""
+    monkeypatch.setattr(other_tools._logger, "filters", [])
     engine, server = FakeEngine(TEXT), {"tool_call_parser": "hermes"}
     mixed = [*OTHERS, ADD, GROUP | {"tools": [ADD, *OTHERS]}]
     answer = post(serve, engine, server, tools=mixed)

@@ -7,6 +7,7 @@ import pytest
 from helpers.structured import compiler, ids
 from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import RequestError
+from sametoken.serving.http import tool_media
 from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.params import structured_outputs
@@ -248,6 +249,16 @@ def test_reasoning_is_passed_on_where_a_template_can_take_it():
     assert found[1]["reasoning_content"] == "hm"
     assert found[2] == {"role": "assistant", "content": "x"}
     assert found[3] == {"role": "user", "content": "x", "reasoning": "hm"}
+
+
+def test_the_model_is_told_of_an_image_that_a_tool_returned(caplog, monkeypatch):
+    """Agents send a result with every later request, which would fail too."""
+    monkeypatch.setattr(tool_media._logger, "filters", [])
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    (found,) = messages({"role": "tool", "content": parts, "tool_call_id": "c"})
+    told = "[a part of type image_url is left out: you can read only text]"
+    assert found["content"] == f"a\n{told}"
+    assert "a tool returned a part of type image_url" in caplog.text
 
 
 @pytest.mark.parametrize(

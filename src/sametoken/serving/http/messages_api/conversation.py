@@ -35,6 +35,7 @@ from sametoken.serving.http.schemas import (
     Tool,
     thinking_variables,
 )
+from sametoken.serving.http.tool_media import without_media
 
 #: Begins a block that Claude Code puts before its instructions. It differs between requests, so
 #: that no prefix would be found again.
@@ -99,7 +100,7 @@ def _require_block(block: Block, role: str, place: str) -> None:
     if block.type not in _BLOCKS[role]:
         raise _unsupported(f"{place}.{_bare(block.type)}", role)
     if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-        for index, part in enumerate(block.content):
+        for index, part in enumerate(without_media(block.content)):
             if (kind := part.get("type")) not in list(TEXT_PARTS):
                 raise _unsupported(f"{place}.tool_result.content.{index}.{_bare(kind)}", role)
 
@@ -127,7 +128,7 @@ def _tools(tools: Sequence[MessageTool]) -> list[Tool]:
     if tools and not any(isinstance(tool, CustomTool) for tool in tools):
         kinds = ", ".join(sorted({str(tool.type) for tool in tools}))
         raise invalid(
-            f"the server runs no tools of its own ({shown(kinds)}). Send tools with an input_schema",
+            f"the server runs no tools of its own ({shown(kinds)}). Send some with an input_schema",
             "tools",
             "unsupported",
         )

@@ -24,6 +24,7 @@ from sametoken.serving.http.schemas import (
     ResponseFormat,
     SamplingFields,
 )
+from sametoken.serving.http.tool_media import without_media
 
 #: Roles whose messages instruct the model.
 _INSTRUCTING = ("system", "developer")
@@ -123,7 +124,9 @@ class _MessageWriter:
             raise invalid(f"{fault}, as clients do with store: false", "input", "unsupported")
         else:
             call_id = _needed(item.call_id, "call_id", place)
-            output = _needed_text(item.output, "output", place)
+            given = item.output
+            given = without_media(given) if isinstance(given, list) else given
+            output = _needed_text(given, "output", place)
             self.add("tool", content=output, tool_call_id=call_id)
 
     def _message(self, role: str, text: str) -> None:

@@ -440,12 +440,15 @@ def test_fields_that_change_no_token_are_accepted(serve, body):
     assert whole(serve, TEXT, **body).output_text == TEXT
 
 
-def test_an_error_in_a_stream_is_an_event(serve):
-    failed = FakeEngine(TEXT, failed=True)
-    last = streamed(serve, failed)[-1]
-    assert last.type == "error"
-    assert last.code == NumericalError.__name__
-    assert last.message
+def test_an_error_ends_a_stream_with_a_failed_response(serve):
+    """Codex passes over the event of the error."""
+    first, *_, told, last = streamed(serve, FakeEngine(TEXT, failed=True))
+    assert (told.type, told.code) == ("error", NumericalError.__name__)
+    assert told.message
+    assert (last.type, last.sequence_number) == ("response.failed", told.sequence_number + 1)
+    error = {"code": "server_error", "message": told.message}
+    failed = first.response.to_dict() | {"status": "failed", "error": error}
+    assert last.response.to_dict() == failed
 
 
 def write(steps: list[tuple]) -> list[str]:

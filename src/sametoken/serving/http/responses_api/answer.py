@@ -31,6 +31,7 @@ from sametoken.serving.http.responses_api.objects import (
     OutputTokensDetails,
     ReasoningItem,
     ResponseEvent,
+    ResponseFault,
     ResponseObject,
     ResponseUsage,
 )
@@ -66,28 +67,9 @@ async def answer_response(served: Served, request: ResponsesRequest, http: Reque
         error.param = _SENT_AS.get(error.param or "", error.param)
         raise
     answer = _Answer(request, use.parser, key, model, served)
-    return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())
-
-
-class _Named:
-    """``Framing`` of events with names and numbers."""
-
-    end = b""
-
-    def __init__(self) -> None:
-        self._numbers = count()
-
-    def event(self, event: BaseModel) -> bytes:
-        """One event."""
-        assert isinstance(event, ResponseEvent)
-        event.sequence_number = next(self._numbers)
-        return named_event(event.type, event)
-
-    def error(self, error: ApiError) -> bytes:
-        """The event of an error."""
-        fields = error.body["error"]
-        told = {name: fields[name] for name in ("code", "message", "param")}
-        return self.event(ResponseEvent(type="error", **told))
+    return await respond(
+        http, generation, answer, stream=bool(request.stream), framing=_Named(answer)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +116,12 @@ class _Answer:
             yield each
         done = await asyncio.to_thread(self._done, output, writer.items)
         yield event(done.status, response=done)
+
+    def failed(self, message: str) -> ResponseObject:
+        """The response that an error ended."""
+        response = self._response()
+        response.status, response.error = "failed", ResponseFault(message=message)
+        return response
 
     def _writer(self) -> ItemWriter:
         names = called_names(self.request.tools or ())
@@ -229,6 +217,32 @@ class _Answer:
             top_logprobs=request.top_logprobs or 0,
             top_p=defaults.top_p if top_p is None else top_p,
         )
+
+
+class _Named:
+    """``Framing`` of events with names and numbers.
+
+    Args:
+        answer: makes the response that an error ends.
+    """
+
+    end = b""
+
+    def __init__(self, answer: _Answer) -> None:
+        self._answer, self._numbers = answer, count()
+
+    def event(self, event: BaseModel) -> bytes:
+        """One event."""
+        assert isinstance(event, ResponseEvent)
+        event.sequence_number = next(self._numbers)
+        return named_event(event.type, event)
+
+    def error(self, error: ApiError) -> bytes:
+        """The event of an error, and that of the response, which Codex and others wait for."""
+        fields = error.body["error"]
+        told = {name: fields[name] for name in ("code", "message", "param")}
+        failed = event("failed", response=self._answer.failed(fields["message"]))
+        return self.event(ResponseEvent(type="error", **told)) + self.event(failed)
 
 
 def _is_cut(completion: CompletionOutput) -> bool:

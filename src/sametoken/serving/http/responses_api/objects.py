@@ -91,17 +91,24 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseFault(Sent):
+    """Why a response failed; the event ``error`` before it has the error's own code."""
+
+    code: Literal["server_error"] = "server_error"
+    message: str
+
+
 class ResponseObject(Sent):
     """A response, with the options that it was made with."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Status
+    status: Status | Literal["failed"]
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
-    error: None = None
+    error: ResponseFault | None
     incomplete_details: IncompleteDetails | None
     background: Literal[False] = False
     instructions: str | None

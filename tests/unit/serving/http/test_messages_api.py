@@ -287,11 +287,19 @@ def test_cached_tokens_are_counted_apart(serve):
     assert first["message"]["usage"] == found | {"output_tokens": 0}
 
 
-def test_the_model_is_told_of_an_image_that_a_tool_returned(serve):
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (IMAGE, "[a part of type image is left out: you can read only text]"),
+        ({"type": "tool_reference", "tool_name": "add"}, "add can be called now"),
+    ],
+)
+def test_the_model_is_told_of_what_a_tool_returned(serve, part, told):
+    """Claude Code searches its tools with ``ENABLE_TOOL_SEARCH=true``."""
     engine = FakeEngine("hello")
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [part]}
     whole(serve, engine, **in_user(**result))
-    assert "[a part of type image is left out: you can" in engine.seen[0][0].text
+    assert told in engine.seen[0][0].text
 
 
 def in_user(**block) -> dict:
@@ -312,6 +320,10 @@ def in_user(**block) -> dict:
             "messages.0.content.0.tool_result.content.0.video is not supported",
         ),
         (in_user(type="tool_result", tool_use_id="t", content=[{"type": []}]), "content.0.[] is"),
+        (
+            in_user(type="tool_result", tool_use_id="t", content=[{"type": "tool_reference"}]),
+            "content.0.tool_reference is not supported",
+        ),
         (in_user(type="tool_use", id="t", name="add", input={}), "of the user"),
         (in_user(type="redacted_thinking", data="aa"), "of the user"),
         (in_user(type="tool_use", id="t", name="add", input="{}"), "messages.0.content.0.input"),

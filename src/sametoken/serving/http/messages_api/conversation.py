@@ -40,6 +40,8 @@ from sametoken.serving.http.tool_media import without_media
 #: Begins a block that Claude Code puts before its instructions. It differs between requests, so
 #: that no prefix would be found again.
 _ATTRIBUTION = "x-anthropic-billing-header"
+#: The type of a part that names a tool, which the request has among its own by then.
+_FOUND_TOOL = "tool_reference"
 #: The types of blocks that messages of a role may have. Redacted ones are left out.
 _BLOCKS: Mapping[str, frozenset[str]] = {
     "assistant": frozenset({"redacted_thinking", "text", "thinking", "tool_use"}),
@@ -99,8 +101,9 @@ def _require_block(block: Block, role: str, place: str) -> None:
     """
     if block.type not in _BLOCKS[role]:
         raise _unsupported(f"{place}.{_bare(block.type)}", role)
-    if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-        for index, part in enumerate(without_media(block.content)):
+    result = _result(block) if isinstance(block, ToolResultBlock) else ""
+    if isinstance(result, list):
+        for index, part in enumerate(result):
             if (kind := part.get("type")) not in list(TEXT_PARTS):
                 raise _unsupported(f"{place}.tool_result.content.{index}.{_bare(kind)}", role)
 
@@ -181,12 +184,23 @@ def _blocks(content: str | list[Block] | None) -> list[Block]:
     return content or []
 
 
+def _result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
+    """What a tool returned. The model is told of media, and of tools that a search has loaded."""
+    if not isinstance(block.content, list):
+        return block.content or ""
+    return [
+        {"type": "text", "text": f"{part['tool_name']} can be called now"}
+        if part.get("type") == _FOUND_TOOL and isinstance(part.get("tool_name"), str)
+        else part
+        for part in without_media(block.content)
+    ]
+
+
 def _question(blocks: Sequence[Block]) -> list[Message]:
     """A turn of the user: the results of calls, which must follow these, then the text."""
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     found = [
-        Message(role="tool", content=one.content or "", tool_call_id=one.tool_use_id)
-        for one in results
+        Message(role="tool", content=_result(one), tool_call_id=one.tool_use_id) for one in results
     ]
     texts = list(_texts(blocks))
     if texts or not results:

@@ -59,6 +59,8 @@ _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
     ),
     EngineDeadError: ("engine_dead", "the engine has stopped. Send the request again"),
 }
+#: Headers of a refusal of the key. With the second Claude Code does not try it again, ten times.
+_UNAUTHENTICATED: Mapping[str, str] = {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
 #: Seconds after which a server that is busy or starts may serve again.
 RETRY_AFTER_S = 5
 #: Characters of an error's message and param.
@@ -100,7 +102,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        headers = dict(_UNAUTHENTICATED) if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(whole_seconds(self.retry_after_s))
         return headers

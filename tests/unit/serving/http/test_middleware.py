@@ -36,6 +36,8 @@ def test_only_holders_of_a_key_use_the_model(serve):
     refused = client.post("/tokenize", json={"prompt": "x"})
     assert refused.json()["error"]["code"] == "invalid_api_key"
     assert refused.headers["www-authenticate"] == "Bearer"
+    # Claude Code tries a refused key again, ten times, unless it is told not to.
+    assert refused.headers["x-should-retry"] == "false"
     assert all(client.get(path).status_code == 200 for path in OPEN_PATHS)
     assert client.get("/assets/page.css").status_code == 200
     assert client.get("/assets/../v1/models").status_code in (401, 404)

@@ -77,7 +77,7 @@ def test_a_row_has_its_bits_in_any_company(sizes, in_features, rank, dtype):
     assert torch.equal(out[chosen == 2, : sizes[0]], before[chosen == 2, : sizes[0]])
     # Last places of what is between the factors, whose sum is in fp32, and of the result.
     expected, bound = before.double(), torch.zeros_like(before, dtype=torch.float64)
-    unit = 2**-8 if dtype is BF16 else 2**-20
+    unit = 2**-7 if dtype is BF16 else 2**-20
     for number, own in enumerate(parts, 1):
         rows, begin = chosen == number, 0
         for part, size in zip(own, sizes, strict=True):
@@ -159,7 +159,8 @@ def test_the_same_tokens(files, truth, monkeypatch, name, spec, eager):
         windows_must_be_captured(monkeypatch)
     llm = engine(files, name, spec, enforce_eager=eager)
     assert generate(llm) == truth[name]
-    if spec is NGRAM:
+    # What a random hybrid says has no n-grams.
+    if spec is NGRAM and name == "llama":
         assert llm.speculation_metrics.num_accepted_tokens > 0
 
 

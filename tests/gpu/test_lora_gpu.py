@@ -11,7 +11,7 @@ from helpers.adapters import ATTENTION, MLP, write_adapter
 from helpers.checkpoints import write_llama
 from helpers.hybrids import write_hybrid
 from sametoken import LLM, SamplingParams
-from sametoken.ops.model.low_rank import Factors
+from sametoken.ops.model.low_rank import Chosen, Factors
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -67,11 +67,11 @@ def test_a_row_has_its_bits_in_any_company(sizes, in_features, rank, dtype):
     # A tile with one adapter, one with many, one with none.
     chosen[:16], chosen[32:48] = 2, 0
     out = before.clone()
-    update.add(out, x, chosen)
+    update.add(out, x, Chosen(chosen))
     for count, first in ((1, 0), (1, 17), (16, 40), (17, 100), (129, 204), (512, 221)):
         rows = slice(first, first + count)
         alone = before[rows].clone()
-        update.add(alone, x[rows], chosen[rows])
+        update.add(alone, x[rows], Chosen(chosen[rows]))
         assert torch.equal(alone, out[rows])
     assert torch.equal(out[chosen == 0], before[chosen == 0])
     assert torch.equal(out[chosen == 2, : sizes[0]], before[chosen == 2, : sizes[0]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,27 +39,46 @@ class Factors:
         return self.down.shape[0]
 
 
+class Chosen:
+    """The adapters that the rows of a pass chose.
+
+    Args:
+        numbers: [T] int64, the adapter of each row, from 1 on; 0: none.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, Tensor | None], ...]:
+        """Each adapter with the index of its rows; None: it has all rows."""
+        found = [number for number in self.numbers.unique().tolist() if number]
+        if len(found) == 1 and self.numbers.all():
+            return ((found[0], None),)
+        return tuple((number, (self.numbers == number).nonzero()[:, 0]) for number in found)
+
+
 class RowAdapters:
-    """The adapter of each row of the target's newest pass, by number; 0: none.
+    """What the rows of the target's newest pass chose.
 
     ``AdaptedTarget`` writes it before the layers of a pass read it.
     """
 
     def __init__(self) -> None:
-        self._chosen: Tensor | None = None
+        self._chosen: Chosen | None = None
 
-    def begin(self, chosen: Tensor) -> None:
+    def begin(self, numbers: Tensor) -> None:
         """Begin a pass: [T] int64, an adapter for each of its rows."""
-        self._chosen = chosen
+        self._chosen = Chosen(numbers)
 
-    def of(self, x: Tensor) -> Tensor:
-        """[T] int64, for a product of all rows of the pass.
+    def of(self, x: Tensor) -> Chosen:
+        """For a product of all rows of the pass.
 
         Raises:
             InvariantError: ``x`` has not as many rows as the pass.
         """
         chosen = self._chosen
-        if chosen is None or chosen.shape[0] != x.shape[0]:
+        if chosen is None or chosen.numbers.shape[0] != x.shape[0]:
             raise InvariantError(f"a product of {x.shape[0]} rows is not of all rows of a pass")
         return chosen
 
@@ -74,7 +94,7 @@ class Update(Protocol):
         """Bytes beside the result that a row needs on a GPU."""
         ...
 
-    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
         """Add each row's adapter to ``out`` [T, N], the weight's product of ``x`` [T, K]."""
         ...
 
@@ -163,20 +183,19 @@ class SeparateUpdates:
         """0: of a CPU."""
         return 0
 
-    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
         """See ``Update``."""
-        for number in chosen.unique().tolist():
-            parts = self.adapters[number - 1] if number else ()
-            index = (chosen == number).nonzero()[:, 0] if parts else chosen
-            for part in parts:
-                _add(out[:, part.features], x[index], index, part)
-
-
-def _add(out: Tensor, x: Tensor, index: Tensor, part: PartProducts) -> None:
-    added = part.up.matmul(part.down.matmul(x), out_dtype=torch.float32)
-    # Rounded after the factor and after the sum: one operation may round once in some elements.
-    added = added.mul_(part.scale).add_(out[index])
-    out.index_copy_(0, index, added.to(out.dtype))
+        for number, index in chosen.groups:
+            rows = x if index is None else x[index]
+            for part in self.adapters[number - 1]:
+                own = out[:, part.features]
+                added = part.up.matmul(part.down.matmul(rows), out_dtype=torch.float32)
+                # Rounded after each: one operation may round once in some elements.
+                added.mul_(part.scale)
+                if index is None:
+                    own.copy_(added.add_(own))
+                else:
+                    own.index_copy_(0, index, added.add_(own[index]).to(out.dtype))
 
 
 def _products(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.low_rank import Factors
+from sametoken.ops.model.low_rank import Chosen, Factors
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _ROWS = 16
@@ -79,7 +79,7 @@ class StackedUpdates:
         _, width, in_features = self.down.shape
         return cdiv(in_features, _SPLIT) * width * torch.float32.itemsize
 
-    def add(self, out: Tensor, x: Tensor, chosen: Tensor) -> None:
+    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
         """See ``Update``."""
         x = x.contiguous()
         assert out.is_contiguous()
@@ -92,7 +92,7 @@ class StackedUpdates:
         sums = torch.empty(num_splits, num_rows, width, dtype=torch.float32, device=x.device)
         options, block = pdl_options(x), min(triton.next_power_of_2(width), 64)
         _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_splits, num_adapters)](
-            *(x, chosen, self.down, sums, num_rows),
+            *(x, chosen.numbers, self.down, sums, num_rows),
             WIDTH=width,
             IN_FEATURES=in_features,
             SPLIT=_SPLIT,
@@ -105,7 +105,7 @@ class StackedUpdates:
         columns = 128
         blocks, tiles = cdiv(self.widest, columns), _TILES if num_rows >= _MANY_ROWS else 1
         _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
-            *(sums, chosen, self.up, self.scale, self.borders, out, num_rows),
+            *(sums, chosen.numbers, self.up, self.scale, self.borders, out, num_rows),
             OUT_FEATURES=out.shape[1],
             PARTS=width // rank,
             RANK=rank,

@@ -8,7 +8,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.errors import InvariantError
 from sametoken.ops.model import activation, low_rank_triton
-from sametoken.ops.model.low_rank import Factors, RowAdapters, SeparateUpdates
+from sametoken.ops.model.low_rank import Chosen, Factors, RowAdapters, SeparateUpdates
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -116,11 +116,11 @@ def test_triton_adds_what_the_reference_adds(monkeypatch, in_features, many_rows
         for of in parts
     ]
     update = StackedUpdates.of(on_device, SIZES)
-    update.add(mine, x.to(DEVICE), chosen.to(DEVICE))
+    update.add(mine, x.to(DEVICE), Chosen(chosen.to(DEVICE)))
     assert memory[:5].isnan().all()
     assert memory[28:].isnan().all()
     expected = out.clone()
-    SeparateUpdates.of(REFERENCE.pack, parts, SIZES).add(expected, x, chosen)
+    SeparateUpdates.of(REFERENCE.pack, parts, SIZES).add(expected, x, Chosen(chosen))
     torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
     for row, number in enumerate(CHOSEN):
         assert torch.equal(mine[row].cpu(), out[row]) is (number == 0)
@@ -133,15 +133,15 @@ def test_triton_s_kernels_compile_for_each_kind_of_product(tmp_path):
     compile_launches(
         """
 import torch
-from sametoken.ops.model.low_rank import Factors
+from sametoken.ops.model.low_rank import Chosen, Factors
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 
 bf16 = torch.bfloat16
 one = Factors(torch.zeros(1, 200, dtype=bf16), torch.zeros(64, 1, dtype=bf16), 0.5)
 update = StackedUpdates.of([[one, None, one]], [64, 64, 64])
 for rows, out in ((1, bf16), (40, torch.float32), (600, bf16)):
-    x, chosen = torch.zeros(rows, 200, dtype=bf16), torch.zeros(rows)
-    update.add(torch.zeros(rows, 192, dtype=out), x, chosen)
+    x, numbers = torch.zeros(rows, 200, dtype=bf16), torch.zeros(rows, dtype=torch.int64)
+    update.add(torch.zeros(rows, 192, dtype=out), x, Chosen(numbers))
 """,
         tmp_path,
     )

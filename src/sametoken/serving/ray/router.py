@@ -68,8 +68,9 @@ ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 def prefix_keys(body: bytes) -> tuple[int, ...]:
     """Rolling hashes of a request's prompt, one per block of characters, each of its whole prefix.
 
-    The first i keys of two requests are equal if their first i blocks are, whatever the chat
-    template. An invalid body has no keys; the replica answers it with an error.
+    The first i keys of two requests for one model are equal if their first i blocks are, whatever
+    the chat template: adapters share no KV. An invalid body has no keys; the replica answers it
+    with an error.
     """
     try:
         request = read_json(body)
@@ -78,7 +79,8 @@ def prefix_keys(body: bytes) -> tuple[int, ...]:
     if not isinstance(request, dict):
         return ()
     text = _text(request)
-    digest, keys = hashlib.blake2b(digest_size=8), []
+    model = json.dumps(request.get("model"))
+    digest, keys = hashlib.blake2b(model.encode(), digest_size=8), []
     for end in range(BLOCK_CHARS, min(len(text), BLOCK_CHARS * MAX_KEYS) + 1, BLOCK_CHARS):
         digest.update(text[end - BLOCK_CHARS : end].encode("utf-8", "surrogatepass"))
         keys.append(int.from_bytes(digest.copy().digest()))
@@ -88,7 +90,8 @@ def prefix_keys(body: bytes) -> tuple[int, ...]:
 def _text(request: dict[str, Any]) -> str:
     """The prompt as one text; later messages and items of a conversation extend it."""
     messages = request.get("messages", request.get("input"))
-    before = json.dumps([request.get("tools"), request.get("instructions")], sort_keys=True)
+    begin = [request.get(name) for name in ("tools", "instructions", "system")]
+    before = json.dumps(begin, sort_keys=True)
     if isinstance(messages, list):
         return before + "".join(json.dumps(message, sort_keys=True) for message in messages)
     if isinstance(messages, str):

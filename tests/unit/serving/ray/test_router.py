@@ -117,6 +117,14 @@ def test_a_conversation_of_items_goes_on_with_the_keys_that_it_had():
     assert common(text, keys_of(input="x" * BLOCK_CHARS)) == 0
 
 
+def test_adapters_and_instructions_in_anthropic_s_form_have_keys_of_their_own():
+    prompt = "a" * 2 * BLOCK_CHARS
+    assert common(keys_of(prompt=prompt, model="a"), keys_of(prompt=prompt, model="b")) == 0
+    first, other = (chat(one, system="a" * BLOCK_CHARS) for one in "xy")
+    assert common(first, other) == len(first) > 0
+    assert common(first, chat("x", system="b" * BLOCK_CHARS)) == 0
+
+
 def test_the_rest_of_a_request_is_no_part_of_its_prompt():
     prompt = "a" * BLOCK_CHARS
     assert keys_of(prompt=prompt, seed=1) == keys_of(prompt=prompt, max_tokens=2)

@@ -2,10 +2,9 @@
 
 The fake device keeps what a real one keeps: tokens and lengths per slot, block tables, and
 what was written to every position of every block, for the target and for a drafter, by which
-version of the weights; where states are kept, also the tokens that each slot has folded and those
-that are pending. Its next token is
-a hash of what it reads back, so a wrong block gives a wrong token; it also says at once which
-position is wrong.
+version of the weights and which adapter; where states are kept, also the tokens that each slot has
+folded and those that are pending. Its next token is a hash of what it reads back, so a wrong block
+gives a wrong token; it also says at once which position is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import hashlib
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -62,6 +62,7 @@ class Slot:
     num_computed: int
     num_cached: int
     version: int
+    adapter: int
     table: list = field(default_factory=list)
     folded: tuple = ()
     pending: tuple = ()
@@ -71,7 +72,7 @@ class FakeDevice:
     def __init__(self, limits, rng):
         self.limits, self.rng = limits, rng
         self.slots = {}
-        nothing = (None, 0)
+        nothing = (None, 0, None)
         self.kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
         self.drafter_kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
         self.host = {}
@@ -100,13 +101,14 @@ class FakeDevice:
         for copy in plan.restored_states:
             slot = self.slots[copy.slot]
             assert copy.position == slot.num_computed == slot.num_cached
-            slot.folded, pending = self.kept[copy.state]
+            slot.folded, pending, adapter = self.kept[copy.state]
+            assert adapter == slot.adapter
             slot.pending = pending[: copy.position - len(slot.folded)]
         rows = tuple(self.run_row(row, row.slot == failed) for row in plan.requests)
         for copy in plan.kept_states:
             slot = self.slots[copy.slot]
             if len(slot.folded) <= copy.position <= slot.num_computed:
-                self.kept[copy.state] = slot.folded, slot.pending
+                self.kept[copy.state] = slot.folded, slot.pending, slot.adapter
         return StepResult(plan.step_id, rows)
 
     def move_out(self, plan: StepPlan):
@@ -144,7 +146,7 @@ class FakeDevice:
         prompt = admission.prompt_token_ids
         num_cached = admission.num_cached
         self.slots[admission.slot] = Slot(
-            list(prompt), len(prompt), num_cached, num_cached, self.version
+            list(prompt), len(prompt), num_cached, num_cached, self.version, admission.adapter
         )
 
     def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
@@ -241,14 +243,15 @@ class FakeDevice:
 
     def read(self, memory, slot, position):
         block, offset = divmod(position, self.limits.block_size)
-        value, version = memory[slot.table[block]][offset]
+        value, version, adapter = memory[slot.table[block]][offset]
+        assert adapter == slot.adapter, "a request reads KV of another adapter"
         assert version >= slot.version, "a request reads KV of weights before its own"
         return value
 
     def write(self, memory, slot, position, value):
         assert position >= slot.num_cached, "a shared block was written"
         block, offset = divmod(position, self.limits.block_size)
-        memory[slot.table[block]][offset] = value, self.version
+        memory[slot.table[block]][offset] = value, self.version, slot.adapter
 
 
 class FakeFile:
@@ -289,7 +292,7 @@ class Driver:
 
     def __init__(self, limits, seed):
         self.limits = limits
-        self.rng = random.Random(seed)
+        self.rng, self.adapters = random.Random(seed), random.Random(seed)
         self.device = FakeDevice(limits, self.rng)
         self.file = FakeFile(self.device.host, self.rng)
         self.scheduler = Scheduler(limits, self.file)
@@ -313,7 +316,10 @@ class Driver:
         name = next(str(i) for i in range(self.count + 1) if str(i) not in self.wanted)
         self.count += 1
         params = SamplingParams(temperature=0.0)
-        request = EngineRequest(name, prompt, params, total, num_speculative_tokens=max_drafts)
+        adapter = int(self.adapters.random() < 0.2)
+        request = EngineRequest(
+            name, prompt, params, total, num_speculative_tokens=max_drafts, adapter=adapter
+        )
         self.scheduler.add(request)
         self.prompts[name] = prompt
         self.note_keys(prompt)
@@ -412,8 +418,10 @@ class Driver:
 
     def note_keys(self, tokens):
         """Only prompts and what was kept may ever be found."""
-        limits, root = self.limits, self.scheduler._memory._root
-        self.known_keys.update(block_keys(tokens, limits.block_size, limits.lookahead_tokens, root))
+        sizes = self.limits.block_size, self.limits.lookahead_tokens
+        for request in (SimpleNamespace(adapter=0), SimpleNamespace(adapter=1)):
+            root = self.scheduler._memory._root(request)
+            self.known_keys.update(block_keys(tokens, *sizes, root))
 
     def check(self):
         self.scheduler.check_integrity()

@@ -36,7 +36,7 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
-from sametoken.runner.adapters import with_adapters
+from sametoken.runner.adapters import AdaptedTarget
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -157,13 +157,14 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
     table = SamplingTable.allocate(config.max_num_seqs, device)
     drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
     experts = recorder_of(loaded.target, config.max_num_batched_tokens, device)
+    model, adapters = experts or loaded.target, loaded.row_adapters
     steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
     ring = OutputRing.allocate(
         steps + 1, config.max_num_seqs, config.num_speculative_tokens, pinned=on_gpu
     )
     step = Step(
         sequences=sequences,
-        model=with_adapters(experts or loaded.target, loaded.row_adapters, table.adapter),
+        model=model if adapters is None else AdaptedTarget(model, adapters, table.adapter),
         kv=kv,
         kernels=backend.model,
         ops=backend.step,

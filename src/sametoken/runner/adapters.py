@@ -10,24 +10,13 @@ from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.state.caches import ModelCache
 
 
-def with_adapters(target: CausalLM, rows: RowAdapters | None, by_slot: Tensor) -> CausalLM:
-    """The target of an engine.
-
-    Args:
-        target: the model, or what records its experts.
-        rows: what its layers read; None: it has no adapters.
-        by_slot: [S] int64, the adapter of each slot's request; 0: none.
-    """
-    return target if rows is None else AdaptedTarget(target, rows, by_slot)
-
-
 class AdaptedTarget:
     """A ``CausalLM`` in place of the target: its layers know the adapter of each row of a pass.
 
     Drafters that share the target's weights read its embedding and head, which nothing adapts.
 
     Args:
-        target: loaded with adapters.
+        target: loaded with adapters, or what records its experts.
         rows: what its layers read.
         by_slot: [S] int64, the adapter of each slot's request; 0: none.
     """

@@ -36,7 +36,7 @@ def lookup(
         ids [B, k] int64, of which the first ``count`` [B] int64 are valid; all are tokens of the
         row's sequence. A row without a match has count 0.
     """
-    tokens = _within_longest(token_ids, num_tokens).index_select(0, slots)
+    tokens = within_longest(token_ids, num_tokens).index_select(0, slots)
     width = tokens.shape[1]
     last = (num_tokens - 1).clamp(min=0)
 
@@ -73,7 +73,7 @@ def _match_length(
     return length
 
 
-def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
+def within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """The columns that hold tokens of any row."""
     longest = int(num_tokens.max()) if num_tokens.numel() else 0
     return token_ids[:, : max(longest, 1)]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.ops.lookup.ngram import within_longest
+
 #: The best of GROUP neighbouring places may vote, and at most MAX_VOTERS of these do.
 GROUP = 16
 MAX_VOTERS = 32
@@ -176,7 +178,7 @@ def _best_ranks(
     """
     max_len, width = token_ids.shape[1], earlier.texts.shape[1]
     span = _span(token_ids, earlier)
-    own = _within_longest(token_ids, num_tokens).index_select(0, slots)
+    own = within_longest(token_ids, num_tokens).index_select(0, slots)
     last = (num_tokens - 1).clamp(min=0)
     final = own.gather(1, last[:, None])
     # The row's tokens from its end backwards; positions before its first match nothing.
@@ -196,7 +198,7 @@ def _best_ranks(
     length = _match_length(own, row, end, ending, row)
     best = merged(row, length, end, end // GROUP, _groups(own))
 
-    texts = _within_longest(earlier.texts, earlier.lengths)
+    texts = within_longest(earlier.texts, earlier.lengths)
     ends = torch.arange(texts.shape[1], device=own.device)
     count = max(1, _PLACES // max(1, texts.shape[1] * slots.shape[0]))
     for first in range(0, texts.shape[0], count):
@@ -236,9 +238,3 @@ def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor, row:
         length[going] += run
         going = going[run == wanted.shape[1]]
     return length
-
-
-def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """The columns that hold tokens of any row."""
-    longest = int(num_tokens.max()) if num_tokens.numel() else 0
-    return token_ids[:, : max(longest, 1)]

@@ -351,7 +351,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         own_ids, permutation = self._token_ids(), None
         if own_ids is not None:
             assert token_ids is None
-            permutation, own_ids = _ranks(own_ids), own_ids.sort().values.to(reader.device)
+            # The rank of each id: where its row stands among ascending ids.
+            permutation = own_ids.argsort(stable=True).argsort()
+            own_ids = own_ids.sort().values.to(reader.device)
         return Eagle3Head(
             config=config,
             kernels=reader.kernels,
@@ -407,8 +409,3 @@ def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
             "check that config and weights belong together",
         )
     return token_ids
-
-
-def _ranks(token_ids: Tensor) -> Tensor:
-    """[draft vocabulary] int64: index of each id in sorted order."""
-    return token_ids.argsort(stable=True).argsort()

@@ -70,7 +70,8 @@ class DummySource:
         rows, *row_shape = self._shapes[name]
         centre = 1.0 if not row_shape and not name.endswith("bias") else 0.0
         scale = _scale_of(name)
-        seed = _seed("vocabulary" if scale == VOCABULARY_SCALE else name)
+        key = "vocabulary" if scale == VOCABULARY_SCALE else name
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
         generator = torch.Generator(self._device).manual_seed(seed)
         step = rows_per_chunk(math.prod(row_shape))
         for first in range(0, rows, step):
@@ -152,7 +153,3 @@ def _scale_of(name: str) -> float:
     """Standard deviation of a module's weights."""
     module = name.rpartition(".")[0]
     return VOCABULARY_SCALE if module.endswith(_VOCABULARY) else SCALE
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")

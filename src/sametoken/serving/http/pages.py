@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
-from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
@@ -19,7 +18,7 @@ def page_routes() -> APIRouter:
     """The page at ``/``, the API's document for people at ``/docs``, and what both load."""
     router = APIRouter()
     with as_file(files("sametoken.serving.http").joinpath("page")) as folder:
-        status, docs = (_text(folder / f"{name}.html") for name in ("index", "docs"))
+        status, docs = ((folder / f"{name}.html").read_text("utf-8") for name in ("index", "docs"))
         router.routes.append(Mount(ASSETS, StaticFiles(directory=folder / "assets")))
 
     @router.get("/", response_class=HTMLResponse)
@@ -33,10 +32,6 @@ def page_routes() -> APIRouter:
         return _html(docs, "'self' 'unsafe-inline'")
 
     return router
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def _html(text: str, styles: str) -> HTMLResponse:

@@ -18,7 +18,8 @@ from helpers.hybrids import (
     without_mtp,
     write_hybrid,
 )
-from helpers.small_engines import build, mtp, plain, requests
+from helpers.latents import write_twin
+from helpers.small_engines import build, cached_by, mtp, plain, requests
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
 
@@ -36,9 +37,19 @@ def dense(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory):
+def recurrent_twin(tmp_path_factory):
     config = twin_config()
     return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
+
+
+@pytest.fixture(scope="module")
+def latent_twin(tmp_path_factory):
+    return write_twin(tmp_path_factory.mktemp("latent_twin"))
+
+
+@pytest.fixture(params=["recurrent_twin", "latent_twin"])
+def twin(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize(("k", "steps"), zip((1, 3, 8), cycle(("static", "compact"))))
@@ -73,7 +84,7 @@ def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     assert drafted.accepted == drafted.offered > 0
 
 
-def test_preemption_takes_its_kv_along(twin, monkeypatch):
+def test_preemption_takes_its_memory_along(twin, monkeypatch):
     core = build(twin, mtp(3), num_kv_blocks=8, max_model_len=40)
     swapped = swapped_by(core, monkeypatch)
     drafted = run(core, requests())
@@ -92,11 +103,14 @@ def test_synthetic_acceptance_accepts_as_often_as_it_is_told(dense):
     assert 0.5 < drafted.accepted / drafted.offered < 0.8
 
 
-@pytest.mark.parametrize("method", ["qwen3_5_mtp", "qwen3_next_mtp"])
-def test_older_names_of_the_method_work(twin, method):
-    core = build(twin, mtp(2, method=method))
-    assert core.resolved.config.speculative_config.method == "mtp"
-    assert run(core, requests()[:1]).accepted > 0
+def test_a_cached_prefix_changes_no_token(latent_twin):
+    core = build(latent_twin, mtp(3), enable_prefix_caching=True)
+    assert run(core, requests()).tokens == plain(latent_twin)
+    cached = cached_by(core)
+    warm = run(core, requests())
+    assert warm.tokens == plain(latent_twin)
+    assert warm.accepted == warm.offered > 0
+    assert max(cached) >= 16
 
 
 def published_shape(config: dict) -> dict:
@@ -163,19 +177,19 @@ def test_more_drafts_than_a_module_is_good_for_are_refused(dense):
         build(dense, mtp(9))
 
 
-def test_a_token_map_changes_no_token(twin, tmp_path):
+def test_a_token_map_changes_no_token(recurrent_twin, tmp_path):
     names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
-    ran = {"none": run(build(twin, mtp(3)), requests())}
+    ran = {"none": run(build(recurrent_twin, mtp(3)), requests())}
     for name, ids in names.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(ids))
         spec = mtp(3, token_map=str(tmp_path / f"{name}.json"))
-        ran[name] = run(build(twin, spec), requests())
-    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(twin)
+        ran[name] = run(build(recurrent_twin, spec), requests())
+    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(recurrent_twin)
     assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
     assert 0 < ran["half"].accepted < ran["half"].offered
 
 
-def test_a_token_map_for_another_vocabulary_is_refused(twin, tmp_path):
+def test_a_token_map_for_another_vocabulary_is_refused(recurrent_twin, tmp_path):
     (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
     with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
-        build(twin, mtp(3, token_map=str(tmp_path / "map.json")))
+        build(recurrent_twin, mtp(3, token_map=str(tmp_path / "map.json")))

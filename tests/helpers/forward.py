@@ -18,6 +18,8 @@ from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
 
 CPU = torch.device("cpu")
+#: Of ``logits_of``.
+TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
 def load(
@@ -94,6 +96,11 @@ class Bench:
             produced.append(int(self.model.compute_logits(hidden).argmax()))
             token_ids.append(produced[-1])
         return produced
+
+
+def logits_of(model, *chunks: int) -> torch.Tensor:
+    """Logits of ``TOKENS``, in chunks of the given lengths and a rest."""
+    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
 
 
 class OneRun(Bench):

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.checkpoints import write_checkpoint, write_llama
-from helpers.forward import Bench, load
+from helpers.forward import TOKENS, load, logits_of
 from helpers.gguf_files import convert
 from helpers.hybrids import (
     EXPERTS,
@@ -41,12 +41,6 @@ SIZES = {
 }
 HYBRID_SIZES = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 NEMOTRON_SIZES = SIZES | {"mamba_num_heads": 8, "n_groups": 4, "moe_latent_size": 16}
-TOKENS = [3, 40, 17, 5, 5, 21, 0]
-
-
-def logits_of(model, *chunks: int):
-    """Logits of the tokens, in chunks of the given lengths and a rest."""
-    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
 
 
 def write_qwen3(folder):

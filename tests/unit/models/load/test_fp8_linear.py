@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
-from helpers.forward import Bench, load
+from helpers.forward import TOKENS, load, logits_of
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_latent
 from helpers.quantized import (
@@ -29,7 +29,6 @@ from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
-TOKENS = [3, 40, 17, 5, 5, 21, 0]
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 256,
@@ -40,10 +39,6 @@ SIZES = {
     "head_dim": 64,
 }
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-def logits_of(model, *chunks: int) -> torch.Tensor:
-    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
 
 
 def llama_tensors(**changes) -> tuple[dict, dict[str, torch.Tensor]]:

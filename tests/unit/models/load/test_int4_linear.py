@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
-from helpers.forward import CPU, Bench, load
+from helpers.forward import CPU, TOKENS, load, logits_of
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load.huggingface import open_weights
@@ -19,7 +19,6 @@ from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
-TOKENS = [3, 40, 17, 5, 5, 21, 0]
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 128,
@@ -31,10 +30,6 @@ SIZES = {
 }
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def logits_of(model, *chunks: int) -> torch.Tensor:
-    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
 
 
 def words(values: torch.Tensor, order=range(8)) -> torch.Tensor:

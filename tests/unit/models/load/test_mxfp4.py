@@ -7,7 +7,7 @@ import torch
 
 from helpers import forward
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import Bench, OneRun
+from helpers.forward import TOKENS, OneRun, logits_of
 from helpers.mxfp4 import EXPERTS_0, MXFP4, made, write_mxfp4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
@@ -19,17 +19,12 @@ from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 
-TOKENS = [3, 40, 17, 5, 5, 21, 0]
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 NUMBERS += [-number for number in NUMBERS]
 
 
 def load(path, kernels=None, **options):
     return forward.load(path, kernels, **{"dtype": torch.bfloat16} | options)
-
-
-def logits_of(model) -> torch.Tensor:
-    return Bench(model, max_len=16).logits(TOKENS, [])
 
 
 def test_every_number_at_every_scale_is_exact_in_bf16():

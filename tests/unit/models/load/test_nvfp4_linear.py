@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.compressed import compressed, written
-from helpers.forward import CPU, Bench, load
+from helpers.forward import CPU, TOKENS, load, logits_of
 from helpers.quantized import NVFP4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
@@ -21,7 +21,6 @@ from sametoken.models.loader import read_config
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
-TOKENS = [3, 40, 17, 5, 5, 21, 0]
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": NVFP4}}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 GATE = "model.layers.0.mlp.gate_proj"
@@ -34,10 +33,6 @@ def checkpoint(tmp_path_factory):
     return folder, written(
         folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64
     )
-
-
-def logits_of(model) -> torch.Tensor:
-    return Bench(model, max_len=16).logits(TOKENS, [])
 
 
 def test_logits_are_those_of_the_library_that_wrote_the_file(checkpoint):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -105,7 +105,7 @@ class LoadedAdapters:
         ]
         if not any(one for own in found for one in own):
             return weight
-        sizes = [reader.share(_outputs(part), (1,)).num_rows for part in parts]
+        sizes = [reader.share(part.of_rows(), (1,)).num_rows for part in parts]
         return reader.kernels.adapt(weight, found, sizes, self.rows)
 
     def _factors(
@@ -128,7 +128,7 @@ class LoadedAdapters:
         # Ranks that divide a linear's inputs divide the first factor, else the second.
         inputs = part.split if part.split is Split.COLUMNS else Split.WHOLE
         down = reader.share(Part(module, own.rank, split=inputs), (in_features,))
-        up = reader.share(_outputs(part), (own.rank,))
+        up = reader.share(part.of_rows(), (own.rank,))
         place = reader.dtype, reader.device
         return Factors(down.of(own.down, *place), up.of(own.up, *place), own.scale)
 
@@ -143,11 +143,6 @@ class LoadedAdapters:
                     "train an adapter of the attention's and the MLP's projections alone, or merge "
                     "it into the checkpoint",
                 )
-
-
-def _outputs(part: Part) -> Part:
-    """The part, as ranks divide its output features."""
-    return replace(part, split=Split.WHOLE) if part.split is Split.COLUMNS else part
 
 
 NO_ADAPTERS: Adapters = NoAdapters()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.models.load.sources import FLOATING, TensorSource
-from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.weight import Fp8Matrix, Rounding, Weight
 
 #: Rows and features of a block that shares a scale; features of a group of activations.
@@ -109,7 +109,7 @@ class Fp8Linear:
             share = reader.share(part, (groups,))
         else:
             by_row = scale.reshape(-1).expand(part.rows)
-            share = reader.share(replace(part, split=_of_rows(part.split)), ())
+            share = reader.share(part.of_rows(), ())
         return share.of(by_row, device=reader.device)
 
     def _input_scale(self, reader: WeightReader, part: Part) -> float | None:
@@ -125,11 +125,6 @@ class Fp8Linear:
         if self.scales == "block" or self._by_group:
             group = f"a block of {BLOCK} that shares a scale"
             reader.require_whole_groups(in_features, parts, BLOCK, group)
-
-
-def _of_rows(split: Split) -> Split:
-    """How scales of rows are divided: a rank with some columns of all rows keeps all of them."""
-    return Split.WHOLE if split is Split.COLUMNS else split
 
 
 def _existing(reader: WeightReader, module: str, names: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 
@@ -38,6 +38,10 @@ class Part:
     permutation: Tensor | None = None
     split: Split = Split.WHOLE
     output_sizes: tuple[int, ...] = ()
+
+    def of_rows(self) -> Part:
+        """For what each row has one of: a rank with some columns of all rows keeps all of them."""
+        return replace(self, split=Split.WHOLE) if self.split is Split.COLUMNS else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Launches compiled for a GPU that is not there; nothing runs.
+"""Launches for a GPU that is not there, compiled or noted; nothing runs.
 
 The interpreter takes every argument as a number. The compiler makes an argument of 1 a
 constant, so what is right in the one need not compile in the other.
@@ -129,3 +129,13 @@ def unused_barriers(cache) -> list[str]:
             if not any("warp_specialize" in use for use in uses):
                 found.append(f"{path.stem}: {name}")
     return found
+
+
+class Launched:
+    """In place of a kernel: notes whether it may start before the kernel ahead of it has ended."""
+
+    def __init__(self):
+        self.early = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.compiled import compile_launches, unused_barriers
+from helpers.compiled import Launched, compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
 from sametoken.ops.model.attention import hopper, hopper_kernels, schedule
@@ -166,16 +166,6 @@ def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, m
             assert first % rows == 0
             found += range(begin + first, min(begin + first + rows, stop))
     assert sorted(found) == [*range(starts[first_run], starts[-1])]
-
-
-class Launched:
-    """In place of a kernel: notes whether it may start before the kernel ahead of it has ended."""
-
-    def __init__(self):
-        self.early = []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)
 
 
 @pytest.mark.parametrize("config", [hopper.TABLES[128].splits, hopper.TABLES[128].wide])

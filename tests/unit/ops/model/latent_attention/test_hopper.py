@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.compiled import compile_launches, unused_barriers
+from helpers.compiled import Launched, compile_launches, unused_barriers
 from helpers.machine_code import disassembled
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
 from sametoken.ops.model.attention import hopper_kernels as attention_kernels
@@ -373,16 +373,6 @@ def test_runs_of_one_length_are_cut_at_their_borders(own_shares):
     shares = [*own_shares(128, *memory, 0, 1, 1, 8, 20, 32, 256, 4)]
     assert [share[:3] for share in shares[::16]] == [(run, run, 257 * run) for run in range(8)]
     assert [low for *_, low, _ in shares[::16]] == [257 * run for run in range(8)]
-
-
-class Launched:
-    """In place of a kernel: notes whether it may start before the kernel ahead of it has ended."""
-
-    def __init__(self):
-        self.early = []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, launch_pdl, **constants: self.early.append(launch_pdl)
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, hopper.WHOLE_ROWS])

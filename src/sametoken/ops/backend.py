@@ -281,6 +281,10 @@ class Kernels(Packing, Protocol):
         """``cap * tanh(logits / cap)`` of [L, V] fp32."""
         ...
 
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of [T, 2I] = [gate | up], rounded once: [T, I]."""
+        ...
+
     def relu_squared(self, x: Tensor) -> Tensor:
         """``relu(x)^2``, rounded once: [T, W] -> [T, W]."""
         ...

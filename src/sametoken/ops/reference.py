@@ -77,8 +77,8 @@ class ComposedKernels:
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         return None
 
-    def stack(self, weights: Sequence[Weight]) -> StackedWeight:
-        return StackedWeight(tuple(weights), activation.silu_mul)
+    def stack(self: Kernels, weights: Sequence[Weight]) -> StackedWeight:
+        return StackedWeight(tuple(weights), self.silu_mul)
 
     def adapt(
         self: Kernels,
@@ -88,7 +88,7 @@ class ComposedKernels:
         rows: RowAdapters,
     ) -> AdaptedWeight:
         updates = SeparateUpdates.of(self.pack, adapters, sizes)
-        return AdaptedWeight(weight, updates, rows, activation.silu_mul)
+        return AdaptedWeight(weight, updates, rows, self.silu_mul)
 
     def pack_experts(
         self: Kernels,
@@ -152,6 +152,7 @@ class ReferenceKernels(ComposedKernels):
     gelu_mul = staticmethod(activation.gelu_mul)
     clamped_swiglu = staticmethod(activation.clamped_swiglu)
     soft_cap = staticmethod(activation.soft_cap)
+    silu_mul = staticmethod(activation.silu_mul)
     relu_squared = staticmethod(activation.relu_squared)
     rope_and_cache = staticmethod(norm_rope.rope_and_cache)
     attention = staticmethod(attention_op.attention)

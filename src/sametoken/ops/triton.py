@@ -122,6 +122,7 @@ class TritonKernels:
     gelu_mul = staticmethod(activation.gelu_mul)
     clamped_swiglu = staticmethod(activation.clamped_swiglu)
     soft_cap = staticmethod(activation.soft_cap)
+    silu_mul = staticmethod(activation.silu_mul)
     relu_squared = staticmethod(activation.relu_squared)
     partial_sum = staticmethod(partial_sum_op.partial_sum)
     moe_gate = staticmethod(moe_gate_triton.moe_gate)
@@ -222,7 +223,7 @@ class TritonKernels:
         """None: captured graphs launch a step's kernels at once."""
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
-        return StackedWeight(tuple(weights), activation.silu_mul)
+        return StackedWeight(tuple(weights), self.silu_mul)
 
     def adapt(
         self,
@@ -232,7 +233,7 @@ class TritonKernels:
         rows: RowAdapters,
     ) -> AdaptedWeight:
         updates = StackedUpdates.of(adapters, sizes)
-        return AdaptedWeight(weight, updates, rows, activation.silu_mul)
+        return AdaptedWeight(weight, updates, rows, self.silu_mul)
 
     def pack_experts(
         self,

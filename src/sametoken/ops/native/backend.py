@@ -29,6 +29,7 @@ from sametoken.ops.native.weights import (
     pack_int4,
     pack_integers,
     require,
+    silu_mul,
 )
 from sametoken.ops.reference import ComposedKernels
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix
@@ -107,6 +108,9 @@ class NativeKernels(LatentOperations, ComposedKernels):
             norm_is_bf16(weight, x.dtype),
         )
         return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(self._library, gate_up)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         require(x, x.dtype)

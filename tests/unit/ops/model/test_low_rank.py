@@ -71,6 +71,8 @@ def test_a_row_adds_its_own_adapter_whatever_the_others_choose(kernels, dtype):
         rows.begin(torch.tensor([number]))
         assert torch.equal(adapted.matmul(x[row : row + 1])[0], out[row])
         assert torch.equal(out[row], base[row]) is (number == 0)
+    rows.begin(torch.zeros(len(CHOSEN), dtype=torch.int64))
+    assert torch.equal(adapted.gated_matmul(x), plain.gated_matmul(x))
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1}
     )

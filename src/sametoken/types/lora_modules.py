@@ -159,6 +159,11 @@ def _parse(given: Any) -> LoRAModule:
 
 def _module(given: object, name: object, path: object) -> LoRAModule:
     path = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not (isinstance(name, str) and isinstance(path, str) and name and path) or "=" in name:
+    if not (isinstance(name, str) and isinstance(path, str) and path and _is_name(name)):
         raise ConfigError(f"lora_modules={shown(given)} is no adapter", _REMEDY)
     return LoRAModule(name, path)
+
+
+def _is_name(text: str) -> bool:
+    """Names go into JSON and onto terminals."""
+    return bool(text) and "=" not in text and text.isprintable()

@@ -47,6 +47,8 @@ def test_a_path_may_be_an_object(tmp_path):
         (["sql="], "is no adapter"),
         ([5], "is no adapter"),
         ({"a=b": "./a"}, "is no adapter"),
+        ({"a\ud800": "./a"}, "is no adapter"),
+        ({"a\nb": "./a"}, "is no adapter"),
         ({"sql": None}, "is no adapter"),
         (["{"], "is not JSON"),
         (['{"name": "sql"}'], "is no adapter"),

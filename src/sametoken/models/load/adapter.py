@@ -30,6 +30,8 @@ from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.ops.model.low_rank import Factors
 
 MAX_RANK = 512
+#: Products with factors of any usual size stay finite.
+MAX_ALPHA = 2**20
 #: Of r and of lora_alpha.
 _DEFAULT = 8
 _USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
@@ -149,6 +151,10 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         UnsupportedError: a setting is not implemented.
     """
     file = path / ADAPTER_CONFIG
+    if not file.exists():
+        raise CheckpointError(
+            f"{path} holds no {ADAPTER_CONFIG}", "give the directory of an adapter in PEFT's format"
+        )
     read = read_json_object(file)
     # Each version of PEFT writes new switches, which are off.
     values = {key: value for key, value in read.items() if key in _USED or value is not False}
@@ -163,9 +169,9 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     )
     return AdapterConfig(
         _rank(config, "r", _DEFAULT),
-        config.number("lora_alpha", _DEFAULT),
+        _alpha(config, "lora_alpha", _DEFAULT),
         tuple((_pattern(ranks, key), _rank(ranks, key)) for key in ranks.values),
-        tuple((_pattern(alphas, key), alphas.number(key)) for key in alphas.values),
+        tuple((_pattern(alphas, key), _alpha(alphas, key)) for key in alphas.values),
         bool(config.get("use_rslora")),
     )
 
@@ -180,6 +186,13 @@ def _rank(given: Settings, key: str, default: int | None = None) -> int:
     if rank > MAX_RANK:
         raise unsupported(given, key, f"train with a rank of at most {MAX_RANK}, {_MERGE}")
     return rank
+
+
+def _alpha(given: Settings, key: str, default: float | None = None) -> float:
+    alpha = given.number(key, default)
+    if alpha > MAX_ALPHA:
+        raise unsupported(given, key, f"use at most {MAX_ALPHA}")
+    return alpha
 
 
 def _modules(source: TensorSource) -> dict[str, _Module]:

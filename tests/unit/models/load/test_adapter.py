@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.load.adapter import read_adapter
+from sametoken.models.load.adapter import read_adapter, read_adapter_config
 from sametoken.models.safetensors_file import write_safetensors
 
 Q, V = "layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"
@@ -156,6 +156,19 @@ def test_the_remedy_for_changed_weights_is_peft_s_conversion(tmp_path):
     with pytest.raises(UnsupportedError) as caught:
         read_adapter("a", write(tmp_path, init_lora_weights="pissa"))
     assert "path_initial_model_for_weight_conversion" in caught.value.remedy
+
+
+def test_a_model_is_no_adapter(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json") as caught:
+        read_adapter_config(tmp_path)
+    assert "PEFT" in caught.value.remedy
+
+
+def test_an_alpha_beyond_any_use_is_refused(tmp_path):
+    for settings in ({"lora_alpha": 1e30}, {"alpha_pattern": {"q_proj": 1e30}}):
+        with pytest.raises(UnsupportedError, match=r"1e\+30 is not supported"):
+            read_adapter("a", write(tmp_path, **settings))
 
 
 @pytest.mark.parametrize(

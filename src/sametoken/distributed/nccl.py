@@ -44,7 +44,7 @@ class NcclGroup:
     """
 
     def __init__(self, unique_id: bytes, rank: int, world_size: int, timeout_s: float) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _device()
         self._timeout_s = timeout_s
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._nccl = _library()
@@ -121,6 +121,10 @@ def _id_in(pickled: bytes) -> bytes:
     if len(found) != 1 or len(found[0]) != NCCL_ID_BYTES:
         raise RuntimeError("the trainer's store has no unique id of NCCL")
     return found[0]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _library() -> Any:

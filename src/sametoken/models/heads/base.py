@@ -101,6 +101,30 @@ class EagleHead(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BaseHead:
+    """What every ``EagleHead`` of this package has.
+
+    Attributes:
+        embedding: [V, hidden], the target's unless the head has its own.
+        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    lm_head: Weight
+    token_ids: Tensor | None
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` must not write to them."""
+        return self.kernels.take_rows(hidden.last, rows)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V'] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadInUse:
     """A target's lm_head of which a head that runs has made its own: nobody reads it again.
 

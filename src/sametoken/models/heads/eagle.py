@@ -45,7 +45,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     Biases,
     attention_cache,
@@ -55,6 +55,7 @@ from sametoken.models.blocks import (
     rotary_of,
 )
 from sametoken.models.heads.base import (
+    BaseHead,
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
@@ -71,9 +72,8 @@ from sametoken.models.heads.layer_config import (
 )
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, RotaryTable
+from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 
@@ -143,22 +143,12 @@ def _load_layer(
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle1Head:
-    """The head's weights and its forward pass, as an ``EagleHead``.
-
-    Attributes:
-        embedding: [V, hidden], the target's unless the head has its own.
-        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
-    """
+class Eagle1Head(BaseHead):
+    """The head's weights and its forward pass, as an ``EagleHead``."""
 
     config: Eagle1Config
-    kernels: Kernels
-    embedding: UnquantizedWeight
     fc: Linear
     layers: tuple[Eagle1Layer, ...]
-    lm_head: Weight
-    token_ids: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -170,10 +160,6 @@ class Eagle1Head:
     def caches(self) -> tuple[PagedKV, ...]:
         """KV of each layer, in the dtype of its weights."""
         return self.config.caches(self.layers[0].post_attention_norm.weight.dtype)
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` does not write to them."""
-        return self.kernels.take_rows(hidden.last, rows)
 
     def forward(
         self,
@@ -196,10 +182,6 @@ class Eagle1Head:
             )
             residual = residual + layer.mlp(x)
         return HeadStates(residual, residual)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
 
 
 class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):

@@ -67,6 +67,7 @@ from sametoken.models.blocks import (
     rotary_of,
 )
 from sametoken.models.heads.base import (
+    BaseHead,
     HeadCheckpoint,
     HeadStates,
     SharedWeights,
@@ -88,9 +89,8 @@ from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.sources import dtype_name
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -191,20 +191,15 @@ def _aux_layer_ids(
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Head:
+class Eagle3Head(BaseHead):
     """The head's weights and its forward pass, as an ``EagleHead``.
 
     Attributes:
-        embedding: [V, hidden], the target's unless the head has its own.
         aux_norms: one over the whole concatenation, one per part, or none.
         fc: None where it reads no auxiliary states.
-        lm_head: [draft vocabulary, hidden], rows in the order of ``token_ids``.
-        token_ids: [draft vocabulary] int64, ascending target ids; None: all of them.
     """
 
     config: Eagle3Config
-    kernels: Kernels
-    embedding: UnquantizedWeight
     aux_norms: tuple[RMSNorm, ...]
     fc: Linear | None
     input_layernorm: RMSNorm
@@ -213,8 +208,6 @@ class Eagle3Head:
     post_attention_layernorm: RMSNorm
     mlp: GatedMLP
     norm: RMSNorm
-    lm_head: Weight
-    token_ids: Tensor | None
 
     @property
     def nbytes(self) -> int:
@@ -266,10 +259,6 @@ class Eagle3Head:
         x, residual = self.post_attention_layernorm.add(attended, residual)
         last, residual = self.norm.add(self.mlp(x), residual)
         return HeadStates(last, last if self.config.norm_output else residual)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, draft vocabulary] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
 
 
 def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...]:

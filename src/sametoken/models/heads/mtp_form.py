@@ -13,15 +13,15 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.base import (
+    BaseHead,
     Head,
     HeadCheckpoint,
     HeadStates,
@@ -32,9 +32,8 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import read_config
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 ANOTHER_METHOD = "another speculative method"
@@ -59,32 +58,21 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleHead(ABC):
+class ModuleHead(BaseHead, ABC):
     """A module's weights and its forward pass, as an ``EagleHead``.
 
     Attributes:
-        embedding: [V, hidden], the target's or equal to it.
         module: the weights of its own.
-        lm_head: [V', hidden], as ``embedding``; V' is V, or the length of ``token_ids``.
         caches: of the one layer.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
     """
 
-    kernels: Kernels
-    embedding: UnquantizedWeight
     module: Module
-    lm_head: Weight
     caches: tuple[LayerCache, ...]
-    token_ids: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all matrices except embedding and lm_head."""
         return self.module.fc.nbytes + self.module.layer.nbytes
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` does not write to them."""
-        return self.kernels.take_rows(hidden.last, rows)
 
     def forward(
         self,
@@ -113,10 +101,6 @@ class ModuleHead(ABC):
     def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
         """Of the state [R, hidden] after the last norm, and before it."""
         ...
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
 
 
 class ModuleCheckpoint(HeadCheckpoint[Head]):

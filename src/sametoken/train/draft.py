@@ -15,7 +15,7 @@ from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
-from sametoken.train.compute import Compute, choose_compute, enough_memory
+from sametoken.train.compute import Compute
 from sametoken.train.distillation import (
     Distillation,
     DrafterResult,
@@ -26,11 +26,11 @@ from sametoken.train.distillation import (
     read_text,
     run,
 )
-from sametoken.train.loop import Report, StepLoss, require_same_training
+from sametoken.train.loop import Report, StepLoss
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
-from sametoken.train.results import copy_file, output_directory, write_decoder
+from sametoken.train.results import copy_file, training_in, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget, open_target
 
@@ -116,9 +116,7 @@ def train_draft(
     """
     began = time.monotonic()
     settings = {"kind": "draft", "model": model.name} | asdict(draft)
-    with output_directory(output, resume=loop.resume), enough_memory():
-        require_same_training(output, loop, settings)
-        compute = choose_compute(loop)
+    with training_in(output, loop, settings) as compute:
         files = open_target(model)
         given = read_text(text, files.config, loop, ())
         config = draft_config(files.config, draft)

@@ -17,7 +17,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.ops.backend import RotaryTable
 from sametoken.train.batches import DraftRows, padded_length
-from sametoken.train.compute import Compute, choose_compute, enough_memory, generator_of
+from sametoken.train.compute import Compute, generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Material,
@@ -28,10 +28,10 @@ from sametoken.train.distillation import (
     run,
 )
 from sametoken.train.llama import llama_config
-from sametoken.train.loop import Report, require_same_training
+from sametoken.train.loop import Report
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
-from sametoken.train.results import HeadLayout, output_directory, write_head
+from sametoken.train.results import HeadLayout, training_in, write_head
 from sametoken.train.target import FrozenTarget, TargetFiles, open_target, require_layers
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
 from sametoken.train.unrolled import UNROLLED, UnrolledKV, shifted
@@ -156,28 +156,15 @@ def train_eagle3(
     report: Callable[[Report], None],
     announce: Callable[[str], None],
 ) -> DrafterResult:
-    """Train a head and write it, with ``training.json``, to a directory.
+    """Train a head and write it; arguments and errors are as in ``train_draft``.
 
     Args:
-        model: the target, a checkpoint directory or a GGUF file.
         output: directory for the head, in the ``speculators`` layout, and its checkpoint.
-        text: what to train on.
         head: the head's sizes and the number of unrolled steps.
-        loop: for how long and how fast.
-        report: receives the progress every few steps.
-        announce: receives a line before each long part.
-
-    Raises:
-        ConfigError: an option, the text or the output directory is not possible.
-        CheckpointError: the target, or a checkpoint to resume from, cannot be read.
-        UnsupportedError: the target cannot be trained for.
-        NumericalError: the loss is not finite.
     """
     began = time.monotonic()
     settings = {"kind": "eagle3", "model": model.name} | asdict(head)
-    with output_directory(output, resume=loop.resume), enough_memory():
-        require_same_training(output, loop, settings)
-        compute = choose_compute(loop)
+    with training_in(output, loop, settings) as compute:
         files, layers, layer = open_for_head(model, head)
         given = read_text(text, files.config, loop, layers)
         target = FrozenTarget(

@@ -18,12 +18,12 @@ from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import Settings
 from sametoken.models.nemotron_h import LAYER_TYPES
 from sametoken.train.acceptance import Acceptance, count_accepted
-from sametoken.train.compute import Compute, choose_compute, enough_memory
+from sametoken.train.compute import Compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus
-from sametoken.train.loop import Report, StepLoss, require_same_training, run_loop
+from sametoken.train.loop import Report, StepLoss, run_loop
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
-from sametoken.train.results import output_directory, write_decoder, write_result
+from sametoken.train.results import training_in, write_decoder, write_result
 from sametoken.train.tokenizer import (
     END_OF_TEXT,
     TURN_END,
@@ -175,9 +175,7 @@ def train_lm(
         _network(lm_config(options, options.vocab_size, (0, 1), loop.max_length), options)
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options) | {"mtp_steps": options.module_steps}
-    with output_directory(output, resume=loop.resume), enough_memory():
-        require_same_training(output, loop, settings)
-        compute = choose_compute(loop)
+    with training_in(output, loop, settings) as compute:
         tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
         ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
         corpus = encode_corpus(

@@ -15,7 +15,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.load.files import PICKLED, weight_files
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import read_config
-from sametoken.train.compute import Compute, choose_compute, enough_memory, generator_of
+from sametoken.train.compute import Compute, generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Run,
@@ -24,7 +24,7 @@ from sametoken.train.distillation import (
     read_text,
     run,
 )
-from sametoken.train.loop import Report, require_same_training
+from sametoken.train.loop import Report
 from sametoken.train.networks import (
     WITH_MODULE,
     DecoderNetwork,
@@ -34,7 +34,7 @@ from sametoken.train.networks import (
 )
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
-from sametoken.train.results import output_directory, write_with_module
+from sametoken.train.results import training_in, write_with_module
 from sametoken.train.target import TargetStates
 from sametoken.train.unrolled import DraftModule
 from sametoken.types.option_values import listed
@@ -92,29 +92,17 @@ def train_mtp(
     report: Callable[[Report], None],
     announce: Callable[[str], None],
 ) -> DrafterResult:
-    """Train a module and write it, with a copy of its target, to a directory.
+    """Train a module and write it; arguments and errors are as in ``train_draft``.
 
     Args:
         model: the target's checkpoint directory.
-        output: directory for the whole checkpoint.
-        text: what to train on.
+        output: directory for the whole checkpoint, a copy of the target included.
         module: the number of unrolled steps.
-        loop: steps, learning rate and batches.
-        report: receives the progress every few steps.
-        announce: receives a line before each long part.
-
-    Raises:
-        ConfigError: an option, the text or the output directory is not possible.
-        CheckpointError: the target, or a checkpoint to resume from, cannot be read.
-        UnsupportedError: the target has no MTP module.
-        NumericalError: the loss is not finite.
     """
     began = time.monotonic()
     network, source = open_for_module(model, output)
     settings = {"kind": "mtp", "model": model.name} | asdict(module)
-    with output_directory(output, resume=loop.resume), enough_memory():
-        require_same_training(output, loop, settings)
-        compute = choose_compute(loop)
+    with training_in(output, loop, settings) as compute:
         given = read_text(text, network.config, loop, None)
         load_weights(network, source)
         initialise_module(network, loop.seed)

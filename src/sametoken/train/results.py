@@ -26,8 +26,10 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE, TRAINING, files_for_a_copy, weight_files
 from sametoken.models.safetensors_file import write_safetensors
-from sametoken.train.loop import CHECKPOINT
+from sametoken.train.compute import Compute, choose_compute, enough_memory
+from sametoken.train.loop import CHECKPOINT, require_same_training
 from sametoken.train.networks import DecoderNetwork
+from sametoken.train.options import LoopOptions
 
 _CONFIG = "config.json"
 #: Answers to train on, beside the drafter that is trained on them.
@@ -52,6 +54,25 @@ def output_directory(directory: Path, *, resume: bool) -> Iterator[None]:
     with DirectoryLock(directory, "wait for that training's end, or choose another output"):
         require_output(directory, resume=resume)
         yield
+
+
+@contextmanager
+def training_in(directory: Path, loop: LoopOptions, settings: dict[str, Any]) -> Iterator[Compute]:
+    """Begin a training before its text and weights are read; yields where it runs.
+
+    Args:
+        directory: the output, locked until the training's end.
+        loop: device, dtype, and whether to resume.
+        settings: as for ``require_same_training``.
+
+    Raises:
+        ConfigError: as ``output_directory``, ``require_same_training`` and ``enough_memory``.
+        CheckpointError: as ``require_same_training``.
+        UnsupportedError: as ``choose_compute``.
+    """
+    with output_directory(directory, resume=loop.resume), enough_memory():
+        require_same_training(directory, loop, settings)
+        yield choose_compute(loop)
 
 
 def require_output(directory: Path, *, resume: bool) -> None:

@@ -96,3 +96,22 @@ class CausalLM(Protocol):
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
         ...
+
+
+class StandIn:
+    """What stands in a target's place as a ``CausalLM``, and leaves the logits to it.
+
+    Args:
+        target: the model, or what already stands in its place.
+    """
+
+    def __init__(self, target: CausalLM) -> None:
+        self.config, self.caches, self._target = target.config, target.caches, target
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See ``CausalLM.compute_logits``."""
+        return self._target.compute_logits(hidden)
+
+    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
+        """See ``CausalLM.compute_rank_logits``."""
+        return self._target.compute_rank_logits(hidden)

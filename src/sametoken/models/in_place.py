@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, WeightUpdateError
+from sametoken.models.base import StandIn
 from sametoken.models.decoder import Decoder
 
 
@@ -86,7 +87,7 @@ def children_of(node: object) -> Iterator[tuple[str, object]]:
     """What a model, head, layer or weight is made of, by name."""
     if isinstance(node, tuple | list):
         yield from ((str(index), child) for index, child in enumerate(node))
-    elif isinstance(node, Decoder):
+    elif isinstance(node, Decoder | StandIn):
         yield from vars(node).items()
     elif is_dataclass(node):
         yield from ((one.name, getattr(node, one.name)) for one in fields(node))

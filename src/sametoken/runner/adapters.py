@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sametoken.models.base import CausalLM, HiddenStates
+from sametoken.models.base import CausalLM, HiddenStates, StandIn
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.state.caches import ModelCache
 
 
-class AdaptedTarget:
+class AdaptedTarget(StandIn):
     """A ``CausalLM`` in place of the target: its layers know the adapter of each row of a pass.
 
     Drafters that share the target's weights read its embedding and head, which nothing adapts.
@@ -22,8 +22,8 @@ class AdaptedTarget:
     """
 
     def __init__(self, target: CausalLM, rows: RowAdapters, by_slot: Tensor) -> None:
-        self.config, self.caches = target.config, target.caches
-        self._target, self._rows, self._by_slot = target, rows, by_slot
+        super().__init__(target)
+        self._rows, self._by_slot = rows, by_slot
 
     def forward(
         self,
@@ -36,11 +36,3 @@ class AdaptedTarget:
         assert kept is None
         self._rows.begin(self._by_slot.index_select(0, rows.slots))
         return self._target.forward(token_ids, rows, cache)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_logits``."""
-        return self._target.compute_logits(hidden)
-
-    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_rank_logits``."""
-        return self._target.compute_rank_logits(hidden)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.models.base import HiddenStates
+from sametoken.models.base import HiddenStates, StandIn
 from sametoken.models.decoder import Decoder
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, Routing
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
@@ -122,7 +122,7 @@ class StepExperts:
 NO_EXPERTS = StepExperts(np.empty(0), ())
 
 
-class ExpertRecorder:
+class ExpertRecorder(StandIn):
     """A target whose passes are recorded: a ``CausalLM`` in place of it.
 
     Drafters that share the target's kernels run outside its passes and record nothing.
@@ -146,9 +146,8 @@ class ExpertRecorder:
                 f"{target.config.architecture} has no experts to return",
                 "leave enable_return_routed_experts out",
             )
-        self.config, self.caches = target.config, target.caches
-        self._target, self._kernels = target, kernels
-        self._layers = tuple(found)
+        super().__init__(target)
+        self._kernels, self._layers = kernels, tuple(found)
         ((top_k, num_experts),) = {(one.top_k, one.num_experts) for one in found.values()}
         in_a_byte = num_experts <= _MAX_IN_A_BYTE
         self._dtypes = (torch.uint8, np.uint8) if in_a_byte else (torch.int16, np.uint16)
@@ -170,14 +169,6 @@ class ExpertRecorder:
             raise InvariantError(f"a pass of {num_rows} rows where {room} may be recorded")
         with self._kernels.recorded([self._chosen[i, :num_rows] for i in self._layers]):
             return self._target.forward(token_ids, rows, cache)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_logits``."""
-        return self._target.compute_logits(hidden)
-
-    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
-        """See ``CausalLM.compute_rank_logits``."""
-        return self._target.compute_rank_logits(hidden)
 
     def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
         """Enqueue the copy of the newest pass's experts to the host, before the next pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -17,6 +18,7 @@ from helpers.launch_forms import (
     write_shapes,
 )
 from sametoken.engine.build_gpu import captured_shapes, eager_shapes, expanded_shapes
+from sametoken.models.base import StandIn
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
@@ -118,9 +120,11 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
     draw = random.Random(0)
     with recorded() as forms:
         step = step_on_meta(tmp_path / "glm-4.7-flash", None, max_num_seqs, max_len)
-        run_on_meta(
-            step, [*compiled_shapes(engine), *expanded_shapes(max_rows, step, torch.bfloat16)]
-        )
+        shapes = expanded_shapes(max_rows, step, torch.bfloat16)
+        # Also of an engine that returns the experts of its tokens.
+        recording = replace(step, model=StandIn(step.model))
+        assert expanded_shapes(max_rows, recording, torch.bfloat16) == shapes
+        run_on_meta(step, [*compiled_shapes(engine), *shapes])
         compiled = set(forms)
         for _ in range(60):
             windows, before = draw.randint(0, max_num_seqs - 1), draw.choice([0, 0, 1, 30, 300])

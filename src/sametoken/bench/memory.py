@@ -212,8 +212,12 @@ def load_shapes(
         CheckpointError, UnsupportedError: as ``load_model``.
     """
     quantization = read_quantization(architecture.extra, str(path))
-    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY, quantization=quantization)
-    reader = replace(reader, adapters=adapters)
-    model = model_class(architecture.architecture)(architecture, reader, max_positions=1)
-    adapters.require_all_used()
-    return model
+    reader = dummy_reader(
+        path,
+        ReferenceKernels(),
+        dtype,
+        SHAPES_ONLY,
+        quantization=quantization,
+        adapters=adapters,
+    )
+    return model_class(architecture.architecture)(architecture, reader, max_positions=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -151,20 +150,15 @@ def load_model(
     quantization = _formats(checkpoint, str(path), load_format)
     if load_format == DUMMY:
         reader = dummy_reader(
-            Path(path), kernels, dtype, device, parallel=parallel, quantization=quantization
+            Path(path), kernels, dtype, device, (), parallel, quantization, adapters
         )
-        return _with_all(adapters, build(replace(reader, adapters=adapters)))
+        return build(reader)
     tensors = checkpoint.open_tensors()
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
         reader = WeightReader(
             source, kernels, dtype, device, parallel, quantization=quantization, adapters=adapters
         )
-        return _with_all(adapters, build(reader))
-
-
-def _with_all(adapters: Adapters, model: Decoder) -> Decoder:
-    adapters.require_all_used()
-    return model
+        return build(reader)
 
 
 def _formats(checkpoint: Checkpoint, path: str, load_format: str) -> Quantization:

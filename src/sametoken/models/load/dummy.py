@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
+from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.share import Share
 from sametoken.models.load.sources import FLOATING, rows_per_chunk
@@ -138,6 +139,7 @@ def dummy_reader(
     optional: Collection[str] = (),
     parallel: TensorParallel = SINGLE_RANK,
     quantization: Quantization = UNQUANTIZED,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> WeightReader:
     """A reader of random weights, or of shapes only on the device "meta".
 
@@ -146,7 +148,9 @@ def dummy_reader(
     """
     source = DummySource(f"{directory} (dummy weights)", device, optional)
     reader = ShapeReader if device.type == "meta" else DummyReader
-    return reader(source, kernels, dtype, device, parallel, quantization=quantization)
+    return reader(
+        source, kernels, dtype, device, parallel, quantization=quantization, adapters=adapters
+    )
 
 
 def _scale_of(name: str) -> float:

@@ -223,7 +223,7 @@ class WeightReader:
         self._read.add(copy)
 
     def require_all_read(self, *, allowed: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
-        """Refuse a checkpoint with tensors that were not read.
+        """Refuse a checkpoint with tensors that were not read, or adapters of other modules.
 
         Args:
             allowed: suffixes of names that may stay unread.
@@ -241,6 +241,11 @@ class WeightReader:
                 f"does not use: {shown}",
                 "check the architecture and the bias settings in its config",
             )
+        self.adapters.require_all_used()
+
+    def without_adapters(self) -> WeightReader:
+        """The same reader, which keeps no adapter's factors in memory."""
+        return replace(self, adapters=NO_ADAPTERS)
 
     def filled(
         self,

@@ -278,17 +278,17 @@ class LLM(NotCopied):
             new = self._engine.weights.load(source, target)
             interrupts = self._interrupts()
             with new.used_or_dropped(), interrupts, self._exclusive.held(interrupts.check):
-                return self._engine.use_weights(new, version)
+                return self._engine.upkeep.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; updates of weights need no reset (errors as in ``sleep``)."""
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            self._engine.forget_prefixes()
+            self._engine.upkeep.forget_prefixes()
 
     @property
     def is_sleeping(self) -> bool:
         """Whether ``sleep`` has been called, and ``wake_up`` has not ended it."""
-        return self._engine.is_sleeping
+        return self._engine.upkeep.is_sleeping
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back while no request runs; none may come before ``wake_up``.
@@ -302,10 +302,10 @@ class LLM(NotCopied):
             EngineDeadError: the engine failed.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            self._engine.require_sleep(level)
+            self._engine.upkeep.require_sleep(level)
             if self._outputs.num_unfinished:
                 raise RequestError("requests are unfinished", "let them end first")
-            self._engine.sleep(level)
+            self._engine.upkeep.sleep(level)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """End a sleep, or that of some parts.
@@ -317,7 +317,7 @@ class LLM(NotCopied):
             RequestError: no such part, no room for it, or dropped weights have not come back.
         """
         with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            self._engine.wake_up(parts_of(tags))
+            self._engine.upkeep.wake_up(parts_of(tags))
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.
@@ -360,7 +360,7 @@ class LLM(NotCopied):
         completions = [completion for request in requests for completion in request.completions]
         num_added = 0
         with self._exclusive.held(interrupts.check):
-            if self._engine.is_sleeping:
+            if self._engine.upkeep.is_sleeping:
                 raise RequestError("the engine sleeps", "call wake_up first")
             try:
                 for completion in completions:

@@ -166,6 +166,6 @@ def test_new_weights_bring_their_scales(tmp_path):
     core = engine(path, kv_cache_dtype="auto")
     name = "model.layers.1.self_attn.v_scale"
     tensors |= {name: tensors[name] * 4}
-    core.use_weights(core.weights.load(source_of(tensors.items()), "model"))
+    core.upkeep.use_weights(core.weights.load(source_of(tensors.items()), "model"))
     found = core._runner.step.kv.layers[1].scales.v
     assert torch.equal(found, tensors[name].float().flatten())

@@ -257,7 +257,10 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     with pytest.raises(RequestError, match="update the weights"):
         live.wake_up()
     # Whatever is in memory that was given back: nothing of it is read.
-    for tensor in (*live._engine._sleep.memory.kv, *live._engine._sleep.memory.weights):
+    for tensor in (
+        *live._engine.sleep.memory.kv,
+        *live._engine.sleep.memory.weights,
+    ):
         tensor.view(torch.uint8).fill_(63)
     with pytest.raises(WeightUpdateError):
         live.update_weights([])
@@ -278,7 +281,7 @@ def test_an_engine_whose_storages_were_gone_says_the_same(name, tmp_path, monkey
     caches = (step.kv, *step.drafter.kv_caches)
     kv = whole_storages(one for cache in caches for one in (*cache.blocks, *cache.slots))
     weights = whole_storages(tensors_of_model(step.model))
-    core._sleep.memory = DeviceMemory(kv, weights, None)
+    core.sleep.memory = DeviceMemory(kv, weights, None)
     assert sum(size for _, size in weights) >= step.model.weights_bytes
     live.sleep()
     assert [one.nbytes() for one, _ in kv] == [0] * len(kv)
@@ -302,11 +305,11 @@ def test_running_requests_need_their_kv(llamas, monkeypatch):
         live.sleep()
     core = live._engine
     with monkeypatch.context() as patch:
-        patch.setattr(core._sleep, "memory", FixedMemory("several ranks"))
+        patch.setattr(core.sleep, "memory", FixedMemory("several ranks"))
         with pytest.raises(UnsupportedError, match="memory of several ranks"):
             live.sleep()
     with pytest.raises(RequestError, match="requests run"):
-        core.sleep(1)
+        core.upkeep.sleep(1)
     stream.close()
     live.sleep()
     live.wake_up(["kv_cache"])
@@ -337,7 +340,7 @@ def test_a_drafter_reads_no_weight_of_a_target_that_was_dropped(llamas, tmp_path
     pairs = zip(llamas, heads, strict=True)
     live, built = (engine(path, spec | {"model": str(head)}) for path, head in pairs)
     weights = whole_storages(tensors_of_model(live._engine._runner.step.model))
-    live._engine._sleep.memory = DeviceMemory((), weights, None)
+    live._engine.sleep.memory = DeviceMemory((), weights, None)
     live.sleep(2)
     with pytest.raises(WeightUpdateError, match="update the model first"):
         live.update_weights(tensors_of(heads[1]).items(), target="drafter")

@@ -62,7 +62,7 @@ def free_bytes() -> int:
 
 def sizes(llm: LLM) -> tuple[int, int]:
     """Bytes of KV and of the target's weights that a sleep gives back."""
-    memory = llm._engine._sleep.memory
+    memory = llm._engine.sleep.memory
     assert isinstance(memory, DeviceMemory)
     kv, weights = (sum(size for _, size in part) for part in (memory.kv, memory.weights))
     return kv, weights

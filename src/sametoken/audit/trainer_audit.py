@@ -116,7 +116,7 @@ def audit_trainer(
         one.try_first_token(scorer, core.resolved.model.bos_token_id)
     for checkpoint, source in sources if differing else ():
         announce(f"weights of {checkpoint}")
-        core.use_weights(core.weights.load(source, MODEL))
+        core.upkeep.use_weights(core.weights.load(source, MODEL))
         for one in differing:
             one.try_weights(scorer, str(checkpoint))
     return TrainerVerdict(

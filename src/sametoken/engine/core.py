@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.sleep import DROP_WEIGHTS, FixedMemory, Memory, Sleep
-from sametoken.engine.weights import FixedWeights, NewWeights, Weights
-from sametoken.errors import EngineDeadError, RequestError, WeightUpdateError
+from sametoken.engine.sleep import FixedMemory, Memory, Sleep
+from sametoken.engine.upkeep import Upkeep
+from sametoken.engine.weights import FixedWeights, Weights
+from sametoken.errors import EngineDeadError
 from sametoken.extraction.recording import Extraction, NoExtraction
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.request import EngineRequest, RequestUpdate
-from sametoken.types.weight_updates import MODEL
 
 T = TypeVar("T")
 
@@ -27,8 +27,9 @@ class EngineCore:
     Attributes:
         resolved: every setting.
         scheduler: the scheduler of the requests.
-        weights: loads new weights; any thread may do so while steps run.
         peers: processes that share the model; once one has ended, the next step fails.
+        weights: loads new weights; any thread may do so while steps run.
+        sleep: which parts of its memory sleep.
     """
 
     def __init__(
@@ -47,86 +48,21 @@ class EngineCore:
         self._extraction = extraction or NoExtraction()
         self.peers = peers or NoPeers()
         self.weights = weights or FixedWeights("models that were built by hand")
-        self._sleep = Sleep(memory or FixedMemory("models that were built by hand"))
+        self.sleep = Sleep(memory or FixedMemory("models that were built by hand"))
         self._in_flight: deque[PendingOutput] = deque()
-        # Of steps that were processed before new weights came, for the next call of ``step``.
+        # Of steps that were processed by ``at_rest``, for the next call of ``step``.
         self._ready: tuple[RequestUpdate, ...] = ()
         self._failure: BaseException | None = None
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """What may be done between steps."""
+        return Upkeep(self)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has work to do."""
         return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._ready)
-
-    def use_weights(self, new: NewWeights, version: int | None = None) -> int:
-        """Write new weights from ``weights.load`` over the old ones, between steps.
-
-        Call it in their ``used_or_dropped``.
-
-        Returns:
-            The version from now on: ``version``, or the next one. Running requests keep their KV.
-
-        Raises:
-            WeightUpdateError: the version does not fit, or no room is left; nothing is changed.
-            EngineDeadError: the engine has failed, or a step fails now.
-        """
-        self._require_alive()
-        if self._sleep.lacks_weights and not new.of_target:
-            raise WeightUpdateError(
-                "a drafter may share weights that were dropped", "update the model first"
-            )
-        version = new.version_after(self.scheduler.weight_version, version)
-        self._sleep.begin_update()
-        self._guarded(lambda: self._write(new, version))
-        return version
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether some part sleeps, so that ``step`` may not be called."""
-        return bool(self._sleep.asleep)
-
-    def require_sleep(self, level: int) -> None:
-        """Refuse a sleep that this engine can never have; errors as in ``sleep``."""
-        self._sleep.require_possible(level)
-        if level == DROP_WEIGHTS:
-            self.weights.require_target(MODEL)
-
-    def sleep(self, level: int) -> None:
-        """Give memory back until ``wake_up``; requests that wait go on waiting.
-
-        Args:
-            level: 1 gives back KV and prefix cache; 2 the target's weights too.
-
-        Raises:
-            RequestError: there is no such level, or requests run.
-            UnsupportedError: this engine's memory cannot be given back.
-            EngineDeadError: the engine has failed, or a step fails now.
-        """
-        self.require_sleep(level)
-        self._guarded(self._land)
-        if self.scheduler.num_running or self.scheduler.num_swapped:
-            raise RequestError("requests run, whose KV is needed", "let them end first")
-        self.forget_prefixes()
-        self._sleep.begin(level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End the sleep of "weights" and "kv_cache", or of one of them.
-
-        Raises:
-            RequestError: no such part, no room for it, or weights were dropped and not updated.
-            EngineDeadError: the engine has failed.
-        """
-        self._require_alive()
-        self._sleep.end(tags)
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache in the engine's memory.
-
-        Raises:
-            EngineDeadError: the engine has failed.
-        """
-        self._require_alive()
-        self.scheduler.forget_prefixes()
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -135,7 +71,7 @@ class EngineCore:
             RequestError: the request can never run; other requests are not affected.
             EngineDeadError: the engine has failed.
         """
-        self._require_alive()
+        self.require_alive()
         self.scheduler.add(request)
 
     def release(
@@ -172,9 +108,19 @@ class EngineCore:
         """
         return self._guarded(self._step)
 
+    def at_rest(self, work: Callable[[], None] = lambda: None) -> None:
+        """Do work between two steps, once those in flight are processed; errors as in ``step``."""
+
+        def landed() -> None:
+            while self._in_flight:
+                self._ready += self._process_oldest()
+            work()
+
+        self._guarded(landed)
+
     def _guarded(self, work: Callable[[], T]) -> T:
         """Do work that advances the device state; no request survives its failure."""
-        self._require_alive()
+        self.require_alive()
         try:
             return work()
         except BaseException as error:
@@ -185,23 +131,12 @@ class EngineCore:
                 raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
-    def _write(self, new: NewWeights, version: int) -> None:
-        self._land()
-        new.replacement.write()
-        if new.of_target:
-            self.scheduler.begin_weights(version)
-            self._sleep.lacks_weights &= not new.replacement.pairs
-
-    def _land(self) -> None:
-        while self._in_flight:
-            self._ready += self._process_oldest()
-
     def _step(self) -> tuple[RequestUpdate, ...]:
         ready, self._ready = self._ready, ()
         return ready + self._advance()
 
     def _advance(self) -> tuple[RequestUpdate, ...]:
-        self._sleep.require_awake()
+        self.sleep.require_awake()
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
@@ -222,7 +157,8 @@ class EngineCore:
         if not self.has_unfinished:
             self._extraction.flush()
 
-    def _require_alive(self) -> None:
+    def require_alive(self) -> None:
+        """Raise ``EngineDeadError`` if the engine has failed."""
         if self._failure is not None:
             how = "" if isinstance(self._failure, Exception) else " cut a step short"
             raise EngineDeadError(

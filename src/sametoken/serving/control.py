@@ -91,14 +91,14 @@ class Control:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, ForgetPrefixes):
-            self._engine.forget_prefixes()
+            self._engine.upkeep.forget_prefixes()
         elif isinstance(command, CheckSleep):
-            self._engine.require_sleep(command.level)
+            self._engine.upkeep.require_sleep(command.level)
         elif isinstance(command, FallAsleep):
-            self._engine.sleep(command.level)
+            self._engine.upkeep.sleep(command.level)
         elif isinstance(command, WakeUp):
-            self._engine.wake_up(command.tags)
-            if not self._engine.is_sleeping:
+            self._engine.upkeep.wake_up(command.tags)
+            if not self._engine.upkeep.is_sleeping:
                 self._resume()
         elif isinstance(command, Resume):
             self._resume()
@@ -107,7 +107,7 @@ class Control:
         # Pauses that wait end here.
         self._paused = True
         self.note_step()
-        if self._engine.is_sleeping:
+        if self._engine.upkeep.is_sleeping:
             raise RequestError("the engine sleeps", "wake it up, which resumes too")
         self._held.clear()
         self._paused, self._engine.scheduler.admits = False, True
@@ -116,12 +116,12 @@ class Control:
         """End a pause as if it had not been; an engine that sleeps stays paused."""
         self._waiting.pop(ticket, None)
         self._held.discard(ticket)
-        if not (self._waiting or self._engine.is_sleeping):
+        if not (self._waiting or self._engine.upkeep.is_sleeping):
             self._paused = bool(self._held)
             self._engine.scheduler.admits = not self._held
 
     def _answer(self, ticket: int, version: int = 0, error: SametokenError | None = None) -> None:
-        self._send(Answer(ticket, version, error, self._paused, self._engine.is_sleeping))
+        self._send(Answer(ticket, version, error, self._paused, self._engine.upkeep.is_sleeping))
 
     def note_step(self) -> None:
         """Begin and answer pauses that need not wait any longer; call it after each step."""
@@ -145,7 +145,7 @@ class Control:
             assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
             try:
                 with result.used_or_dropped():
-                    version, result = self._engine.use_weights(result, command.version), None
+                    version, result = self._engine.upkeep.use_weights(result, command.version), None
             except WeightUpdateError as error:
                 result = error
         self._answer(done.order.ticket, version, result)

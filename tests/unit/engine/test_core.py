@@ -108,9 +108,9 @@ def test_a_failure_ends_the_engine(event):
     for call in (
         core.step,
         lambda: core.add_request("x"),
-        core.wake_up,
-        core.forget_prefixes,
-        lambda: core.use_weights(NewWeights.same()),
+        core.upkeep.wake_up,
+        core.upkeep.forget_prefixes,
+        lambda: core.upkeep.use_weights(NewWeights.same()),
     ):
         with pytest.raises(EngineDeadError, match="the engine stopped after") as caught:
             call()
@@ -170,7 +170,7 @@ def test_a_request_released_after_new_weights_brings_nothing_to_the_next_of_its_
     core = build(ToyModel(), Shape(steps_in_flight=2))
     core.add_request(request("x", (1, 2, 3)))
     assert core.step() == ()
-    core.use_weights(ScriptedWeights([]).load(None, "model"))
+    core.upkeep.use_weights(ScriptedWeights([]).load(None, "model"))
     core.release("x", aborted=True)
     following = request("x", (4, 5))
     assert run(core, [following]).tokens == run(build(ToyModel(), Shape()), [following]).tokens
@@ -206,7 +206,7 @@ def updatable(num_plans: int, steps_in_flight: int) -> tuple[EngineCore, Version
 def test_new_weights_are_written_between_steps_and_no_result_is_lost():
     core, scripted = updatable(3, steps_in_flight=3)
     assert [core.step(), core.step()] == [(), ()]
-    assert core.use_weights(core.weights.load(None, "model")) == 1
+    assert core.upkeep.use_weights(core.weights.load(None, "model")) == 1
     assert scripted.log[2:] == ["process 0", "process 1", "write", "weights 1"]
     assert core.has_unfinished
     assert drive(core) == [(0, 1), (2,)]
@@ -215,7 +215,7 @@ def test_new_weights_are_written_between_steps_and_no_result_is_lost():
 def test_a_result_that_new_weights_waited_for_is_work_left():
     core, scripted = updatable(1, steps_in_flight=2)
     core.step()
-    core.use_weights(core.weights.load(None, "model"), 5)
+    core.upkeep.use_weights(core.weights.load(None, "model"), 5)
     assert scripted.plans == []
     assert core.has_unfinished
     assert drive(core) == [(0,)]
@@ -225,12 +225,12 @@ def test_a_result_that_new_weights_waited_for_is_work_left():
 def test_versions_grow_and_are_the_target_s():
     core, scripted = updatable(0, steps_in_flight=1)
     new, drafter = (core.weights.load(None, target) for target in ("model", "drafter"))
-    core.use_weights(new, 3)
+    core.upkeep.use_weights(new, 3)
     for weights, version in ((new, 3), (new, 2), (new, 4.0), (new, 2**63), (drafter, 4)):
         with pytest.raises(WeightUpdateError), weights.used_or_dropped():
-            core.use_weights(weights, version)
+            core.upkeep.use_weights(weights, version)
     with drafter.used_or_dropped():
-        assert core.use_weights(drafter) == 3
+        assert core.upkeep.use_weights(drafter) == 3
     assert scripted.log == ["write", "weights 3", *["drop"] * 5, "write"]
 
 
@@ -239,5 +239,5 @@ def test_a_step_that_fails_before_new_weights_ends_the_engine():
     core.step()
     scripted.fail_at = "process 0"
     with pytest.raises(EngineDeadError):
-        core.use_weights(core.weights.load(None, "model"))
+        core.upkeep.use_weights(core.weights.load(None, "model"))
     assert "write" not in scripted.log

@@ -82,7 +82,7 @@ def test_a_sleep_that_is_refused_forgets_nothing(level):
     scheduler = SimpleNamespace(has_unfinished=False, forget_prefixes=lambda: forgotten.append(1))
     core = EngineCore(SimpleNamespace(steps_in_flight=1), scheduler, None)
     with pytest.raises((RequestError, UnsupportedError)):
-        core.sleep(level)
+        core.upkeep.sleep(level)
     assert not forgotten
 
 

@@ -41,6 +41,7 @@ class Engine:
         self.is_sleeping = tags is not None
 
     def __init__(self) -> None:
+        self.upkeep = self
         self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
         self.weights = SimpleNamespace(load=self.load)
         self.resolved = SimpleNamespace(device=torch.device("cpu"))

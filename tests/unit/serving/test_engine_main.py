@@ -22,8 +22,8 @@ class Engine:
     """Emits ``news`` step by step."""
 
     weights = None
+    upkeep = SimpleNamespace(is_sleeping=False)
     resolved = SimpleNamespace(device=None)
-    is_sleeping = False
 
     def __init__(self, *news) -> None:
         self.news = list(news)

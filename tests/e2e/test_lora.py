@@ -23,6 +23,8 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.load.sent import source_of
+from sametoken.runner.adapters import AdaptedTarget
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 #: Sizes that two ranks divide.
@@ -220,6 +222,26 @@ def test_the_memory_of_adapters_is_known_before_the_start(files, monkeypatch):
     assert measure_memory(config).weights == weights > measure_memory(alone).weights
 
 
-def test_weights_under_adapters_do_not_change(files):
-    with pytest.raises(UnsupportedError, match="LoRA adapters"):
-        adapted(files).weights.require_target("model")
+def test_weights_change_under_adapters(files, tmp_path):
+    """Both models read the new weights; the adapters stay."""
+    other = write_llama(tmp_path / "other", seed=9, **HEADS)
+    live = adapted(files, NGRAM)
+    scored(live, mixed())
+    live.upkeep.use_weights(live.weights.load(source_of(other), "model"))
+    assert scored(live, mixed()) == scored(adapted(files | {"llama": other}), mixed())
+
+
+def test_a_step_without_adapters_is_one_of_the_model_itself(files, monkeypatch):
+    chosen, forward = [], AdaptedTarget.forward
+
+    def noting(self, token_ids, rows, cache, kept=None):
+        chosen.append(sorted({*self._by_slot[rows.slots].tolist()}))
+        return forward(self, token_ids, rows, cache, kept)
+
+    monkeypatch.setattr(AdaptedTarget, "forward", noting)
+    core = adapted(files, max_num_seqs=2)
+    run(core, mixed((0,) * 5))
+    assert chosen == []
+    run(core, mixed((0, 1, 0, 0, 0)))
+    assert chosen
+    assert all(1 in places for places in chosen)

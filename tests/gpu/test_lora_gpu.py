@@ -11,7 +11,7 @@ from helpers.adapters import ATTENTION, MLP, write_adapter
 from helpers.checkpoints import write_llama
 from helpers.hybrids import write_hybrid
 from sametoken import LLM, SamplingParams
-from sametoken.ops.model.low_rank import Chosen, Factors
+from sametoken.ops.model.low_rank import Chosen, Factors, Room
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -61,7 +61,10 @@ def factors(sizes, in_features, rank, dtype) -> list[list[Factors | None]]:
 @pytest.mark.parametrize("rank", [1, 16, 64])
 def test_a_row_has_its_bits_in_any_company(sizes, in_features, rank, dtype):
     parts = factors(sizes, in_features, rank, dtype)
-    update, width = StackedUpdates.of(parts, sizes), sum(sizes)
+    update = StackedUpdates.of(in_features, sizes, Room(3, rank, dtype, torch.device("cuda")))
+    for place, own in enumerate(parts, start=1):
+        update.put(place, own)()
+    width = sum(sizes)
     x, before = noise(733, in_features, seed=1, dtype=dtype), noise(733, width, seed=2, dtype=dtype)
     chosen = torch.randint(0, 4, (733,), generator=torch.Generator().manual_seed(3)).cuda()
     # A tile with one adapter, one with many, one with none.

@@ -13,6 +13,7 @@ from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
+from sametoken.runner.adapters import AdaptedSteps
 from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
 from sametoken.types.layout import StepShape
@@ -104,5 +105,8 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
 def in_steps(runner: StepRunner, kind: str | None = None) -> StepRunner:
     """The runner of an engine as a user builds it, its steps in one of ``STEPS``."""
     kind = kind or chosen_steps()
-    step = replace(runner.step, ops=STEPS[kind])
-    return replace(runner, step=step, launcher=launcher_of(step, kind))
+    step, adapters = replace(runner.step, ops=STEPS[kind]), runner.adapters
+    if isinstance(adapters, AdaptedSteps):
+        own = replace(adapters.launcher.step, ops=STEPS[kind])
+        adapters = replace(adapters, launcher=launcher_of(own, kind))
+    return replace(runner, step=step, launcher=launcher_of(step, kind), adapters=adapters)

@@ -15,7 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
-from sametoken.engine.adapters import load_adapters, resolve_adapters
+from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
@@ -31,11 +31,11 @@ from sametoken.engine.resolve import (
 )
 from sametoken.engine.swap_plan import plan_swap_of
 from sametoken.errors import ConfigError
+from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
-from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
@@ -156,16 +156,16 @@ def measure_memory(
     config, _ = resolve_kv_dtype(config, architecture, str(path), device)
     longest = resolve_max_model_len(config, architecture)
     require_token_map(spec, architecture)
-    target = load_shapes(
-        architecture, path, dtype, load_adapters(resolve_adapters(config, announce))
-    )
+    target = load_shapes(architecture, path, dtype)
+    adapters = read_adapters(resolve_adapters(config, announce))
+    widest = widest_of(target, adapted(target, adapters, SINGLE_RANK, dtype, SHAPES_ONLY))
     require_latents(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
     aux_layers = needs_of_drafter(spec, architecture, dtype, path, DUMMY).aux_layers
     own, drafts = (stored_in(one.caches, kv_dtype(config, dtype)) for one in (target, drafter))
-    steps = resolve_steps(config, target, drafter.model, dtype, device, len(aux_layers))
+    steps = resolve_steps(config, widest, drafter.model, dtype, device, len(aux_layers))
     caches = (*own, *drafts)
     num_kept_states, _ = count_kept_states(
         config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))
@@ -177,7 +177,7 @@ def measure_memory(
         block_size=config.block_size,
         max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        weights=target.weights_bytes,
+        weights=widest.weights_bytes,
         draft_weights=drafter.weights_bytes,
         num_kept_states=num_kept_states,
         kept_states=kept_states_bytes(config, caches, num_kept_states),
@@ -203,21 +203,12 @@ def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) ->
     return resolve_kv_bytes(config, device)
 
 
-def load_shapes(
-    architecture: ModelConfig, path: Path, dtype: torch.dtype, adapters: Adapters = NO_ADAPTERS
-) -> Decoder:
-    """Build a model on the meta device, from its config alone, with what stands beside its weights.
+def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:
+    """Build a model on the meta device, from its config alone.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_model``.
     """
     quantization = read_quantization(architecture.extra, str(path))
-    reader = dummy_reader(
-        path,
-        ReferenceKernels(),
-        dtype,
-        SHAPES_ONLY,
-        quantization=quantization,
-        adapters=adapters,
-    )
+    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY, quantization=quantization)
     return model_class(architecture.architecture)(architecture, reader, max_positions=1)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
+from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
-from sametoken.models.load.adapted import NO_ADAPTERS, Adapters, LoadedAdapters
+from sametoken.models.adapted import AdaptedModel, Adapter
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.adapter import read_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
+from sametoken.ops.model.low_rank import Room
 from sametoken.types.speculative_methods import EXTRACT
 
 
@@ -34,12 +39,42 @@ def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> E
     return replace(config, lora_modules=tuple(found))
 
 
-def load_adapters(config: EngineConfig) -> Adapters:
+def read_adapters(config: EngineConfig) -> list[Adapter]:
     """Read the adapters of a config that is resolved; errors as ``read_adapter``."""
-    if not config.lora_modules:
-        return NO_ADAPTERS
-    read = (read_adapter(one.name, Path(one.path)) for one in config.lora_modules)
-    return LoadedAdapters(tuple(read))
+    return [read_adapter(Path(one.path)) for one in config.lora_modules]
+
+
+def adapted(
+    target: Decoder,
+    adapters: Sequence[Adapter],
+    parallel: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AdaptedModel | None:
+    """The target with its adapters, in their places; None without any.
+
+    Args:
+        target: as loaded.
+        adapters: its adapters, in the order of their numbers.
+        parallel: the ranks that divide it.
+        dtype, device: of the factors.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``AdaptedModel.prepare``.
+    """
+    if not adapters:
+        return None
+    room = Room(len(adapters), max(one.rank for one in adapters), dtype, device)
+    modules = frozenset(module for one in adapters for module in one.modules)
+    model = AdaptedModel(target, parallel, room, modules)
+    for number, adapter in enumerate(adapters, start=1):
+        model.prepare(adapter, number, place=number)()
+    return model
+
+
+def widest_of(target: Decoder, model: AdaptedModel | None) -> Decoder:
+    """The target with all that stands beside its weights."""
+    return target if model is None else model.decoder
 
 
 def _require_alone(config: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from subprocess import CalledProcessError
@@ -36,11 +36,11 @@ from sametoken.ops.cache_types import (
 )
 from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
-from sametoken.runner.adapters import AdaptedTarget
+from sametoken.runner.adapters import NO_STEP_ADAPTERS, AdaptedSteps, AdaptedTarget, StepAdapters
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
-from sametoken.runner.routed_experts import recorder_of
+from sametoken.runner.routed_experts import ExpertRecorder, recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
@@ -157,14 +157,13 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
     table = SamplingTable.allocate(config.max_num_seqs, device)
     drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
     experts = recorder_of(loaded.target, config.max_num_batched_tokens, device)
-    model, adapters = experts or loaded.target, loaded.row_adapters
     steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
     ring = OutputRing.allocate(
         steps + 1, config.max_num_seqs, config.num_speculative_tokens, pinned=on_gpu
     )
     step = Step(
         sequences=sequences,
-        model=model if adapters is None else AdaptedTarget(model, adapters, table.adapter),
+        model=experts or loaded.target,
         kv=kv,
         kernels=backend.model,
         ops=backend.step,
@@ -180,16 +179,18 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         sequences, loaded.target, backend.model, table, grammars, ranks.parallel, mode
     )
     caches = (kv, *drafter.kv_caches)
+    launcher, adapters = _launchers(loaded, step, processing, experts, announce)
     return StepRunner(
         step=step,
         processing=processing,
-        launcher=_launcher(loaded, step, processing, announce),
+        launcher=launcher,
         swap=_swap_store(loaded, caches),
         kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
         experts=experts,
+        adapters=adapters,
     )
 
 
@@ -212,16 +213,39 @@ def _chances(loaded: Loaded, table: SamplingTable) -> Chances | None:
     return Chances.of(speculative.synthetic_rates, table.seed)
 
 
-def _launcher(
-    loaded: Loaded, step: Step, processing: LogitsProcessing, announce: Callable[[str], None]
-) -> Launcher:
+def _launchers(
+    loaded: Loaded,
+    step: Step,
+    processing: LogitsProcessing,
+    experts: ExpertRecorder | None,
+    announce: Callable[[str], None],
+) -> tuple[Launcher, StepAdapters]:
+    """What runs the target's steps, and those of requests with adapters."""
+    adapted = loaded.adapted
+    if adapted is None:
+        (launcher,) = _launch([step], loaded, processing, announce)
+        return launcher, NO_STEP_ADAPTERS
+    by_slot = AdaptedSteps.slots(loaded.resolved.config.max_num_seqs, loaded.resolved.device)
+    inner = adapted.decoder if experts is None else experts.beside(adapted.decoder)
+    target = AdaptedTarget(inner, adapted.rows, by_slot)
+    both = [step, replace(step, model=target, all_states=True)]
+    launcher, own = _launch(both, loaded, processing, announce)
+    return launcher, AdaptedSteps(by_slot, adapted.places, own)
+
+
+def _launch(
+    steps: Sequence[Step],
+    loaded: Loaded,
+    processing: LogitsProcessing,
+    announce: Callable[[str], None],
+) -> Sequence[Launcher]:
     if loaded.resolved.device.type != "cuda":
-        return EagerLauncher(step)
+        return [EagerLauncher(step) for step in steps]
     # Only CUDA builds of torch include Triton.
-    from sametoken.engine.build_gpu import gpu_launcher
+    from sametoken.engine.build_gpu import gpu_launchers
 
     sparse = bool(loaded.mixtures)
-    return gpu_launcher(step, processing, loaded.resolved, announce, sparse=sparse)
+    return gpu_launchers(steps, processing, loaded.resolved, announce, sparse=sparse)
 
 
 def _allocate(loaded: Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
@@ -55,68 +55,82 @@ REQUEST_STEPS = (64, 32)
 SPARSE_STEPS = ((1, 8, 1), (8, 32, 4), (32, 64, 8))
 
 
-def gpu_launcher(
-    step: Step,
+def gpu_launchers(
+    steps: Sequence[Step],
     processing: LogitsProcessing,
     resolved: ResolvedConfig,
     announce: Callable[[str], None],
     *,
     sparse: bool,
-) -> Launcher:
-    """Capture the step in CUDA graphs, unless ``enforce_eager``.
+) -> Sequence[Launcher]:
+    """Capture steps in CUDA graphs, unless ``enforce_eager``.
 
     Args:
-        step: the functions of a step.
+        steps: the functions of a step, of models with the same weights.
         processing: logits processing, which is warmed up too.
         resolved: the engine's settings.
         announce: called with the number of proofs and graphs, and their cost.
         sparse: the model has experts.
     """
-    config, k = resolved.config, step.sequences.num_speculative_tokens
-    eager = EagerLauncher(step, ROW_MULTIPLE)
+    config, (step, *_) = resolved.config, steps
+    k, device = step.sequences.num_speculative_tokens, step.sequences.device
+    eager = [EagerLauncher(one, ROW_MULTIPLE) for one in steps]
     if config.enforce_eager:
         return eager
     sizes = (config.max_num_seqs, k, config.max_num_batched_tokens)
-    shapes = captured_shapes(*sizes, all_states=step.all_states, sparse=sparse)
+    shapes = [captured_shapes(*sizes, all_states=one.all_states, sparse=sparse) for one in steps]
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
-    counts = row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs)
+    counts = row_counts(shapes[0], config.max_num_batched_tokens, config.max_num_seqs)
     begun = time.monotonic()
-    with compiled_ahead(step.sequences.device):
-        eager.warm_up(ROW_MULTIPLE)
+    with compiled_ahead(device):
+        for launcher in eager:
+            launcher.warm_up(ROW_MULTIPLE)
         kernels.run_candidates(counts, resolved.dtype)
-        kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
-        for shape in (*shapes, *eager_shapes(*sizes, all_states=step.all_states)):
-            eager.run_padding(shape)
+        kernels.prove_quantized(counts, resolved.dtype, device)
+        for launcher, captured in zip(eager, shapes, strict=True):
+            states = launcher.step.all_states
+            for shape in (*captured, *eager_shapes(*sizes, all_states=states)):
+                launcher.run_padding(shape)
         if config.expand_prompts_from:
             for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
-                eager.run_padding(shape)
+                eager[0].run_padding(shape)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
-    eager.warm_up(ROW_MULTIPLE)
-    reports = kernels.prove(counts, resolved.dtype)
-    num_shapes = len(reports)
-    num_shapes += kernels.prove_quantized(counts, resolved.dtype, step.sequences.device)
-    refused = sum(len(one.row_counts) for report in reports for one in report.refused)
-    announce(
-        f"batch invariance proven for {num_shapes} weight shapes; kernels refused at {refused} "
-        "row counts"
-    )
-    largest = max(shapes, key=lambda shape: shape.num_requests)
+    for launcher in eager:
+        launcher.warm_up(ROW_MULTIPLE)
+    announce(_proven(kernels, counts, resolved.dtype, device))
+    largest = max(shapes[0], key=lambda shape: shape.num_requests)
     # A ring buffer: each step in flight has its own layout.
-    layouts = LayoutRing.allocate(
-        resolved.steps_in_flight + 1, largest, step.ops, step.sequences.device
+    layouts = LayoutRing.allocate(resolved.steps_in_flight + 1, largest, step.ops, device)
+    first, *others = (
+        StepGraphs(launcher.step, captured, layouts, launcher)
+        for launcher, captured in zip(eager, shapes, strict=True)
     )
-    graphs = StepGraphs(step, shapes, layouts, eager)
-    report = graphs.capture_all()
-    eager.warm_up(config.max_num_batched_tokens)
+    first.beside = tuple(others)
+    report = first.capture_all()
+    for launcher in eager:
+        launcher.warm_up(config.max_num_batched_tokens)
     processing.warm_up(step.ops)
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
         f"{in_units(report.num_bytes)}"
     )
-    return graphs
+    return [first, *others]
+
+
+def _proven(
+    kernels: TritonKernels, counts: list[int], dtype: torch.dtype, device: torch.device
+) -> str:
+    """Prove the products of all weights at these row counts; returns what came of it."""
+    reports = kernels.prove(counts, dtype)
+    num_shapes = len(reports) + kernels.prove_quantized(counts, dtype, device)
+    refused = sum(len(one.row_counts) for report in reports for one in report.refused)
+    return (
+        f"batch invariance proven for {num_shapes} weight shapes; kernels refused at {refused} "
+        "row counts"
+    )
 
 
 def captured_shapes(

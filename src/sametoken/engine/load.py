@@ -19,7 +19,7 @@ from sametoken.drafters.build import (
     require_drafter_files,
     require_token_map,
 )
-from sametoken.engine.adapters import load_adapters, resolve_adapters
+from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_expandable, require_latents
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
@@ -48,11 +48,11 @@ from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
 from sametoken.layers.rotary import DRAFT_POSITIONS
+from sametoken.models.adapted import AdaptedModel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
-from sametoken.models.load.adapted import Adapters
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -65,7 +65,6 @@ from sametoken.ops.cache_types import (
     stored_in,
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
-from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.runner.routed_experts import Mixture, mixtures_of, recording
 from sametoken.text.tokenizer import (
     load_tokenizer,
@@ -129,15 +128,20 @@ class Requested:
         spec, last = self.config.speculative_config, self.architecture.num_layers
         is_head = spec is not None and spec.method in HEADS
         drafter_reads = is_head and not self.needs.aux_layers
-        wrapped = self.config.enable_return_routed_experts or bool(self.config.lora_modules)
-        return drafter_reads or last in self.needs.aux_layers or wrapped
+        records = self.config.enable_return_routed_experts
+        return drafter_reads or last in self.needs.aux_layers or records
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Loaded weights, the target's caches and resolved sizes; nothing else is allocated yet."""
+    """Loaded weights, the target's caches and resolved sizes; nothing else is allocated yet.
+
+    Attributes:
+        adapted: the target with adapters beside its weights; None: there are none.
+    """
 
     target: Decoder
+    adapted: AdaptedModel | None
     caches: tuple[LayerCache, ...]
     drafter: LoadedDrafter
     backend: Backend
@@ -146,7 +150,6 @@ class Loaded:
     resolved: ResolvedConfig
     extraction: Extraction
     all_states: bool
-    row_adapters: RowAdapters | None
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -265,17 +268,19 @@ def load(
     dtype, why = requested.dtype
     if architecture.also_sees:
         announce(f"{architecture.architecture}: only the text decoder is loaded")
-    adapters = load_adapters(config)
-    target, drafter, backend = _load_models(requested, ranks, adapters)
+    adapters = read_adapters(config)
+    target, drafter, backend = _load_models(requested, ranks)
+    model = adapted(target, adapters, ranks.parallel, dtype, device)
+    widest = widest_of(target, model)
     made = "made random" if config.load_format == DUMMY else "loaded"
-    num_bytes = target.weights_bytes + drafter.weights_bytes
+    num_bytes = widest.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
     own = stored_in(target.caches, kv_dtype(config, dtype))
     caches = (*own, *drafter.caches)
     per_slot = bytes_per_slot(caches, config.num_speculative_tokens)
     recurrent_bytes = (config.max_num_seqs + 1) * per_slot
     num_aux_layers = len(requested.needs.aux_layers)
-    steps = resolve_steps(config, target, drafter.model, dtype, device, num_aux_layers)
+    steps = resolve_steps(config, widest, drafter.model, dtype, device, num_aux_layers)
     budget = ranks.reduce_min(resolve_kv_bytes(config, device, recurrent_bytes, steps))
     lookahead = requested.needs.lookahead_slots
     memory = ranks.broadcast_object(plan_memory(config, architecture, caches, lookahead, budget))
@@ -300,7 +305,7 @@ def load(
         kernels=backend.model.name,
         attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
-        weights_bytes=target.weights_bytes,
+        weights_bytes=widest.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
         step_bytes=steps.bytes_of(config.max_num_batched_tokens),
@@ -311,6 +316,7 @@ def load(
     require_memory(resolved, lookahead)
     return Loaded(
         target,
+        model,
         own,
         drafter,
         backend,
@@ -319,7 +325,6 @@ def load(
         resolved,
         extraction,
         requested.all_states,
-        adapters.rows,
     )
 
 
@@ -344,9 +349,7 @@ def _attention_kernels(
     return " and ".join(sorted(found)) or kernels
 
 
-def _load_models(
-    requested: Requested, ranks: Ranks, adapters: Adapters
-) -> tuple[Decoder, LoadedDrafter, Backend]:
+def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
     config, device, path = requested.config, requested.device, requested.path
     dtype, _ = requested.dtype
@@ -367,7 +370,6 @@ def _load_models(
         max_positions=max_positions,
         load_format=config.load_format,
         parallel=ranks.parallel,
-        adapters=adapters,
     ).keeping(layers)
     if config.expand_prompts_from:
         require_expandable(target)

@@ -259,8 +259,6 @@ def weights_of(
     speculative = resolved.config.speculative_config
     if speculative is not None and speculative.method == EXTRACT:
         return FixedWeights("extraction of hidden states")
-    if resolved.config.lora_modules:
-        return FixedWeights("LoRA adapters")
     if resolved.config.load_format == GGUF_PACKED:
         return FixedWeights(f"load_format {GGUF_PACKED!r}")
     in_floats = _names_in_floats(model, resolved)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.share import Part
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import Normed, RoundedRows, RoundingWeight, Weight
@@ -20,6 +21,11 @@ class Projection(Protocol):
     @property
     def weight(self) -> Weight:
         """This rank's part of the weight."""
+        ...
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The modules of a checkpoint whose matrices are the weight; (): it is of no checkpoint."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -37,10 +43,14 @@ class Linear:
     """``x @ weight.T (+ bias)``: [T, in_features] -> [T, out_features].
 
     Column-parallel if the weight is this rank's part of the output features.
+
+    Attributes:
+        parts: see ``Projection``.
     """
 
     weight: Weight
     bias: Tensor | None = None
+    parts: tuple[Part, ...] = ()
 
     def __call__(self, x: Normed) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
@@ -78,12 +88,14 @@ class RowParallelLinear:
     Attributes:
         weight: [out_features, in_features / size], this rank's columns.
         bias: the whole bias, added after all partial products.
+        parts: see ``Projection``.
     """
 
     kernels: Kernels
     parallel: TensorParallel
     weight: Weight
     bias: Tensor | None = None
+    parts: tuple[Part, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's [T, in_features / size] to the whole [T, out_features]."""

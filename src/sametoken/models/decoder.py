@@ -149,7 +149,7 @@ class Decoder:
         self._prefix = self.tensor_prefix(weights)
         self.caches = tuple(self._own_cache(weights, *each) for each in enumerate(self._declared))
         self.kernels, self._parallel = weights.kernels, weights.parallel
-        self._divided_from = weights.without_adapters() if weights.parallel.size > 1 else None
+        self._divided_from = weights if weights.parallel.size > 1 else None
         self._max_positions = max_positions
         self._aux_layers: tuple[int, ...] = ()
         self.rotaries = self._rotaries(weights.device) if rotaries is None else rotaries

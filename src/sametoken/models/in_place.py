@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, WeightUpdateError
+from sametoken.layers.share import Part
 from sametoken.models.base import StandIn
 from sametoken.models.decoder import Decoder
 
@@ -84,7 +85,9 @@ def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def children_of(node: object) -> Iterator[tuple[str, object]]:
-    """What a model, head, layer or weight is made of, by name."""
+    """What a model, head, layer or weight is made of, by name; where it was read from is not."""
+    if isinstance(node, Part):
+        return
     if isinstance(node, tuple | list):
         yield from ((str(index), child) for index, child in enumerate(node))
     elif isinstance(node, Decoder | StandIn):

@@ -16,7 +16,6 @@ from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
@@ -118,7 +117,6 @@ def load_model(
     max_positions: int,
     load_format: str = "auto",
     parallel: TensorParallel = SINGLE_RANK,
-    adapters: Adapters = NO_ADAPTERS,
 ) -> Decoder:
     """Load a checkpoint; memory peaks at its packed weights plus one fused matrix.
 
@@ -133,7 +131,6 @@ def load_model(
         load_format: as in ``open_checkpoint``; "dummy" makes random weights, "gguf-packed" keeps
             quantized matrices in their bits.
         parallel: the ranks that divide the weights.
-        adapters: what stands beside the weights.
 
     Raises:
         CheckpointError: data is missing, truncated, corrupt, of a wrong shape, or NaN.
@@ -149,16 +146,12 @@ def load_model(
     build = partial(architecture, checkpoint.config, max_positions=max_positions)
     quantization = _formats(checkpoint, str(path), load_format)
     if load_format == DUMMY:
-        reader = dummy_reader(
-            Path(path), kernels, dtype, device, (), parallel, quantization, adapters
-        )
-        return build(reader)
+        return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
     tensors = checkpoint.open_tensors()
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
-        reader = WeightReader(
-            source, kernels, dtype, device, parallel, quantization=quantization, adapters=adapters
+        return build(
+            WeightReader(source, kernels, dtype, device, parallel, quantization=quantization)
         )
-        return build(reader)
 
 
 def _formats(checkpoint: Checkpoint, path: str, load_format: str) -> Quantization:

@@ -26,7 +26,7 @@ from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.latent_attention import reference as latent_attention_op
 from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentShape
-from sametoken.ops.model.low_rank import AdaptedWeight, Factors, RowAdapters, SeparateUpdates
+from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters, SeparateUpdates
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
@@ -81,13 +81,9 @@ class ComposedKernels:
         return StackedWeight(tuple(weights), self.silu_mul)
 
     def adapt(
-        self: Kernels,
-        weight: Weight,
-        adapters: Sequence[Sequence[Factors | None]],
-        sizes: Sequence[int],
-        rows: RowAdapters,
+        self: Kernels, weight: Weight, sizes: Sequence[int], room: Room, rows: RowAdapters
     ) -> AdaptedWeight:
-        updates = SeparateUpdates.of(self.pack, adapters, sizes)
+        updates = SeparateUpdates.of(self.pack, sizes, room)
         return AdaptedWeight(weight, updates, rows, self.silu_mul)
 
     def pack_experts(

@@ -48,7 +48,7 @@ from sametoken.ops.model.latent_attention import rope_triton as latent_rope
 from sametoken.ops.model.latent_attention import triton as latent_attention
 from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentShape, LayerLatent
-from sametoken.ops.model.low_rank import AdaptedWeight, Factors, RowAdapters
+from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
@@ -226,13 +226,9 @@ class TritonKernels:
         return StackedWeight(tuple(weights), self.silu_mul)
 
     def adapt(
-        self,
-        weight: Weight,
-        adapters: Sequence[Sequence[Factors | None]],
-        sizes: Sequence[int],
-        rows: RowAdapters,
+        self, weight: Weight, sizes: Sequence[int], room: Room, rows: RowAdapters
     ) -> AdaptedWeight:
-        updates = StackedUpdates.of(adapters, sizes)
+        updates = StackedUpdates.of(weight.in_features, sizes, room)
         return AdaptedWeight(weight, updates, rows, self.silu_mul)
 
     def pack_experts(

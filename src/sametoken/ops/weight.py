@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sametoken.ops.layer import LayerParts, WholeLayer
-    from sametoken.ops.model.low_rank import Factors, RowAdapters
+    from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,19 +348,15 @@ class Packing(Protocol):
         ...
 
     def adapt(
-        self,
-        weight: Weight,
-        adapters: Sequence[Sequence[Factors | None]],
-        sizes: Sequence[int],
-        rows: RowAdapters,
-    ) -> Weight:
+        self, weight: Weight, sizes: Sequence[int], room: Room, rows: RowAdapters
+    ) -> AdaptedWeight:
         """A weight beside which each row adds its adapter's product.
 
         Args:
             weight: the checkpoint's [N, K].
-            adapters: of each adapter, from number 1 on, the factors of each part; some are there.
-            sizes: output features of the parts, N in total.
-            rows: the adapter of each row.
+            sizes: output features of its parts, N in total.
+            room: for adapters.
+            rows: the place of each row's adapter.
         """
         ...
 

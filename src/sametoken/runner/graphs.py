@@ -62,31 +62,41 @@ class StepGraphs:
         shapes: see ``Launcher.shapes``.
         layouts: ring of layouts for the device.
         eager: runs steps that fit no captured shape.
+        beside: graphs of the same weights, of which one runs at a time: captured with these.
     """
 
     step: Step
     shapes: tuple[StepShape, ...]
     layouts: LayoutRing
     eager: Launcher
+    beside: tuple[StepGraphs, ...] = ()
     _captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
 
     @torch.inference_mode()  # As steps run: nothing that they made may be written otherwise.
     def capture_all(self) -> CaptureReport:
-        """Capture every shape, the largest first, so that all share its memory."""
+        """Capture every shape, those of others too, so that all share one memory pool."""
+        every = (self, *self.beside)
         with _garbage_freed_before():
             # Cached free blocks from loading would distort the memory figures.
             torch.cuda.empty_cache()
             started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
             pool = torch.cuda.graph_pool_handle()
-            self._warm_up(self.shapes[-1])
-            for shape in reversed(self.shapes):
-                self._captured[shape] = self._capture(shape, pool)
+            for graphs in every:
+                graphs._capture_shapes(pool)
         used = free - torch.cuda.mem_get_info()[0]
-        return CaptureReport(2 * len(self.shapes), time.monotonic() - started, used)
+        num_graphs = 2 * sum(len(graphs.shapes) for graphs in every)
+        return CaptureReport(num_graphs, time.monotonic() - started, used)
+
+    def _capture_shapes(self, pool: Any) -> None:
+        """Capture the largest shape first, whose memory has room for the others."""
+        self._warm_up(self.shapes[-1])
+        for shape in reversed(self.shapes):
+            self._captured[shape] = self._capture(shape, pool)
 
     def release(self) -> None:
-        """Drop the graphs and what they hold of their memory pool; no step may be in flight."""
-        self._captured.clear()
+        """Drop all graphs and what they hold of their memory pool; no step may be in flight."""
+        for graphs in (self, *self.beside):
+            graphs._captured.clear()
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""

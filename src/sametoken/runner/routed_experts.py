@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, cast
 
@@ -169,6 +170,12 @@ class ExpertRecorder(StandIn):
             raise InvariantError(f"a pass of {num_rows} rows where {room} may be recorded")
         with self._kernels.recorded([self._chosen[i, :num_rows] for i in self._layers]):
             return self._target.forward(token_ids, rows, cache)
+
+    def beside(self, target: Decoder) -> ExpertRecorder:
+        """A recorder of another model with these layers of experts, into the same memory."""
+        other = copy(self)
+        other._target = target
+        return other
 
     def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
         """Enqueue the copy of the newest pass's experts to the host, before the next pass.

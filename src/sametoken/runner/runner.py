@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from sametoken.ops.step.types import LayoutTable, TableWrite
+from sametoken.runner.adapters import NO_STEP_ADAPTERS, StepAdapters
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
@@ -32,6 +33,10 @@ class Runner(Protocol):
 
 class Launcher(Protocol):
     """Runs the two halves of a step with logits processing in between."""
+
+    @property
+    def step(self) -> Step:
+        """The step's functions."""
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -104,6 +109,7 @@ class StepRunner:
         ring: host buffers for results.
         history: texts of earlier requests, for drafters that read them.
         experts: copies what the step's ``model`` has recorded to the results; None: nothing.
+        adapters: of the slots' requests.
     """
 
     step: Step
@@ -115,6 +121,7 @@ class StepRunner:
     ring: OutputRing
     history: TokenHistory = NO_HISTORY
     experts: ExpertRecorder | None = None
+    adapters: StepAdapters = NO_STEP_ADAPTERS
 
     def submit(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a step; its result is read later from the returned output."""
@@ -128,12 +135,13 @@ class StepRunner:
         if not plan.requests:
             return
         slots = [scheduled.slot for scheduled in plan.requests]
+        launcher = self.adapters.launcher_of(plan, self.launcher)
         layout = StepLayout.of(
             plan,
             self.step.ops.known_drafts(self.step.sequences, slots),
-            all_states=self.step.all_states or self.processing.scores_prompts(plan),
+            all_states=launcher.step.all_states or self.processing.scores_prompts(plan),
         )
-        self.launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
+        launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
         if self.experts is not None:
             buffer.experts = self.experts.keep(plan, layout)
         self.kept_states.keep(plan, self.step.sequences.num_computed)
@@ -153,4 +161,5 @@ class StepRunner:
             writes += restart(sequences, slot)
         for admission in plan.admissions:
             writes += admit(sequences, admission) + self.processing.admit(admission)
+            writes += self.adapters.admit(admission)
         return writes + [assign_blocks(sequences, one) for one in plan.block_assignments]

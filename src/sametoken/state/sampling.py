@@ -28,7 +28,6 @@ class SamplingTable:
     Attributes:
         temperature: [S] fp32, 0 for greedy.
         prompt_temperature: [S] fp32, above 0; see ``EngineRequest``.
-        adapter: [S] int64, likewise.
         seed: [S] int64.
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
@@ -39,7 +38,6 @@ class SamplingTable:
 
     temperature: Tensor
     prompt_temperature: Tensor
-    adapter: Tensor
     seed: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -58,7 +56,6 @@ class SamplingTable:
         return cls(
             temperature=full(0, torch.float32),
             prompt_temperature=full(1, torch.float32),
-            adapter=full(0, torch.int64),
             seed=full(0, torch.int64),
             top_k=full(0, torch.int64),
             top_p=full(1, torch.float64),
@@ -95,7 +92,6 @@ class SamplingTable:
         return [
             TableWrite(self.temperature[slot], 0.0 if greedy else params.temperature),
             TableWrite(self.prompt_temperature[slot], admission.prompt_temperature),
-            TableWrite(self.adapter[slot], admission.adapter),
             TableWrite(self.seed[slot], params.seed or 0),
             TableWrite(self.top_k[slot], params.top_k),
             TableWrite(self.top_p[slot], params.top_p),

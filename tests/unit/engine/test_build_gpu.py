@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sametoken.engine.build_gpu import (
     MOST_ROWS,
     captured_shapes,
-    gpu_launcher,
+    gpu_launchers,
     row_counts,
 )
 from sametoken.layers.slices import in_slices
@@ -178,11 +178,10 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
 
 
 def test_an_eager_engine_captures_nothing():
-    step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3))
+    step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3, device="cuda"))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
-    assert gpu_launcher(step, None, resolved, print, sparse=False) == EagerLauncher(
-        step, ROW_MULTIPLE
-    )
+    launchers = gpu_launchers([step], None, resolved, print, sparse=False)
+    assert launchers == [EagerLauncher(step, ROW_MULTIPLE)]
 
 
 @pytest.mark.parametrize("multiple", [1, ROW_MULTIPLE])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError, shown
-from sametoken.models.load.adapted import Adapter
+from sametoken.models.adapted import Adapter
 from sametoken.models.load.files import (
     ADAPTER_CONFIG,
     PICKLED,
@@ -112,12 +112,8 @@ class _Module:
     tensors: dict[str, str]
 
 
-def read_adapter(name: str, path: Path) -> Adapter:
-    """Read an adapter's files.
-
-    Args:
-        name: by which requests choose it.
-        path: its directory.
+def read_adapter(path: Path) -> Adapter:
+    """Read an adapter's files from their directory.
 
     Raises:
         CheckpointError: a file is missing or corrupt, a setting is impossible, or a factor lacks
@@ -140,7 +136,7 @@ def read_adapter(name: str, path: Path) -> Adapter:
         )
         for at, module in modules.items()
     }
-    return Adapter(name, str(path), factors)
+    return Adapter(str(path), factors)
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:

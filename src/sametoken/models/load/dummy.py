@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
-from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
+from sametoken.layers.share import Share
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.share import Share
 from sametoken.models.load.sources import FLOATING, rows_per_chunk
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Kernels
@@ -139,7 +138,6 @@ def dummy_reader(
     optional: Collection[str] = (),
     parallel: TensorParallel = SINGLE_RANK,
     quantization: Quantization = UNQUANTIZED,
-    adapters: Adapters = NO_ADAPTERS,
 ) -> WeightReader:
     """A reader of random weights, or of shapes only on the device "meta".
 
@@ -148,9 +146,7 @@ def dummy_reader(
     """
     source = DummySource(f"{directory} (dummy weights)", device, optional)
     reader = ShapeReader if device.type == "meta" else DummyReader
-    return reader(
-        source, kernels, dtype, device, parallel, quantization=quantization, adapters=adapters
-    )
+    return reader(source, kernels, dtype, device, parallel, quantization=quantization)
 
 
 def _scale_of(name: str) -> float:

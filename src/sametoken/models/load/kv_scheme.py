@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sametoken.layers.share import of_rank
 from sametoken.models.load.fp8_linear import positive
-from sametoken.models.load.share import of_rank
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.model.attention.kv import KVScales
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
-from sametoken.models.load.adapted import NO_ADAPTERS, Adapters
+from sametoken.layers.share import Part as Part
+from sametoken.layers.share import Share, share_of
+from sametoken.layers.share import Split as Split
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
-from sametoken.models.load.share import Part as Part
-from sametoken.models.load.share import Share, adjacent, of_rank
-from sametoken.models.load.share import Split as Split
 from sametoken.models.load.sources import FLOATING, TensorSource, dtype_name, require_finite
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
@@ -35,7 +34,6 @@ class WeightReader:
         parallel: the ranks that divide split tensors.
         quantize_fp8: whether projections become fp8; for draft heads, never for a target.
         quantization: the formats in which the checkpoint stores linears.
-        adapters: what stands beside linears.
     """
 
     source: TensorSource
@@ -45,7 +43,6 @@ class WeightReader:
     parallel: TensorParallel = SINGLE_RANK
     quantize_fp8: bool = False
     quantization: Quantization = UNQUANTIZED
-    adapters: Adapters = NO_ADAPTERS
     _read: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
@@ -110,17 +107,18 @@ class WeightReader:
         weight = self._stored(in_features, parts)
         if not bias:
             self._pass_zero_biases(parts)
-            return Linear(weight)
+            return Linear(weight, parts=parts)
         biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
-        return Linear(weight, self.filled(biases))
+        return Linear(weight, self.filled(biases), parts)
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
         """A row-parallel projection: ranks divide its input, its output is whole."""
         if self.parallel.size == 1:
             return self.linear(in_features, part, bias=bias)
-        weight = self._stored(in_features, (replace(part, split=Split.COLUMNS),))
+        parts = (replace(part, split=Split.COLUMNS),)
+        weight = self._stored(in_features, parts)
         added = self.vector(f"{part.name}.bias", part.rows) if bias else None
-        return RowParallelLinear(self.kernels, self.parallel, weight, added)
+        return RowParallelLinear(self.kernels, self.parallel, weight, added, parts)
 
     def expanded(self, in_features: int, part: Part) -> Tensor:
         """A linear's matrix in the reader's dtype, whatever its format: what is no product reads.
@@ -144,8 +142,7 @@ class WeightReader:
                 weights.append(self.projection(self.packed(in_features, *plain)))
             else:
                 weights.append(linear.read(self, in_features, run))
-        whole = weights[0] if len(weights) == 1 else self.kernels.stack(weights)
-        return self.adapters.beside(whole, self, in_features, parts)
+        return weights[0] if len(weights) == 1 else self.kernels.stack(weights)
 
     def _pass_zero_biases(self, parts: tuple[Part, ...]) -> None:
         """Count biases of zeros as read: old writers of GPTQ give one to every linear."""
@@ -223,7 +220,7 @@ class WeightReader:
         self._read.add(copy)
 
     def require_all_read(self, *, allowed: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
-        """Refuse a checkpoint with tensors that were not read, or adapters of other modules.
+        """Refuse a checkpoint with tensors that were not read.
 
         Args:
             allowed: suffixes of names that may stay unread.
@@ -241,11 +238,6 @@ class WeightReader:
                 f"does not use: {shown}",
                 "check the architecture and the bias settings in its config",
             )
-        self.adapters.require_all_used()
-
-    def without_adapters(self) -> WeightReader:
-        """The same reader, which keeps no adapter's factors in memory."""
-        return replace(self, adapters=NO_ADAPTERS)
 
     def filled(
         self,
@@ -297,13 +289,7 @@ class WeightReader:
 
     def share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
-        rows = adjacent(part.output_sizes or (part.rows,))
-        columns = range(row_shape[0] if row_shape else 1)
-        if part.split is Split.ROWS:
-            rows = tuple(of_rank(run, self.parallel) for run in rows)
-        elif part.split is Split.COLUMNS:
-            columns = of_rank(columns, self.parallel)
-        return Share(rows, columns, part.permutation)
+        return share_of(part, row_shape, self.parallel)
 
     def require_whole_groups(
         self, in_features: int, parts: tuple[Part, ...], size: int, group: str, otherwise: str = "1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,11 +39,27 @@ class Factors:
         return self.down.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory beside every matrix.
+
+    Attributes:
+        count: adapters that have a place in it.
+        rank: the largest of theirs.
+        dtype, device: of their factors.
+    """
+
+    count: int
+    rank: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Chosen:
     """The adapters that the rows of a pass chose.
 
     Args:
-        numbers: [T] int64, the adapter of each row, from 1 on; 0: none.
+        numbers: [T] int64, the place of each row's adapter, from 1 on; 0: it has none.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -84,7 +100,7 @@ class RowAdapters:
 
 
 class Update(Protocol):
-    """What adapters add to a product, in the layout of a backend."""
+    """What adapters add to a product, in the layout of a backend; nothing until they are put."""
 
     @property
     def nbytes(self) -> int: ...
@@ -92,6 +108,15 @@ class Update(Protocol):
     @property
     def row_bytes(self) -> int:
         """Bytes beside the result that a row needs on a GPU."""
+        ...
+
+    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
+        """Prepare an adapter; what is returned writes it, between steps, over the one before.
+
+        Args:
+            place: 1 to the room's count.
+            parts: its factors for each part; None: it adds nothing there.
+        """
         ...
 
     def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
@@ -157,20 +182,33 @@ class SeparateUpdates:
     """``Update`` whose adapters have products of their own, as on a CPU.
 
     Attributes:
-        adapters: the parts that each adapter has, from number 1 on.
+        pack: makes a factor a weight.
+        sizes: output features of the parts.
+        adapters: the parts that each adapter has, by its place from 1 on.
     """
 
-    adapters: tuple[tuple[PartProducts, ...], ...]
+    pack: Callable[[Tensor], Weight]
+    sizes: tuple[int, ...]
+    adapters: list[tuple[PartProducts, ...]]
 
     @classmethod
     def of(
-        cls,
-        pack: Callable[[Tensor], Weight],
-        adapters: Sequence[Sequence[Factors | None]],
-        sizes: Sequence[int],
+        cls, pack: Callable[[Tensor], Weight], sizes: Sequence[int], room: Room
     ) -> SeparateUpdates:
         """See ``Packing.adapt``."""
-        return cls(tuple(tuple(_products(pack, parts, sizes)) for parts in adapters))
+        return cls(pack, tuple(sizes), [()] * room.count)
+
+    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
+        """See ``Update``."""
+        first, made = 0, []
+        for own, size in zip(parts, self.sizes, strict=True):
+            if own is not None:
+                features = slice(first, first + size)
+                made.append(
+                    PartProducts(features, self.pack(own.down), self.pack(own.up), own.scale)
+                )
+            first += size
+        return partial(self.adapters.__setitem__, place - 1, tuple(made))
 
     @property
     def nbytes(self) -> int:
@@ -196,15 +234,3 @@ class SeparateUpdates:
                     own.copy_(added.add_(own))
                 else:
                     own.index_copy_(0, index, added.add_(own[index]).to(out.dtype))
-
-
-def _products(
-    pack: Callable[[Tensor], Weight], parts: Sequence[Factors | None], sizes: Sequence[int]
-) -> Sequence[PartProducts]:
-    first, found = 0, []
-    for own, size in zip(parts, sizes, strict=True):
-        if own is not None:
-            features = slice(first, first + size)
-            found.append(PartProducts(features, pack(own.down), pack(own.up), own.scale))
-        first += size
-    return found

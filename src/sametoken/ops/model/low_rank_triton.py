@@ -7,7 +7,7 @@ whatever their number, so the tensor cores add a row in one order.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.low_rank import Chosen, Factors
+from sametoken.ops.model.low_rank import Chosen, Factors, Room
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _ROWS = 16
@@ -39,34 +39,48 @@ class StackedUpdates:
         up: [A, N, R]; columns of zeros likewise.
         scale: [A, S] fp32; 0 where an adapter has no factors.
         borders: [S + 1] int32, the first output feature of each part, and N.
-        widest: the most output features of a part.
+        sizes: output features of the parts.
     """
 
     down: Tensor
     up: Tensor
     scale: Tensor
     borders: Tensor
-    widest: int
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, adapters: Sequence[Sequence[Factors | None]], sizes: Sequence[int]) -> Self:
-        """See ``Packing.adapt``."""
-        found = next(one for parts in adapters for one in parts if one is not None)
-        device, dtype, in_features = found.down.device, found.down.dtype, found.down.shape[1]
-        ranks = [one.rank for parts in adapters for one in parts if one is not None]
-        rank = triton.next_power_of_2(max(_MIN_RANK, *ranks))
-        count, num_parts, borders = len(adapters), len(sizes), [0, *accumulate(sizes)]
-        down = torch.zeros(count, num_parts, rank, in_features, dtype=dtype, device=device)
-        up = torch.zeros(count, borders[-1], rank, dtype=dtype, device=device)
-        scale = torch.zeros(count, num_parts)
-        for number, parts in enumerate(adapters):
-            for part, one in enumerate(parts):
-                if one is not None:
-                    down[number, part, : one.rank] = one.down
-                    up[number, borders[part] : borders[part + 1], : one.rank] = one.up
-                    scale[number, part] = one.scale
-        starts = torch.tensor(borders, dtype=torch.int32)
-        return cls(down.flatten(1, 2), up, scale.to(device), starts.to(device), max(sizes))
+    def of(cls, in_features: int, sizes: Sequence[int], room: Room) -> Self:
+        """See ``Packing.adapt``; ``in_features`` are the matrix's."""
+        count, num_parts, borders = room.count, len(sizes), [0, *accumulate(sizes)]
+        rank = triton.next_power_of_2(max(_MIN_RANK, room.rank))
+
+        def zeros(*shape: int, dtype: torch.dtype = room.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=room.device)
+
+        return cls(
+            zeros(count, num_parts * rank, in_features),
+            zeros(count, borders[-1], rank),
+            zeros(count, num_parts, dtype=torch.float32),
+            torch.tensor(borders, dtype=torch.int32, device=room.device),
+            tuple(sizes),
+        )
+
+    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
+        """See ``Update``."""
+        live = self.down[place - 1], self.up[place - 1], self.scale[place - 1]
+        down, up, scale = (torch.zeros_like(one) for one in live)
+        by_part = zip(down.chunk(len(parts)), up.split(self.sizes), parts, strict=True)
+        for part, (own_down, own_up, one) in enumerate(by_part):
+            if one is not None:
+                own_down[: one.rank] = one.down
+                own_up[:, : one.rank] = one.up
+                scale[part] = one.scale
+
+        def write() -> None:
+            for old, new in zip(live, (down, up, scale), strict=True):
+                old.copy_(new)
+
+        return write
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +117,7 @@ class StackedUpdates:
             **options,
         )
         columns = 128
-        blocks, tiles = cdiv(self.widest, columns), _TILES if num_rows >= _MANY_ROWS else 1
+        blocks, tiles = cdiv(max(self.sizes), columns), _TILES if num_rows >= _MANY_ROWS else 1
         _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
             *(sums, chosen.numbers, self.up, self.scale, self.borders, out, num_rows),
             OUT_FEATURES=out.shape[1],

@@ -64,8 +64,8 @@ def write(path: Path, tensors: dict[str, Tensor] | None = None, **settings) -> P
 def test_factors_are_those_of_the_file(tmp_path):
     tensors = factors(Q, V)
     tensors[DOWN] = tensors[DOWN].bfloat16()
-    found = read_adapter("poet", write(tmp_path, tensors, **OF_TRAINING))
-    assert (found.name, found.location) == ("poet", str(tmp_path))
+    found = read_adapter(write(tmp_path, tensors, **OF_TRAINING))
+    assert found.location == str(tmp_path)
     assert found.modules.keys() == {Q, V}
     assert found.modules[Q].down.dtype == torch.bfloat16
     assert torch.equal(found.modules[Q].down, tensors[DOWN])
@@ -78,7 +78,7 @@ def test_pickled_factors_are_the_same(tmp_path):
     path = write(tmp_path, tensors)
     (path / "adapter_model.safetensors").unlink()
     torch.save(tensors, path / "adapter_model.bin")
-    found = read_adapter("a", path).modules[Q]
+    found = read_adapter(path).modules[Q]
     assert torch.equal(found.down, tensors[DOWN])
     assert torch.equal(found.up, tensors[UP])
 
@@ -97,7 +97,7 @@ def test_pickled_factors_are_the_same(tmp_path):
 @pytest.mark.parametrize("adapter", ["", ".default"])
 def test_a_module_is_named_from_its_layer_on(tmp_path, prefix, adapter):
     path = write(tmp_path, factors(Q, prefix=prefix, adapter=adapter))
-    assert read_adapter("a", path).modules.keys() == {Q}
+    assert read_adapter(path).modules.keys() == {Q}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_module_is_named_from_its_layer_on(tmp_path, prefix, adapter):
 def test_patterns_and_scales_are_peft_s(tmp_path, settings, scale):
     """A pattern is the whole name or its end from a dot on; the first one that matches counts."""
     path = write(tmp_path, factors(Q), **settings)
-    assert read_adapter("a", path).modules[Q].scale == scale
+    assert read_adapter(path).modules[Q].scale == scale
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_what_would_change_the_result_is_refused_before_tensors_are_read(tmp_pat
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     (key,) = setting
     with pytest.raises(UnsupportedError, match=rf"config\.json: {key}.* not supported") as caught:
-        read_adapter("a", path)
+        read_adapter(path)
     assert "merge it into its model" in caught.value.remedy
 
 
 def test_the_remedy_for_changed_weights_is_peft_s_conversion(tmp_path):
     with pytest.raises(UnsupportedError) as caught:
-        read_adapter("a", write(tmp_path, init_lora_weights="pissa"))
+        read_adapter(write(tmp_path, init_lora_weights="pissa"))
     assert "path_initial_model_for_weight_conversion" in caught.value.remedy
 
 
@@ -168,7 +168,7 @@ def test_a_model_is_no_adapter(tmp_path):
 def test_an_alpha_beyond_any_use_is_refused(tmp_path):
     for settings in ({"lora_alpha": 1e30}, {"alpha_pattern": {"q_proj": 1e30}}):
         with pytest.raises(UnsupportedError, match=r"1e\+30 is not supported"):
-            read_adapter("a", write(tmp_path, **settings))
+            read_adapter(write(tmp_path, **settings))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_an_alpha_beyond_any_use_is_refused(tmp_path):
 )
 def test_impossible_settings_are_refused(tmp_path, settings, cause):
     with pytest.raises(CheckpointError, match=cause):
-        read_adapter("a", write(tmp_path, **settings))
+        read_adapter(write(tmp_path, **settings))
 
 
 @pytest.mark.parametrize(
@@ -209,22 +209,22 @@ def test_impossible_settings_are_refused(tmp_path, settings, cause):
 def test_other_tensors_are_named_and_refused(tmp_path, name):
     path = write(tmp_path, factors(Q) | {name: torch.ones(4, 6)})
     with pytest.raises(UnsupportedError) as caught:
-        read_adapter("a", path)
+        read_adapter(path)
     assert name in caught.value.cause
 
 
 def test_a_module_has_both_factors_once(tmp_path):
     tensors = factors(Q)
     with pytest.raises(CheckpointError, match="in two ways"):
-        read_adapter("a", write(tmp_path, tensors | factors(Q, adapter=".default")))
+        read_adapter(write(tmp_path, tensors | factors(Q, adapter=".default")))
     half = {DOWN: tensors[DOWN], UP.replace("model.layers", "layers"): tensors[UP]}
     with pytest.raises(CheckpointError, match="in two ways"):
-        read_adapter("a", write(tmp_path, half))
+        read_adapter(write(tmp_path, half))
     for name in (DOWN, UP):
         with pytest.raises(CheckpointError, match=f"holds {name} without its pair"):
-            read_adapter("a", write(tmp_path, {name: tensors[name]}))
+            read_adapter(write(tmp_path, {name: tensors[name]}))
     with pytest.raises(CheckpointError, match="holds no tensors"):
-        read_adapter("a", write(tmp_path, {}))
+        read_adapter(write(tmp_path, {}))
 
 
 @pytest.mark.parametrize(
@@ -241,23 +241,23 @@ def test_a_module_has_both_factors_once(tmp_path):
 )
 def test_broken_factors_are_refused(tmp_path, name, tensor, cause):
     with pytest.raises(CheckpointError, match=cause) as caught:
-        read_adapter("a", write(tmp_path, factors(Q) | {name: tensor}))
+        read_adapter(write(tmp_path, factors(Q) | {name: tensor}))
     assert name in caught.value.cause
 
 
 def test_factors_of_integers_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="has dtype I8"):
-        read_adapter("a", write(tmp_path, factors(Q) | {UP: torch.ones(10, 4).to(torch.int8)}))
+        read_adapter(write(tmp_path, factors(Q) | {UP: torch.ones(10, 4).to(torch.int8)}))
 
 
 def test_files_that_are_missing_or_broken(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere holds no adapter_config\.json"):
-        read_adapter("a", tmp_path / "nowhere")
+        read_adapter(tmp_path / "nowhere")
     path = write(tmp_path)
     weights = path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is truncated"):
-        read_adapter("a", path)
+        read_adapter(path)
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors or"):
-        read_adapter("a", path)
+        read_adapter(path)

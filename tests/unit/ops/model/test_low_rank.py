@@ -8,7 +8,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.errors import InvariantError
 from sametoken.ops.model import activation, low_rank_triton
-from sametoken.ops.model.low_rank import Chosen, Factors, RowAdapters, SeparateUpdates
+from sametoken.ops.model.low_rank import Chosen, Factors, Room, RowAdapters, SeparateUpdates
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -39,6 +39,24 @@ def factors(in_features: int, dtype: torch.dtype) -> list[list[Factors | None]]:
     ]
 
 
+def filled(update, parts):
+    """An update with adapters in its places, the last one over another."""
+    update.put(len(parts), parts[0])()
+    for place, own in enumerate(parts, start=1):
+        update.put(place, own)()
+    return update
+
+
+def room(dtype: torch.dtype, device: str = "cpu") -> Room:
+    return Room(len(RANKS), 17, dtype, torch.device(device))
+
+
+def adapt(kernels, plain, in_features, dtype, rows):
+    adapted = kernels.adapt(plain, SIZES, room(dtype), rows)
+    filled(adapted.update, factors(in_features, dtype))
+    return adapted
+
+
 def added(x: torch.Tensor, chosen: list[int], parts: list[list[Factors | None]]) -> torch.Tensor:
     """What the adapters add, in fp64."""
     out = torch.zeros(len(chosen), sum(SIZES), dtype=torch.float64)
@@ -64,7 +82,7 @@ def test_a_row_adds_its_own_adapter_whatever_the_others_choose(kernels, dtype):
     matrix, x = noise(64, in_features, seed=5, dtype=dtype), noise(23, in_features, seed=6)
     x, rows = x.to(dtype), RowAdapters()
     plain = kernels.pack(matrix.clone())
-    adapted = kernels.adapt(plain, parts, SIZES, rows)
+    adapted = adapt(kernels, plain, in_features, dtype, rows)
     rows.begin(torch.tensor(CHOSEN))
     out, base = adapted.matmul(x), plain.matmul(x)
     for row, number in enumerate(CHOSEN):
@@ -86,7 +104,7 @@ def test_a_row_adds_its_own_adapter_whatever_the_others_choose(kernels, dtype):
 def test_gate_and_up_are_adapted_before_silu():
     rows, x = RowAdapters(), noise(2, 72, seed=6)
     plain = REFERENCE.pack(noise(64, 72, seed=5))
-    adapted = REFERENCE.adapt(plain, factors(72, torch.float32), SIZES, rows)
+    adapted = adapt(REFERENCE, plain, 72, torch.float32, rows)
     rows.begin(torch.tensor([1, 0]))
     assert torch.equal(adapted.gated_matmul(x), activation.silu_mul(adapted.matmul(x)))
     assert torch.equal(adapted.gated_matmul(x)[1], plain.gated_matmul(x)[1])
@@ -95,9 +113,7 @@ def test_gate_and_up_are_adapted_before_silu():
 
 def test_a_product_of_other_rows_is_refused():
     rows = RowAdapters()
-    adapted = REFERENCE.adapt(
-        REFERENCE.pack(noise(64, 72, seed=5)), factors(72, torch.float32), SIZES, rows
-    )
+    adapted = adapt(REFERENCE, REFERENCE.pack(noise(64, 72, seed=5)), 72, torch.float32, rows)
     for chosen in ([0, 0, 0], [0]):
         rows.begin(torch.tensor(chosen))
         with pytest.raises(InvariantError, match="2 rows is not of all rows"):
@@ -117,12 +133,13 @@ def test_triton_adds_what_the_reference_adds(monkeypatch, in_features, many_rows
         [one and Factors(one.down.to(DEVICE), one.up.to(DEVICE), one.scale) for one in of]
         for of in parts
     ]
-    update = StackedUpdates.of(on_device, SIZES)
+    update = filled(StackedUpdates.of(in_features, SIZES, room(torch.float32, DEVICE)), on_device)
     update.add(mine, x.to(DEVICE), Chosen(chosen.to(DEVICE)))
     assert memory[:5].isnan().all()
     assert memory[28:].isnan().all()
     expected = out.clone()
-    SeparateUpdates.of(REFERENCE.pack, parts, SIZES).add(expected, x, Chosen(chosen))
+    separate = filled(SeparateUpdates.of(REFERENCE.pack, SIZES, room(torch.float32)), parts)
+    separate.add(expected, x, Chosen(chosen))
     torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
     for row, number in enumerate(CHOSEN):
         assert torch.equal(mine[row].cpu(), out[row]) is (number == 0)
@@ -135,12 +152,11 @@ def test_triton_s_kernels_compile_for_each_kind_of_product(tmp_path):
     compile_launches(
         """
 import torch
-from sametoken.ops.model.low_rank import Chosen, Factors
+from sametoken.ops.model.low_rank import Chosen, Room
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 
 bf16 = torch.bfloat16
-one = Factors(torch.zeros(1, 200, dtype=bf16), torch.zeros(64, 1, dtype=bf16), 0.5)
-update = StackedUpdates.of([[one, None, one]], [64, 64, 64])
+update = StackedUpdates.of(200, [64, 64, 64], Room(1, 1, bf16, torch.device("cpu")))
 for rows, out in ((1, bf16), (40, torch.float32), (600, bf16)):
     x, numbers = torch.zeros(rows, 200, dtype=bf16), torch.zeros(rows, dtype=torch.int64)
     update.add(torch.zeros(rows, 192, dtype=out), x, Chosen(numbers))

@@ -94,6 +94,17 @@ class Share:
             destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
 
 
+def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -> Share:
+    """A rank's share of a [part.rows, *row_shape] tensor."""
+    rows = adjacent(part.output_sizes or (part.rows,))
+    columns = range(row_shape[0] if row_shape else 1)
+    if part.split is Split.ROWS:
+        rows = tuple(of_rank(run, parallel) for run in rows)
+    elif part.split is Split.COLUMNS:
+        columns = of_rank(columns, parallel)
+    return Share(rows, columns, part.permutation)
+
+
 def of_rank(whole: range, parallel: TensorParallel) -> range:
     """A rank's equal part of a range."""
     size = len(whole) // parallel.size

@@ -155,6 +155,15 @@ class EngineConfig:
     lora_modules: tuple[LoRAModule, ...] = option(
         (), "LoRA adapters that requests may choose, each as NAME=PATH; may be repeated"
     )
+    enable_lora: bool = option(False, "let LoRA adapters come and go while the engine runs")
+    max_loras: int = option(
+        1,
+        "with enable_lora, adapters that are there at once, those of lora_modules at least",
+        limits=(1, 4096),
+    )
+    max_lora_rank: int = option(
+        16, "with enable_lora, the largest rank of an adapter that comes", limits=(1, 512)
+    )
     speculative_config: SpeculativeConfig | None = option(
         None,
         "how drafts are made: a method's name, or JSON whose keys sametoken help speculative lists",

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -18,6 +19,7 @@ from sametoken.engine.build import build_requested
 from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine, NotCopied
 from sametoken.engine.core import EngineCore
 from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.engine.offline_adapters import OfflineAdapters
 from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.engine.progress import shown_progress
 from sametoken.engine.resolve import ResolvedConfig
@@ -37,7 +39,7 @@ from sametoken.errors import RequestError
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import Messages, Tokenizer, require_own_end
-from sametoken.types.lora_modules import AdapterChoice, adapter_number, adapter_numbers
+from sametoken.types.lora_modules import AdapterChoice, AdapterNames
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.vllm_arguments import takes_vllm_arguments
@@ -109,7 +111,7 @@ class LLM(NotCopied):
 
     def _start(self, engine: EngineCore, tokenizer: Tokenizer | None, given: EngineConfig) -> None:
         resolved = engine.resolved
-        self._engine, self._adapters = engine, given.lora_modules
+        self._engine, self._named = engine, AdapterNames(given.lora_modules)
         self._exclusive = Exclusive()
         # From loading to writing: one set of new weights is held at most.
         self._updating = threading.Lock()
@@ -138,11 +140,7 @@ class LLM(NotCopied):
         return self._speculation
 
     def get_tokenizer(self) -> Any:
-        """The Hugging Face tokenizer.
-
-        Raises:
-            RequestError: ``skip_tokenizer_init`` is set.
-        """
+        """The Hugging Face tokenizer; with ``skip_tokenizer_init`` a ``RequestError``."""
         if self.inputs.tokenizer is None:
             raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
         return self.inputs.tokenizer.hf
@@ -190,7 +188,7 @@ class LLM(NotCopied):
         tokenized = [self.inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_of(given, len(tokenized))
-        adapters = adapter_numbers(self._adapters, lora_request, len(tokenized))
+        adapters = self.adapters.numbers(lora_request, len(tokenized))
         requests = [
             self.inputs.process(next(self._request_ids), *one).prepared()
             for one in zip(tokenized, params, adapters, strict=True)
@@ -237,9 +235,14 @@ class LLM(NotCopied):
         """
         tokens = self.inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        adapter = adapter_number(self._adapters, lora_request)
+        (adapter,) = self.adapters.numbers(lora_request, 1)
         request = self.inputs.process(next(self._request_ids), tokens, params, adapter)
         return self._stream(request.prepared())
+
+    @property
+    def adapters(self) -> OfflineAdapters:
+        """The LoRA adapters that requests may choose."""
+        return OfflineAdapters(self._engine, self._named, self._updating, self._resting)
 
     @property
     def weight_version(self) -> int:
@@ -269,20 +272,18 @@ class LLM(NotCopied):
 
         Raises:
             WeightUpdateError: a tensor or the version does not fit, or memory does not suffice.
-            CheckpointError: the directory cannot be read.
-            UnsupportedError: this engine's weights cannot change.
+            CheckpointError, UnsupportedError: the directory, or these weights, cannot be taken.
             EngineDeadError: the engine failed.
         """
         source = source_of(weights)
         with self._updating:
             new = self._engine.weights.load(source, target)
-            interrupts = self._interrupts()
-            with new.used_or_dropped(), interrupts, self._exclusive.held(interrupts.check):
+            with new.used_or_dropped(), self._resting():
                 return self._engine.upkeep.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; updates of weights need no reset (errors as in ``sleep``)."""
-        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+        with self._resting():
             self._engine.upkeep.forget_prefixes()
 
     @property
@@ -293,40 +294,33 @@ class LLM(NotCopied):
     def sleep(self, level: int = 1) -> None:
         """Give memory back while no request runs; none may come before ``wake_up``.
 
-        Args:
-            level: 1 gives back KV and the prefix cache; 2 also weights, which need an update then.
+        Level 1 gives back KV and the prefix cache, 2 also weights, which need an update then.
 
         Raises:
             RequestError: there is no such level, or requests are unfinished.
             UnsupportedError: memory of this engine cannot be given back.
             EngineDeadError: the engine failed.
         """
-        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+        with self._resting():
             self._engine.upkeep.require_sleep(level)
             if self._outputs.num_unfinished:
                 raise RequestError("requests are unfinished", "let them end first")
             self._engine.upkeep.sleep(level)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
-        """End a sleep, or that of some parts.
-
-        Args:
-            tags: of "weights" and "kv_cache"; None for both. Requests run once both are awake.
+        """End a sleep, or that of "weights" or "kv_cache" alone; with both awake, requests run.
 
         Raises:
             RequestError: no such part, no room for it, or dropped weights have not come back.
         """
-        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+        with self._resting():
             self._engine.upkeep.wake_up(parts_of(tags))
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.
 
         Any thread, signal handler or finalizer may call this; it never blocks. If another
-        thread is running a step, the request ends after that step.
-
-        Raises:
-            RequestError: the id is no text.
+        thread runs a step, the request ends after it. An id that is no text raises RequestError.
         """
         require_request_id(request_id)
         self._later(partial(self._end, request_id))
@@ -425,6 +419,12 @@ class LLM(NotCopied):
                 idle = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
                 if not idle:
                     self._step(interrupts)
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """A block between two steps, whose interrupts wait."""
+        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
+            yield
 
     def _interrupts(self) -> DeferredInterrupts:
         return DeferredInterrupts(self._engine.stop)

@@ -13,6 +13,9 @@ from sametoken.types.sampling_params import SamplingParams
 
 ENGINE = {
     "model": "smollm2",
+    "enable_lora": False,
+    "max_loras": 1,
+    "max_lora_rank": 16,
     "tokenizer": None,
     "chat_template": None,
     "generation_config": "auto",

@@ -63,7 +63,7 @@ def test_a_row_has_its_bits_in_any_company(sizes, in_features, rank, dtype):
     parts = factors(sizes, in_features, rank, dtype)
     update = StackedUpdates.of(in_features, sizes, Room(3, rank, dtype, torch.device("cuda")))
     for place, own in enumerate(parts, start=1):
-        update.put(place, own)()
+        update.prepare(own)(place)
     width = sum(sizes)
     x, before = noise(733, in_features, seed=1, dtype=dtype), noise(733, width, seed=2, dtype=dtype)
     chosen = torch.randint(0, 4, (733,), generator=torch.Generator().manual_seed(3)).cuda()

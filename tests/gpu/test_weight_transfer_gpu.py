@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from helpers.http_server import running_server
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.shared_memory import share
+from sametoken.engine.live_adapters import NoLiveAdapters
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import SametokenError
 from sametoken.serving.messages import (
@@ -176,7 +177,7 @@ def test_a_buffer_is_read_before_its_request_is_answered(monkeypatch):
             loaded.extend(source.chunks("one"))
             return NewWeights.same()
 
-    updates = WeightUpdates(Weights(), buffer.device, answered.put)
+    updates = WeightUpdates(Weights(), NoLiveAdapters(), buffer.device, answered.put)
     handle = {"gpu": MemoryHandle("uint8", (24,), (1,), 0, b"", 24, 0, b"", 0, b"", False)}
     shared = SharedTensors((TensorForm("one", "float32", (6,)),), (handle,), (24,))
     for command in (StartUpdate("model"), TakeWeights(shared), FinishUpdate(None)):

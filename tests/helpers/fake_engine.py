@@ -14,11 +14,12 @@ from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import DrainingError
+from sametoken.serving.adapters import ServedAdapters
 from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.engine_summary import EngineSummary
-from sametoken.types.lora_modules import LoRAModule, adapter_number
+from sametoken.types.lora_modules import AdapterNames, LoRAModule
 from sametoken.types.outputs import Logprob, RequestOutput, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
@@ -96,7 +97,8 @@ class FakeEngine:
         self.say = say if callable(say) else lambda prompt, index: say
         self.window, self.refuse = window, refuse
         self.endless, self.failed = endless, failed
-        self.lora_modules = adapters
+        self.adapters = ServedAdapters(AdapterNames(adapters), self.command)
+        self.commands: list[object] = []
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
         self.chosen: list[int] = []
         self.aborted: list[str] = []
@@ -123,8 +125,12 @@ class FakeEngine:
         return ServerDefaults(SamplingParams(temperature=0.5, max_tokens=None))
 
     async def prepare(self, prompts, params: SamplingParams, request_id: str, lora_request=None):
-        given = prompts, params, adapter_number(self.lora_modules, lora_request)
+        given = prompts, params, self.adapters.named.number(lora_request)
         return await asyncio.to_thread(self._inputs.process_all, request_id, *given)
+
+    async def command(self, command: object) -> int:
+        self.commands.append(command)
+        return 0
 
     def stats(self) -> EngineStats:
         return STATS

@@ -15,7 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
-from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
+from sametoken.engine.adapters import adapted, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
@@ -157,8 +157,8 @@ def measure_memory(
     longest = resolve_max_model_len(config, architecture)
     require_token_map(spec, architecture)
     target = load_shapes(architecture, path, dtype)
-    adapters = read_adapters(resolve_adapters(config, announce))
-    widest = widest_of(target, adapted(target, adapters, SINGLE_RANK, dtype, SHAPES_ONLY))
+    config = resolve_adapters(config, announce)
+    widest = widest_of(target, adapted(target, config, SINGLE_RANK, dtype, SHAPES_ONLY))
     require_latents(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)

@@ -64,11 +64,12 @@ def serve(
     limits = ServingLimits(**take(options, ServingLimits))
     server = _server_config(take(options, ServerConfig))
     ray_config = _ray_config(take(options, RayConfig), ray)
-    if ray_config is not None and server.weight_transfer_config is not None:
-        raise ConfigError(
-            "weight_transfer_config changes one engine, and Ray has several replicas",
-            "serve each engine alone, or leave one of both out",
-        )
+    for name in ("weight_transfer_config", "allow_runtime_lora_updating"):
+        if ray_config is not None and getattr(server, name):
+            raise ConfigError(
+                f"{name} changes one engine, and Ray has several replicas",
+                "serve each engine alone, or leave one of both out",
+            )
     engine_config = EngineConfig.from_options(model=at_revision(model, revision), **options)
     server.require_apart(engine_config)
     check_certificate(server)

@@ -20,7 +20,7 @@ _SAME = """
     kv_cache_memory_bytes gpu_memory_utilization num_gpu_blocks_override
     enable_prefix_caching enforce_eager
     swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
-    enable_return_routed_experts lora_modules
+    enable_return_routed_experts lora_modules enable_lora max_loras max_lora_rank
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
     tool_call_parser reasoning_parser structured_outputs_config weight_transfer_config
     uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
@@ -140,8 +140,6 @@ def _lines() -> Iterator[str]:
     for options, names in TABLE:
         if options.instead:
             accepted = ", ".join(f"`{value}`" for value in options.accepted)
-            if options.beside:
-                accepted += f"; any beside `{flag(options.beside)}`"
             yield f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |"
 
 

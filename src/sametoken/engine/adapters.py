@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
-from sametoken.models.adapted import AdaptedModel, Adapter
+from sametoken.models.adapted import AdaptedModel
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.adapter import read_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
@@ -28,7 +28,7 @@ def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> E
         CheckpointError: an adapter is not there, or its config is malformed.
         UnsupportedError: an adapter's setting is not implemented.
     """
-    if not config.lora_modules:
+    if not (config.lora_modules or config.enable_lora):
         return config
     _require_alone(config)
     found = []
@@ -39,36 +39,36 @@ def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> E
     return replace(config, lora_modules=tuple(found))
 
 
-def read_adapters(config: EngineConfig) -> list[Adapter]:
-    """Read the adapters of a config that is resolved; errors as ``read_adapter``."""
-    return [read_adapter(Path(one.path)) for one in config.lora_modules]
-
-
 def adapted(
     target: Decoder,
-    adapters: Sequence[Adapter],
+    config: EngineConfig,
     parallel: TensorParallel,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AdaptedModel | None:
-    """The target with its adapters, in their places; None without any.
+    """The target with room for adapters, and those of the start in it; None without any.
 
     Args:
         target: as loaded.
-        adapters: its adapters, in the order of their numbers.
-        parallel: the ranks that divide it.
+        config: resolved.
+        parallel: the ranks that divide the target.
         dtype, device: of the factors.
 
     Raises:
-        CheckpointError, UnsupportedError: as ``AdaptedModel.prepare``.
+        CheckpointError, UnsupportedError: as ``read_adapter`` and ``AdaptedModel.prepare``.
     """
-    if not adapters:
+    adapters = [read_adapter(Path(one.path)) for one in config.lora_modules]
+    ranks, modules = [one.rank for one in adapters], None
+    count = len(adapters)
+    if config.enable_lora:
+        count, ranks = max(count, config.max_loras), [*ranks, config.max_lora_rank]
+    elif adapters:
+        modules = frozenset(module for one in adapters for module in one.modules)
+    else:
         return None
-    room = Room(len(adapters), max(one.rank for one in adapters), dtype, device)
-    modules = frozenset(module for one in adapters for module in one.modules)
-    model = AdaptedModel(target, parallel, room, modules)
+    model = AdaptedModel(target, parallel, Room(count, max(ranks), dtype, device), modules)
     for number, adapter in enumerate(adapters, start=1):
-        model.prepare(adapter, number, place=number)()
+        model.prepare(adapter, number)(number)
     return model
 
 
@@ -81,12 +81,13 @@ def _require_alone(config: EngineConfig) -> None:
     speculative = config.speculative_config
     if speculative is not None and speculative.method == EXTRACT:
         raise ConfigError(
-            "hidden states are extracted of the model alone", "leave lora_modules out"
+            "hidden states are extracted of the model alone",
+            "leave lora_modules and enable_lora out",
         )
     if config.expand_prompts_from:
         raise ConfigError(
             "prompts in the expanded form have no adapters",
-            "leave expand_prompts_from or lora_modules out",
+            "leave expand_prompts_from, or lora_modules and enable_lora out",
         )
     if config.max_num_batched_tokens > SLICE_ROWS:
         raise ConfigError(

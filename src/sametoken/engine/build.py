@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from subprocess import CalledProcessError
 
 from sametoken.config import EngineConfig
@@ -13,6 +14,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.live_adapters import AdapterPlaces, LiveAdapters, load_factors
 from sametoken.engine.load import Loaded, Requested, load, validate
 from sametoken.engine.resolve import (
     BUSY_ROWS,
@@ -20,7 +22,7 @@ from sametoken.engine.resolve import (
     ROWS_PER_SPARSE_READ,
     ROWS_PER_WEIGHT_READ,
 )
-from sametoken.engine.shared_weights import LeadingWeights
+from sametoken.engine.shared_weights import LeadingWeights, LoadAdapter
 from sametoken.engine.sleep import memory_of
 from sametoken.engine.step_memory import widened_bytes
 from sametoken.engine.weights import Weights, weights_of
@@ -94,14 +96,17 @@ def build_requested(requested: Requested, announce: Callable[[str], None]) -> En
             shared, own = ranks.parallel.size > 1, _weights(loaded, ranks)
             weights = LeadingWeights(own, ranks) if shared else own
             memory, resolved = memory_of(runner, loaded.target, shared=shared), loaded.resolved
-            return EngineCore(resolved, scheduler, leader, extraction, ranks, weights, memory)
+            upkeep = weights, memory, _live_adapters(loaded, ranks)
+            return EngineCore(resolved, scheduler, leader, extraction, ranks, *upkeep)
     except BaseException:
         extraction.close()
         raise
 
 
-def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]:
-    """Build the runner of a follower rank, and its weights.
+def build_follower(
+    config: EngineConfig, ranks: Ranks
+) -> tuple[Runner, Weights, LoadAdapter | None]:
+    """Build the runner of a follower rank, its weights, and what reads its shares of adapters.
 
     Raises:
         SametokenError: as in ``build_engine``.
@@ -109,11 +114,18 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> tuple[Runner, Weights]
     requested = validate(config, _silent)
     with _errors_of_the_machine_explained():
         loaded = load(requested, ranks, NoExtraction(), _silent)
-        return _assemble(loaded, ranks, _silent), _weights(loaded, ranks)
+        factors = None if loaded.adapted is None else partial(load_factors, loaded.adapted)
+        return _assemble(loaded, ranks, _silent), _weights(loaded, ranks), factors
 
 
 def _weights(loaded: Loaded, ranks: Ranks) -> Weights:
     return weights_of(loaded.target, loaded.drafter, loaded.resolved, ranks.parallel)
+
+
+def _live_adapters(loaded: Loaded, ranks: Ranks) -> LiveAdapters | None:
+    if loaded.adapted is None:
+        return None
+    return AdapterPlaces(loaded.adapted, ranks, come=loaded.resolved.config.enable_lora)
 
 
 @contextmanager

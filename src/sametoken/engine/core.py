@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
+from sametoken.engine.live_adapters import LiveAdapters, NoLiveAdapters
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sleep import FixedMemory, Memory, Sleep
 from sametoken.engine.upkeep import Upkeep
@@ -30,6 +31,7 @@ class EngineCore:
         peers: processes that share the model; once one has ended, the next step fails.
         weights: loads new weights; any thread may do so while steps run.
         sleep: which parts of its memory sleep.
+        adapters: those that requests may have.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class EngineCore:
         peers: Peers | None = None,
         weights: Weights | None = None,
         memory: Memory | None = None,
+        adapters: LiveAdapters | None = None,
     ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
@@ -49,6 +52,7 @@ class EngineCore:
         self.peers = peers or NoPeers()
         self.weights = weights or FixedWeights("models that were built by hand")
         self.sleep = Sleep(memory or FixedMemory("models that were built by hand"))
+        self.adapters = adapters or NoLiveAdapters()
         self._in_flight: deque[PendingOutput] = deque()
         # Of steps that were processed by ``at_rest``, for the next call of ``step``.
         self._ready: tuple[RequestUpdate, ...] = ()
@@ -72,6 +76,7 @@ class EngineCore:
             EngineDeadError: the engine has failed.
         """
         self.require_alive()
+        self.adapters.require(request.adapter)
         self.scheduler.add(request)
 
     def release(

@@ -13,7 +13,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
@@ -23,12 +23,11 @@ from sametoken.distributed.process_group import NoPeers, inherited, join
 from sametoken.distributed.ranks import Built, Enlist, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
-from sametoken.engine.shared_weights import FollowingWeights
+from sametoken.engine.shared_weights import FollowingWeights, LoadAdapter
 from sametoken.engine.weights import Weights
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import Failure, Inbox, send, take_socket
 from sametoken.layers.parallel import TensorParallel
-from sametoken.models.in_place import Replacement
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
 from sametoken.types.plan import StepPlan
@@ -84,10 +83,12 @@ class FollowingRank(NoPeers):
         """Nothing: rank 0 leads."""
         return []
 
-    def follow(self, runner: Runner, weights: Weights) -> NoReturn:
+    def follow(
+        self, runner: Runner, weights: Weights, load_factors: LoadAdapter | None
+    ) -> NoReturn:
         """Run plans until the process exits."""
-        following = FollowingWeights(weights, self._device, self.send)
-        work: queue.SimpleQueue[StepPlan | Replacement] = queue.SimpleQueue()
+        following = FollowingWeights(weights, load_factors, self._device, self.send)
+        work: queue.SimpleQueue[StepPlan | Callable[[], None]] = queue.SimpleQueue()
         args = (self._messages, following, work)
         threading.Thread(target=_begin_or_queue, args=args, name="messages", daemon=True).start()
         self.send(Built())
@@ -96,7 +97,7 @@ class FollowingRank(NoPeers):
             if isinstance(item, StepPlan):
                 runner.submit(item).discard()
             else:
-                item.write()
+                item()
             # While this waits it holds no second copy of the weights.
             del item
 
@@ -104,7 +105,7 @@ class FollowingRank(NoPeers):
 def _begin_or_queue(
     messages: Iterator[Any],
     following: FollowingWeights,
-    work: queue.SimpleQueue[StepPlan | Replacement],
+    work: queue.SimpleQueue[StepPlan | Callable[[], None]],
 ) -> None:
     """Begin what need not wait for the plans before it, and queue the rest in order."""
     for message in messages:

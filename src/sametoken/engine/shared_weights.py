@@ -11,7 +11,9 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +74,32 @@ class LoadShare:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadFactors:
+    """Read this rank's share of an adapter, and answer with ``ShareLoaded``.
+
+    Attributes:
+        number: of the update, as in ``LoadShare``.
+        adapter: its number.
+        path: its directory.
+    """
+
+    number: int
+    adapter: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class UseShare:
     """Write what was loaded over the weights in use, or drop it."""
 
     write: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UseFactors:
+    """Write the adapter that was loaded to a place."""
+
+    place: int
 
 
 # From a follower.
@@ -83,10 +107,45 @@ class UseShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareLoaded:
-    """What loading came to; no error if the share fits. ``number`` is that of ``LoadShare``."""
+    """What loading came to; no error if the share fits. ``number`` is that of the update."""
 
     number: int
     error: SametokenError | None
+
+
+#: Reads this rank's share of an adapter, by its number and path; returns what writes it to a place.
+LoadAdapter = Callable[[int, str], Callable[[int], None]]
+
+#: Of the updates that this process leads.
+_numbers = itertools.count()
+
+
+@contextmanager
+def agreed(ranks: Ranks, message: Callable[[int], LoadShare | LoadFactors]) -> Iterator[None]:
+    """A block that loads rank 0's share while the others load theirs.
+
+    Args:
+        ranks: all of them. If one refuses, the block included, none keeps its share.
+        message: tells the others what to load, with the update's number.
+
+    Raises:
+        SametokenError: the refusal of another rank.
+    """
+    number = next(_numbers)
+    ranks.tell(message(number))
+    try:
+        try:
+            yield
+        finally:
+            answers = ranks.collect(ShareLoaded, lambda one: one.number == number)
+            refusals = [answer.error for answer in answers if answer.error is not None]
+            del answers
+        if refusals:
+            # Held by no frame of its own traceback, which would keep the engine alive.
+            raise refusals.pop(0)
+    except BaseException:
+        ranks.tell(UseShare(write=False))
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +155,10 @@ class LeadingWeights:
     Attributes:
         own: of this rank.
         ranks: all of them.
-        numbers: of its updates.
     """
 
     own: Weights
     ranks: Ranks
-    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def require_target(self, target: str) -> int:
         """See ``Weights``; each rank has as much as this one, at most."""
@@ -113,23 +170,10 @@ class LeadingWeights:
         if target == DRAFTER:
             # Rank 0 alone drafts.
             return self.own.load(source, target)
-        number = next(self.numbers)
         with update_errors():
-            _kept, message = _in_memory(source, number)
-        self.ranks.tell(message)
-        try:
-            try:
-                new = self.own.load(source, target)
-            finally:
-                answers = self.ranks.collect(ShareLoaded, lambda one: one.number == number)
-                refusals = [answer.error for answer in answers if answer.error is not None]
-                del answers
-            if refusals:
-                # Held by no frame of its own traceback, which would keep the engine alive.
-                raise refusals.pop(0)
-        except BaseException:
-            self.ranks.tell(UseShare(write=False))
-            raise
+            _kept, memory = _in_memory(source)
+        with agreed(self.ranks, lambda number: replace(memory, number=number)):
+            new = self.own.load(source, target)
         return NewWeights(SharedReplacement(new.replacement.pairs, self.ranks), of_target=True)
 
 
@@ -150,51 +194,68 @@ class SharedReplacement(Replacement):
 
 
 class FollowingWeights:
-    """A follower's weights. They are loaded by a thread, beside the plans.
+    """A follower's weights and adapters. They are loaded by a thread, beside the plans.
 
     Args:
-        own: of this rank.
+        own: weights of this rank.
+        load_factors: see ``LoadAdapter``; None: rank 0 sends no adapter.
         device: the current one of this thread.
         send: answers rank 0.
     """
 
-    def __init__(self, own: Weights, device: torch.device, send: Callable[[Any], None]) -> None:
-        self._own = own
+    def __init__(
+        self,
+        own: Weights,
+        load_factors: LoadAdapter | None,
+        device: torch.device,
+        send: Callable[[Any], None],
+    ) -> None:
+        self._own, self._load_factors = own, load_factors
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None
         self._send = send
-        # The update that is loaded, until it is ended, and what it came to.
+        # The update that is loaded, until it is ended, and what writes it.
         self._number: int | None = None
-        self._loaded: NewWeights | None = None
+        self._loaded: NewWeights | Callable[[int], None] | None = None
         self._lock = threading.Lock()
         # For one copy of the weights: an update may begin while an interrupted one is loaded.
         self._room = threading.Lock()
 
-    def begin(self, message: LoadShare | UseShare) -> Replacement | None:
+    def begin(
+        self, message: LoadShare | LoadFactors | UseShare | UseFactors
+    ) -> Callable[[], None] | None:
         """Begin what rank 0 says, as soon as it comes: plans before it may wait for rank 0.
 
         Returns:
-            What is to be written once those plans have been run.
+            What is to be done once those plans have been run.
         """
         with self._lock:
             loaded, self._loaded, self._number = self._loaded, None, None
-            if isinstance(message, LoadShare):
+            if isinstance(message, LoadShare | LoadFactors):
                 self._number = message.number
-        if isinstance(message, LoadShare):
+        if isinstance(message, LoadShare | LoadFactors):
             threading.Thread(target=self._answer, args=(message,), daemon=True).start()
-            return None
-        return loaded.replacement if loaded is not None and message.write else None
+        elif isinstance(message, UseFactors) and callable(loaded):
+            return partial(loaded, message.place)
+        elif isinstance(message, UseShare) and message.write and isinstance(loaded, NewWeights):
+            return loaded.replacement.write
+        return None
 
-    def _answer(self, message: LoadShare) -> None:
+    def _answer(self, message: LoadShare | LoadFactors) -> None:
         # A thread begins on the first GPU.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         with self._room:
             self._send(ShareLoaded(message.number, self._load(message)))
 
-    def _load(self, message: LoadShare) -> SametokenError | None:
+    def _load(self, message: LoadShare | LoadFactors) -> SametokenError | None:
         # A function of its own, so that the thread keeps no weights that nobody wants any more.
         try:
-            loaded = self._own.load(message.source(), MODEL)
+            loaded: NewWeights | Callable[[int], None]
+            if isinstance(message, LoadFactors):
+                assert self._load_factors is not None
+                loaded = self._load_factors(message.adapter, message.path)
+            else:
+                loaded = self._own.load(message.source(), MODEL)
             with self._lock:
                 if self._number == message.number:
                     self._loaded = loaded
@@ -207,8 +268,8 @@ class FollowingWeights:
         return None
 
 
-def _in_memory(source: TensorSource, number: int) -> tuple[HostMemory, LoadShare]:
-    """A copy that all ranks can read.
+def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:
+    """A copy that all ranks can read, and where it is; the update has no number yet.
 
     Raises:
         WeightUpdateError: there is no memory for it.
@@ -231,4 +292,4 @@ def _in_memory(source: TensorSource, number: int) -> tuple[HostMemory, LoadShare
             rows = chunk.contiguous().view(-1).view(torch.uint8)
             memory.bytes[first : first + len(rows)].copy_(rows)
             first += len(rows)
-    return memory, LoadShare(number, memory.path, len(memory.bytes), found)
+    return memory, LoadShare(0, memory.path, len(memory.bytes), found)

@@ -1,11 +1,13 @@
-"""What is done between an engine's steps: new weights, memory given back, an empty prefix cache."""
+"""What is done between an engine's steps: new weights and adapters, memory given back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from sametoken.engine.live_adapters import NewAdapter
 from sametoken.engine.sleep import DROP_WEIGHTS
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, WeightUpdateError
@@ -53,6 +55,28 @@ class Upkeep:
 
         self.engine.at_rest(write)
         return version
+
+    def use_adapter(self, new: NewAdapter) -> None:
+        """Give an adapter from ``engine.adapters.load`` a place, between steps, or drop it.
+
+        Raises:
+            RequestError: there is no place for it; nothing is changed.
+            EngineDeadError: the engine has failed, or a step fails now.
+        """
+        try:
+            self.engine.require_alive()
+            in_use = self.engine.scheduler.adapters_in_use
+            place = self.engine.adapters.place(new.replaces, in_use)
+        except BaseException:
+            new.drop()
+            raise
+        self.engine.at_rest(partial(new.write, place))
+        if new.replaces:
+            self.remove_adapter(new.replaces)
+
+    def remove_adapter(self, number: int) -> None:
+        """No further request may have an adapter; unfinished ones keep it until they end."""
+        self.engine.adapters.remove(number)
 
     @property
     def is_sleeping(self) -> bool:

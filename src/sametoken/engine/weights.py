@@ -65,13 +65,17 @@ class NewWeights:
         """The target's own weights, for another version."""
         return cls(Replacement(()), of_target=True)
 
+    def drop(self) -> None:
+        """No rank keeps them."""
+        self.replacement.drop()
+
     @contextmanager
     def used_or_dropped(self) -> Iterator[None]:
         """A block that uses them; if it raises, no rank keeps them."""
         try:
             yield
         except BaseException:
-            self.replacement.drop()
+            self.drop()
             raise
 
     def version_after(self, current: int, wanted: int | None) -> int:

@@ -63,13 +63,14 @@ class AdaptedModel:
     Args:
         target: the model whose rows have none.
         parallel: the ranks that divide it.
-        room: of every place.
+        room: see below.
         modules: those that may be adapted; None: all linears of its layers.
 
     Attributes:
         decoder: the model whose rows may have adapters.
         rows: the place of each row's adapter in a pass.
         places: of the adapters that are there, by their numbers.
+        room: of every place.
     """
 
     def __init__(
@@ -80,38 +81,40 @@ class AdaptedModel:
         modules: frozenset[str] | None = None,
     ) -> None:
         self.rows, self.places = RowAdapters(), dict[int, int]()
-        self._kernels, self._parallel, self._room = target.kernels, parallel, room
+        self._kernels, self._parallel, self.room = target.kernels, parallel, room
         self._wanted, self._linears = modules, list[_AdaptedLinear]()
         self.decoder = copy(target)
         self.decoder.layers = tuple(self._adapted(layer) for layer in target.layers)
 
-    def prepare(self, adapter: Adapter, number: int, place: int) -> Callable[[], None]:
-        """Bring an adapter to the device; what is returned writes it to its place, between steps.
+    def prepare(self, adapter: Adapter, number: int) -> Callable[[int], None]:
+        """Bring an adapter to the device; what is returned writes it, between steps, to a place.
 
         Args:
             adapter: the adapter.
             number: by which requests have it; no other one ever has it.
-            place: where no adapter is, or one that no unfinished request has.
+
+        Returns:
+            A function of the place, which no unfinished request's adapter may have.
 
         Raises:
             CheckpointError: its factors have other shapes than the model's linears.
             UnsupportedError: a module is no linear of the model, or there is no room for its rank.
         """
         self._require_known(adapter)
-        if adapter.rank > self._room.rank:
+        if adapter.rank > self.room.rank:
             raise UnsupportedError(
                 f"adapter {adapter.location} has rank {adapter.rank}, and there is room for "
-                f"{self._room.rank}",
+                f"{self.room.rank}",
                 "start with a larger max_lora_rank",
             )
         writes = [
-            one.update.put(place, [self._factors(adapter, one, i) for i in range(len(one.parts))])
+            one.update.prepare([self._factors(adapter, one, i) for i in range(len(one.parts))])
             for one in self._linears
         ]
 
-        def write() -> None:
+        def write(place: int) -> None:
             for each in writes:
-                each()
+                each(place)
             for other in [one for one, at in self.places.items() if at == place]:
                 del self.places[other]
             self.places[number] = place
@@ -147,7 +150,7 @@ class AdaptedModel:
         inputs = part.split if part.split is Split.COLUMNS else Split.WHOLE
         down = share_of(Part(module, own.rank, split=inputs), (in_features,), self._parallel)
         up = share_of(part.of_rows(), (own.rank,), self._parallel)
-        at = self._room.dtype, self._room.device
+        at = self.room.dtype, self.room.device
         return Factors(down.of(own.down, *at), up.of(own.up, *at), own.scale)
 
     def _adapted(self, node: Any) -> Any:
@@ -175,7 +178,7 @@ class AdaptedModel:
         if self._wanted is not None and self._wanted.isdisjoint(modules):
             return linear
         sizes = [share_of(one.of_rows(), (1,), self._parallel).num_rows for one in parts]
-        weight = self._kernels.adapt(linear.weight, sizes, self._room, self.rows)
+        weight = self._kernels.adapt(linear.weight, sizes, self.room, self.rows)
         divided = any(one.split is Split.COLUMNS for one in parts)
         in_features = linear.weight.in_features * (self._parallel.size if divided else 1)
         self._linears.append(_AdaptedLinear(modules, parts, in_features, weight.update))

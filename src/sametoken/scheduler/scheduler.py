@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from sametoken.errors import InvariantError, RequestError
 from sametoken.scheduler.integrity import check_blocks, check_in_flight, check_requests, check_slots
@@ -95,6 +95,12 @@ class Scheduler:
     def num_swapped(self) -> int:
         """Preempted requests, which have no KV on the device."""
         return len(self._swapped)
+
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """The adapters of unfinished requests."""
+        requests = chain(self._waiting.values(), self._running.values(), self._swapped.values())
+        return {one.request.adapter for one in requests}
 
     @property
     def swap_usage(self) -> float:

@@ -22,6 +22,7 @@ from sametoken.engine.user_inputs import (
     require_request_id,
 )
 from sametoken.errors import ConfigError, RequestError, SametokenError, shown
+from sametoken.serving.adapters import ServedAdapters
 from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess, build_engine
 from sametoken.serving.limits import ServingLimits
@@ -55,7 +56,7 @@ from sametoken.text.tokenizer import (
     require_own_end,
 )
 from sametoken.types.engine_summary import EngineSummary
-from sametoken.types.lora_modules import AdapterChoice, LoRAModule, adapter_number
+from sametoken.types.lora_modules import AdapterChoice
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.vllm_arguments import takes_vllm_arguments
 from sametoken.types.weight_updates import Rendezvous
@@ -74,12 +75,12 @@ class AsyncLLM(NotCopied):
     Attributes:
         resolved: the engine's settings; ``eos_token_ids`` includes the tokenizer's.
         max_num_seqs: completions that the engine runs at once.
-        lora_modules: the adapters that requests may choose, as they were given.
+        adapters: those that requests may choose.
     """
 
     resolved: EngineSummary
     max_num_seqs: int
-    lora_modules: tuple[LoRAModule, ...]
+    adapters: ServedAdapters
 
     def __init__(
         self,
@@ -94,7 +95,6 @@ class AsyncLLM(NotCopied):
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
         self.max_num_seqs = process.ready.limits.max_num_seqs
-        self.lora_modules = config.lora_modules
         self._tokenizer = tokenizer
         self._generation_config = config.generation_config
         self._trials = ProcessTrials()
@@ -108,6 +108,7 @@ class AsyncLLM(NotCopied):
             trials=self._trials,
         )
         self._client = EngineClient(process, config, build, limits, tokenizer)
+        self.adapters = ServedAdapters(self._client.named, self._client.command)
         self._preparations = Preparations()
 
     @classmethod
@@ -229,7 +230,7 @@ class AsyncLLM(NotCopied):
                 none are from now on.
         """
         self._client.require_ready()
-        adapter = adapter_number(self.lora_modules, lora_request)
+        adapter = self._client.named.number(lora_request)
         process = partial(self._inputs.process_all, request_id, prompts, params, adapter)
         return await self._preparations.run(
             process, has_new_grammar=not self._inputs.knows_grammar(params)
@@ -270,7 +271,7 @@ class AsyncLLM(NotCopied):
         self._client.require_ready()
         require_request_id(request_id)
         tokens = self._inputs.tokenize(prompt)
-        adapter = adapter_number(self.lora_modules, lora_request)
+        adapter = self._client.named.number(lora_request)
         return self.begin(self._inputs.process(request_id, tokens, sampling_params, adapter))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:

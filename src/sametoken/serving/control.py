@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sametoken.engine.core import EngineCore
+from sametoken.engine.live_adapters import NewAdapter
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, SametokenError, UnsupportedError, WeightUpdateError
 from sametoken.serving.messages import (
@@ -19,6 +20,7 @@ from sametoken.serving.messages import (
     NameWeights,
     Order,
     Pause,
+    RemoveAdapter,
     Resume,
     WakeUp,
     WeightCommand,
@@ -42,7 +44,7 @@ class Control:
         self, engine: EngineCore, post: Callable[[Any], None], answer: Callable[[Any], None]
     ) -> None:
         self._engine = engine
-        self._updates = WeightUpdates(engine.weights, engine.resolved.device, post)
+        self._updates = WeightUpdates(engine.weights, engine.adapters, engine.resolved.device, post)
         self._send = answer
         self._paused = False
         # Pauses by ticket: those that wait for running requests, and those in force.
@@ -92,6 +94,8 @@ class Control:
     def _obey(self, command: Command) -> None:
         if isinstance(command, ForgetPrefixes):
             self._engine.upkeep.forget_prefixes()
+        elif isinstance(command, RemoveAdapter):
+            self._engine.upkeep.remove_adapter(command.number)
         elif isinstance(command, CheckSleep):
             self._engine.upkeep.require_sleep(command.level)
         elif isinstance(command, FallAsleep):
@@ -138,9 +142,15 @@ class Control:
         command, result, version = done.order.command, done.result, 0
         is_wanted = done.order.ticket in self._wanted
         self._wanted.discard(done.order.ticket)
-        if isinstance(result, NewWeights) and not is_wanted:
-            result.replacement.drop()
+        if isinstance(result, NewWeights | NewAdapter) and not is_wanted:
+            result.drop()
             result = None
+        elif isinstance(result, NewAdapter):
+            try:
+                self._engine.upkeep.use_adapter(result)
+                result = None
+            except RequestError as error:
+                result = error
         elif isinstance(result, NewWeights):
             assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
             try:

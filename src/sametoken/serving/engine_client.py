@@ -35,6 +35,7 @@ from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
 from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.lora_modules import AdapterNames
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.request import EngineRequest
 
@@ -57,6 +58,7 @@ class EngineClient:
         draining: whether new requests are refused.
         idle: set while there is no unfinished request.
         is_sleeping: whether the engine sleeps, in whole or in part.
+        named: the adapters that requests may choose.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class EngineClient:
         tokenizer: Tokenizer | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.draining = False
+        self.draining, self.named = False, AdapterNames(config.lora_modules)
         self.idle = asyncio.Event()
         self.idle.set()
         self._outputs = OutputProcessor(tokenizer)
@@ -194,12 +196,10 @@ class EngineClient:
     async def command(self, command: Command) -> int:
         """Have a command carried out, or if this is cancelled withdrawn; see ``Withdraw``.
 
-        Returns:
-            The version of the weights if it changed them, else 0.
+        Returns the version of the weights if it changed them, else 0.
 
         Raises:
-            RequestError, WeightUpdateError, CheckpointError, UnsupportedError: it is refused; see
-                ``AsyncLLM``.
+            RequestError, WeightUpdateError, CheckpointError, UnsupportedError: it is refused.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
         self.require_ready()
@@ -242,6 +242,7 @@ class EngineClient:
         """See ``Listener``: every unfinished request fails."""
         self._stopped = self.is_sleeping = False
         self._pausing.clear()
+        self.named.restart()
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=copy.copy(cause)))
         self._audit.abandon()

@@ -169,6 +169,22 @@ class NameWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Read an adapter and give it a place; as ``LiveAdapters.load``."""
+
+    number: int
+    path: str
+    replaces: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter:
+    """No further request may have an adapter."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Within the engine process: a ``Submit`` whose grammar was compiled, or cannot be."""
 
@@ -176,8 +192,25 @@ class Prepared:
     error: SametokenError | None
 
 
-WeightCommand = ChangeWeights | JoinTrainer | StartUpdate | TakeWeights | FinishUpdate | NameWeights
-Command = Pause | Resume | CheckSleep | FallAsleep | WakeUp | ForgetPrefixes | WeightCommand
+WeightCommand = (
+    ChangeWeights
+    | JoinTrainer
+    | StartUpdate
+    | TakeWeights
+    | FinishUpdate
+    | NameWeights
+    | LoadAdapter
+)
+Command = (
+    Pause
+    | Resume
+    | CheckSleep
+    | FallAsleep
+    | WakeUp
+    | ForgetPrefixes
+    | RemoveAdapter
+    | WeightCommand
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Commands about weights in the engine process: read or received by a thread, beside the steps."""
+"""Commands about weights and adapters in the engine process: carried out beside the steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sametoken.distributed.shared_memory import open_shared
 from sametoken.distributed.trainer_group import TrainerGroup
+from sametoken.engine.live_adapters import LiveAdapters, NewAdapter
 from sametoken.engine.weights import LEAVE_ROOM, NewWeights, Weights
 from sametoken.errors import SametokenError, WeightUpdateError, shown
 from sametoken.models.load.sent import SentTensors, source_of
@@ -27,6 +28,7 @@ from sametoken.serving.messages import (
     FinishUpdate,
     JoinedTensors,
     JoinTrainer,
+    LoadAdapter,
     NameWeights,
     Order,
     SharedTensors,
@@ -49,7 +51,7 @@ class Done:
     """Within the engine process: what a command came to; weights are still to be written."""
 
     order: Order
-    result: NewWeights | SametokenError | None
+    result: NewWeights | NewAdapter | SametokenError | None
 
 
 class WeightUpdates:
@@ -58,13 +60,19 @@ class WeightUpdates:
     The next one begins after ``used``, so that one set of new weights is held at most.
 
     Args:
-        weights: the engine's.
+        weights, adapters: the engine's.
         device: of the engine.
         post: takes a ``Done``, from any thread.
     """
 
-    def __init__(self, weights: Weights, device: torch.device, post: Callable[[Any], None]) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        weights: Weights,
+        adapters: LiveAdapters,
+        device: torch.device,
+        post: Callable[[Any], None],
+    ) -> None:
+        self._weights, self._adapters = weights, adapters
         self._device = device
         self._post = post
         self._waiting: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -90,7 +98,7 @@ class WeightUpdates:
         self._post(Done(order, self._result(order.command)))
         self._used.acquire()
 
-    def _result(self, command: Command) -> NewWeights | SametokenError | None:
+    def _result(self, command: Command) -> NewWeights | NewAdapter | SametokenError | None:
         try:
             result = self._carry_out(command)
             self._wait_for_reads()
@@ -102,11 +110,13 @@ class WeightUpdates:
         except Exception as error:
             return WeightUpdateError(f"the new weights cannot be loaded: {error!r}", "see the log")
 
-    def _carry_out(self, command: Command) -> NewWeights | None:
+    def _carry_out(self, command: Command) -> NewWeights | NewAdapter | None:
         if isinstance(command, ChangeWeights):
             return self._weights.load(source_of(Path(command.path)), command.target)
         if isinstance(command, NameWeights):
             return NewWeights.same()
+        if isinstance(command, LoadAdapter):
+            return self._adapters.load(command.number, command.path, command.replaces)
         if isinstance(command, FinishUpdate):
             update, self._update = self._begun(), None
             return self._weights.load(update.source(), update.target)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from sametoken.errors import ConfigError, RequestError, shown
@@ -79,54 +80,122 @@ def parse_modules(given: Any) -> tuple[LoRAModule, ...]:
     return tuple(found)
 
 
-def adapter_number(modules: Sequence[LoRAModule], chosen: AdapterChoice) -> int:
-    """The number by which a request's rows choose an adapter; ``NO_ADAPTER`` for None.
+class AdapterNames:
+    """The adapters that requests may choose, and the numbers by which the engine has them.
 
-    Raises:
-        RequestError: it names no adapter, or one that was loaded from another path.
-    """
-    if chosen is None:
-        return NO_ADAPTER
-    name, path = getattr(chosen, "lora_name", chosen), getattr(chosen, "lora_path", "")
-    if not isinstance(name, str):
-        raise _refusal(f"lora_request={shown(chosen)} is not possible", _CHOICE)
-    names = [one.name for one in modules]
-    if name not in names:
-        remedy = choice(name, names) if names else "start the engine with lora_modules"
-        raise _refusal(f"there is no adapter {shown(name)}", remedy)
-    number = names.index(name)
-    loaded = modules[number].path
-    if path and not _is_same(path, loaded):
-        raise _refusal(
-            f"the adapter {shown(name)} was loaded from {shown(loaded)}, not from {shown(path)}",
-            "give that path, or the name alone",
-        )
-    return 1 + number
-
-
-def adapter_numbers(
-    modules: Sequence[LoRAModule],
-    chosen: AdapterChoice | Sequence[AdapterChoice],
-    num_prompts: int,
-) -> list[int]:
-    """``adapter_number`` for each prompt.
+    No number is given twice, so that no request reads the KV of another adapter.
 
     Args:
-        modules: the adapters.
+        modules: those of the engine's start, numbered from 1 on.
+    """
+
+    def __init__(self, modules: Sequence[LoRAModule]) -> None:
+        self._given = dict(zip(modules, count(NO_ADAPTER + 1)))
+        self._next = count(NO_ADAPTER + 1 + len(modules))
+        self._numbers = dict(self._given)
+
+    def restart(self) -> None:
+        """The engine starts again, with the adapters of its start."""
+        self._numbers = dict(self._given)
+
+    @property
+    def modules(self) -> tuple[LoRAModule, ...]:
+        """All that are there."""
+        return tuple(self._numbers)
+
+    @property
+    def came(self) -> tuple[str, ...]:
+        """The names of those that came after the start, the oldest first."""
+        return tuple(one.name for one in self._numbers if one not in self._given)
+
+    def find(self, name: str) -> LoRAModule | None:
+        """The adapter of this name, if it is there."""
+        return next((one for one in self._numbers if one.name == name), None)
+
+    def next_number(self) -> int:
+        """The number of an adapter that is to come."""
+        return next(self._next)
+
+    def add(self, module: LoRAModule, number: int) -> None:
+        """Requests may choose an adapter, in place of one with its name."""
+        self.remove(module.name)
+        self._numbers[module] = number
+
+    def remove(self, name: str) -> None:
+        """Requests may not choose an adapter any more."""
+        self._numbers = {one: number for one, number in self._numbers.items() if one.name != name}
+
+    def number_of(self, name: str) -> int:
+        """The number of an adapter by its name; ``NO_ADAPTER`` if it is not there."""
+        module = self.find(name)
+        return NO_ADAPTER if module is None else self._numbers[module]
+
+    def number(self, chosen: AdapterChoice) -> int:
+        """The number by which a request's rows choose an adapter; ``NO_ADAPTER`` for None.
+
+        Raises:
+            RequestError: it names no adapter, or one that was loaded from another path.
+        """
+        if chosen is None:
+            return NO_ADAPTER
+        name, path = getattr(chosen, "lora_name", chosen), getattr(chosen, "lora_path", "")
+        if not isinstance(name, str):
+            raise _refusal(f"lora_request={shown(chosen)} is not possible", _CHOICE)
+        module = self.find(name)
+        if module is None:
+            names = [one.name for one in self._numbers]
+            remedy = choice(name, names) if names else "start the engine with lora_modules"
+            raise _refusal(f"there is no adapter {shown(name)}", remedy)
+        if path and not _is_same(path, module.path):
+            raise _refusal(
+                f"the adapter {shown(name)} was loaded from {shown(module.path)}, not from "
+                f"{shown(path)}",
+                "give that path, or the name alone",
+            )
+        return self._numbers[module]
+
+
+def adapter_number(modules: Sequence[LoRAModule], chosen: AdapterChoice) -> int:
+    """``AdapterNames.number`` among the adapters of a start."""
+    return AdapterNames(modules).number(chosen)
+
+
+def choices_of(
+    chosen: AdapterChoice | Sequence[AdapterChoice], num_prompts: int
+) -> Sequence[AdapterChoice]:
+    """A choice for each prompt.
+
+    Args:
         chosen: one choice for all prompts, or one per prompt.
         num_prompts: how many there are.
 
     Raises:
-        RequestError: as there, or the choices are not as many as the prompts.
+        RequestError: the choices are not as many as the prompts.
     """
     if isinstance(chosen, str) or not isinstance(chosen, Sequence):
-        return [adapter_number(modules, chosen)] * num_prompts
+        return [chosen] * num_prompts
     if len(chosen) != num_prompts:
         raise _refusal(
             f"{len(chosen)} adapters were given for {num_prompts} prompts",
             "give one for all, or one per prompt, None for the model itself",
         )
-    return [adapter_number(modules, one) for one in chosen]
+    return chosen
+
+
+def module_of(name: object, path: object) -> LoRAModule:
+    """An adapter of this name and path, given while the engine runs.
+
+    Raises:
+        RequestError: one of them is impossible.
+    """
+    try:
+        return _module((name, path), name, path)
+    except ConfigError:
+        raise RequestError(
+            f"{shown(name)} at {shown(path)} is no adapter",
+            "give a printable name without =, and a path",
+            param="lora_name",
+        ) from None
 
 
 def _refusal(cause: str, remedy: str) -> RequestError:

@@ -22,7 +22,6 @@ class VllmOptions:
         switches: names of those that are true or false, separated by spaces.
         instead: the remedy of a refusal; without one all values change nothing here.
         accepted: with one, the values that change nothing.
-        beside: with one, the option beside which no value changes anything.
     """
 
     why: str
@@ -30,7 +29,6 @@ class VllmOptions:
     switches: str = ""
     accepted: tuple[str, ...] = ("false",)
     instead: str = ""
-    beside: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,8 +136,8 @@ VLLM_OPTIONS = (
     ),
     VllmOptions("/metrics shows the load", switches="enable_server_load_tracking"),
     VllmOptions(
-        "every adapter stays loaded, with the rank that it has",
-        values="max_loras max_lora_rank max_cpu_loras lora_dtype",
+        "adapters that are there are on the device, in the dtype of the model",
+        values="max_cpu_loras lora_dtype",
         switches="fully_sharded_loras",
     ),
     # Accepted with the values that describe what happens here anyway.
@@ -292,12 +290,6 @@ VLLM_OPTIONS = (
         instead="send chat_template_kwargs, or use --chat-template FILE",
     ),
     VllmOptions(
-        "adapters are those that --lora-modules names",
-        switches="enable_lora",
-        instead="give --lora-modules NAME=PATH, or lora_modules={NAME: PATH} in Python",
-        beside="lora_modules",
-    ),
-    VllmOptions(
         "adapters are LoRA's, and a request names its own",
         values="qlora_adapter_name_or_path default_mm_loras",
         switches="enable_prompt_adapter",
@@ -423,7 +415,6 @@ def take_vllm_options(
         value, about = options.pop(name), known[name]
         if value is None:
             continue
-        if not options.get(about.beside):
-            about.require_accepted(value, spelled(name, value))
+        about.require_accepted(value, spelled(name, value))
         reasons.append(f"{spelled(name, value)} ({about.why})")
     return f"without effect here: {', '.join(reasons)}" if reasons else None

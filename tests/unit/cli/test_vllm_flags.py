@@ -173,12 +173,6 @@ def test_in_python_options_are_keywords():
         take_vllm_options(dict(offline))
     assert "an engine sleeps without a flag" in take_vllm_options(offline, offline=True)
     assert offline == {}
-    lora = {"enable_lora": True, "max_lora_rank": 16}
-    with pytest.raises(ConfigError, match=r"enable_lora=True is not offered: .* give --lora-mod"):
-        take_vllm_options(dict(lora))
-    beside = lora | {"lora_modules": {"sql": "./a"}}
-    assert "enable_lora=True (adapters are those" in take_vllm_options(beside)
-    assert beside == {"lora_modules": {"sql": "./a"}}
     kept = {"skip_tokenizer_init": True}
     assert take_vllm_options(kept, kept=("skip_tokenizer_init",)) is None
     assert kept == {"skip_tokenizer_init": True}

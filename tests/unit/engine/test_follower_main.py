@@ -27,8 +27,8 @@ def test_weights_that_were_written_are_held_by_nobody(monkeypatch):
     rank = FollowingRank.__new__(FollowingRank)
     rank._messages, rank._device = iter(inbox.get, None), torch.device("cpu")
     monkeypatch.setattr(rank, "send", lambda message: None)
-    threading.Thread(target=rank.follow, args=(None, None), daemon=True).start()
-    inbox.put([replacement])
+    threading.Thread(target=rank.follow, args=(None, None, None), daemon=True).start()
+    inbox.put([replacement.write])
     del replacement
     deadline = time.monotonic() + PATIENCE_S
     while written() is not None and time.monotonic() < deadline:

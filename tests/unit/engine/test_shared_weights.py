@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 
 import torch
 
 from sametoken.engine.shared_weights import (
     FollowingWeights,
+    LoadFactors,
     ShareLoaded,
+    UseFactors,
     UseShare,
     _in_memory,
 )
 from sametoken.engine.weights import NewWeights
+from sametoken.errors import CheckpointError
 from sametoken.models.in_place import Replacement
 from sametoken.models.load.sent import SentTensors
 
@@ -28,19 +32,44 @@ class SlowWeights:
         self.begun.release()
         assert self.may_end.wait(60)
         (sent,) = source.chunks("w")
-        return NewWeights(Replacement(((torch.empty(2), sent),)), of_target=True)
+        return NewWeights(Replacement(((self.live, sent),)), of_target=True)
 
 
 def test_an_update_is_not_loaded_beside_an_interrupted_one():
-    own, sent = SlowWeights(), queue.SimpleQueue()
-    following = FollowingWeights(own, torch.device("cpu"), sent.put)
-    updates = [_in_memory(SentTensors([("w", torch.full((2,), float(n)))]), n) for n in range(2)]
-    following.begin(updates[0][1])
+    own, sent, live = SlowWeights(), queue.SimpleQueue(), torch.zeros(2)
+    own.live = live
+    following = FollowingWeights(own, None, torch.device("cpu"), sent.put)
+    kept, updates = zip(
+        *(_in_memory(SentTensors([("w", torch.full((2,), float(n)))])) for n in range(2)),
+        strict=True,
+    )
+    first, second = (replace(one, number=n) for n, one in enumerate(updates))
+    following.begin(first)
     assert own.begun.acquire(timeout=60)
     assert following.begin(UseShare(write=False)) is None
-    following.begin(updates[1][1])
+    following.begin(second)
     assert not own.begun.acquire(timeout=0.3)
     own.may_end.set()
-    assert [sent.get(timeout=60) for _ in updates] == [ShareLoaded(n, None) for n in range(2)]
-    replacement = following.begin(UseShare(write=True))
-    assert replacement.pairs[0][1].tolist() == [1, 1]
+    assert [sent.get(timeout=60) for _ in kept] == [ShareLoaded(n, None) for n in range(2)]
+    following.begin(UseShare(write=True))()
+    assert live.tolist() == [1, 1]
+
+
+def test_an_adapter_is_written_to_its_place_and_none_after_weights():
+    written, sent = [], queue.SimpleQueue()
+
+    def load(number: int, path: str):
+        if path == "bad":
+            raise CheckpointError("bad", "give another")
+        return lambda place: written.append((number, path, place))
+
+    following = FollowingWeights(SlowWeights(), load, torch.device("cpu"), sent.put)
+    for number, path in enumerate(("./a", "bad", "./b")):
+        assert following.begin(LoadFactors(number, 5 + number, path)) is None
+        error = sent.get(timeout=60).error
+        assert (error is None) == (path != "bad")
+        # Weights are not written where an adapter was loaded, and none where it was refused.
+        if number < 2:
+            assert following.begin(UseShare(write=True)) is None
+    following.begin(UseFactors(2))()
+    assert written == [(7, "./b", 2)]

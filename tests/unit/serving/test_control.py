@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sametoken.engine.live_adapters import NoLiveAdapters
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, UnsupportedError, WeightUpdateError
 from sametoken.serving.control import Control
@@ -41,7 +42,7 @@ class Engine:
         self.is_sleeping = tags is not None
 
     def __init__(self) -> None:
-        self.upkeep = self
+        self.upkeep, self.adapters = self, NoLiveAdapters()
         self.scheduler = SimpleNamespace(num_running=1, num_swapped=0, admits=True)
         self.weights = SimpleNamespace(load=self.load)
         self.resolved = SimpleNamespace(device=torch.device("cpu"))

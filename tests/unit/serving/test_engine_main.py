@@ -21,7 +21,7 @@ from sametoken.types.sampling_params import SamplingParams
 class Engine:
     """Emits ``news`` step by step."""
 
-    weights = None
+    weights = adapters = None
     upkeep = SimpleNamespace(is_sleeping=False)
     resolved = SimpleNamespace(device=None)
 

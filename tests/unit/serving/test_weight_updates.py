@@ -7,6 +7,7 @@ import queue
 import pytest
 import torch
 
+from sametoken.engine.live_adapters import NoLiveAdapters
 from sametoken.engine.weights import FixedWeights, NewWeights
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, WeightUpdateError
 from sametoken.serving.messages import (
@@ -24,6 +25,7 @@ from sametoken.serving.messages import (
 from sametoken.serving.weight_updates import WeightUpdates
 from sametoken.types.weight_updates import MemoryHandle
 
+NO_ADAPTERS = NoLiveAdapters()
 CPU = torch.device("cpu")
 ONE, TWO = TensorForm("one", "float32", (2, 3)), TensorForm("two", "bfloat16", ())
 
@@ -63,7 +65,7 @@ class Weights:
 def scene(monkeypatch):
     monkeypatch.setattr("sametoken.serving.weight_updates.TrainerGroup", Group)
     weights, inbox = Weights(), queue.SimpleQueue()
-    updates = WeightUpdates(weights, CPU, inbox.put)
+    updates = WeightUpdates(weights, NO_ADAPTERS, CPU, inbox.put)
 
     def carry_out(command):
         order = Order(0, command)
@@ -133,7 +135,7 @@ def test_a_trainer_s_memory_is_read_before_the_answer(monkeypatch):
         events.append("answered")
         answered.put(done)
 
-    updates = WeightUpdates(Weights(), torch.device("cuda"), post)
+    updates = WeightUpdates(Weights(), NO_ADAPTERS, torch.device("cuda"), post)
     handle = {"gpu": MemoryHandle("uint8", (24,), (1,), 0, b"", 24, 0, b"", 0, b"", False)}
     shared = SharedTensors((ONE,), (handle,), (24,))
     for command in (StartUpdate("model"), TakeWeights(shared), FinishUpdate(None)):
@@ -200,13 +202,15 @@ def test_another_version_replaces_nothing(scene):
 
 def test_fixed_weights_refuse_at_the_start():
     inbox = queue.SimpleQueue()
-    WeightUpdates(FixedWeights("extraction"), CPU, inbox.put).begin(Order(0, StartUpdate("model")))
+    WeightUpdates(FixedWeights("extraction"), NO_ADAPTERS, CPU, inbox.put).begin(
+        Order(0, StartUpdate("model"))
+    )
     assert isinstance(inbox.get(timeout=10).result, UnsupportedError)
 
 
 def test_the_next_command_waits_until_weights_are_used():
     inbox = queue.SimpleQueue()
-    updates = WeightUpdates(Weights(), CPU, inbox.put)
+    updates = WeightUpdates(Weights(), NO_ADAPTERS, CPU, inbox.put)
     for ticket in range(2):
         updates.begin(Order(ticket, NameWeights(7)))
     assert inbox.get(timeout=10).order.ticket == 0

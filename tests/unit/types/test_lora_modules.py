@@ -9,9 +9,10 @@ import pytest
 from sametoken import LoRARequest
 from sametoken.errors import ConfigError, RequestError
 from sametoken.types.lora_modules import (
+    AdapterNames,
     LoRAModule,
     adapter_number,
-    adapter_numbers,
+    choices_of,
     parse_modules,
 )
 
@@ -97,10 +98,25 @@ def test_without_adapters_the_remedy_is_to_load_one():
 
 
 def test_a_choice_is_for_all_prompts_or_for_each():
-    assert adapter_numbers(BOTH, None, 2) == [0, 0]
-    assert adapter_numbers(BOTH, "chat", 2) == [2, 2]
-    assert adapter_numbers(BOTH, [LoRARequest("chat", 1), None, "sql"], 3) == [2, 0, 1]
+    assert choices_of(None, 2) == [None, None]
+    assert choices_of("chat", 2) == ["chat", "chat"]
+    assert choices_of(5, 1) == [5]
+    each = [LoRARequest("chat", 1), None, "sql"]
+    assert choices_of(each, 3) == each
     with pytest.raises(RequestError, match="2 adapters were given for 1 prompts"):
-        adapter_numbers(BOTH, ("sql", None), 1)
+        choices_of(("sql", None), 1)
     with pytest.raises(RequestError, match="lora_request=5 is not possible"):
-        adapter_numbers(BOTH, 5, 1)
+        adapter_number(BOTH, 5)
+
+
+def test_no_number_is_given_twice():
+    names = AdapterNames(BOTH)
+    for _ in range(2):
+        again = LoRAModule("sql", "./other")
+        names.add(again, names.next_number())
+        assert names.modules == (CHAT, again)
+    assert (names.number("sql"), names.number("chat"), names.came) == (4, 2, ("sql",))
+    names.remove("chat")
+    assert (names.number_of("chat"), names.number_of("sql")) == (0, 4)
+    names.restart()
+    assert (names.modules, names.number("sql"), names.next_number()) == (BOTH, 1, 5)

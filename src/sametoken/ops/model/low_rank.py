@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -100,7 +100,7 @@ class RowAdapters:
 
 
 class Update(Protocol):
-    """What adapters add to a product, in the layout of a backend; nothing until they are put."""
+    """What adapters add to a product, in the layout of a backend; nothing until one is written."""
 
     @property
     def nbytes(self) -> int: ...
@@ -110,12 +110,14 @@ class Update(Protocol):
         """Bytes beside the result that a row needs on a GPU."""
         ...
 
-    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
-        """Prepare an adapter; what is returned writes it, between steps, over the one before.
+    def prepare(self, parts: Sequence[Factors | None]) -> Callable[[int], None]:
+        """Bring an adapter to the device; what is returned writes it, between steps, to a place.
 
         Args:
-            place: 1 to the room's count.
             parts: its factors for each part; None: it adds nothing there.
+
+        Returns:
+            A function of the place, 1 to the room's count, over whose adapter it writes.
         """
         ...
 
@@ -198,7 +200,7 @@ class SeparateUpdates:
         """See ``Packing.adapt``."""
         return cls(pack, tuple(sizes), [()] * room.count)
 
-    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
+    def prepare(self, parts: Sequence[Factors | None]) -> Callable[[int], None]:
         """See ``Update``."""
         first, made = 0, []
         for own, size in zip(parts, self.sizes, strict=True):
@@ -208,7 +210,11 @@ class SeparateUpdates:
                     PartProducts(features, self.pack(own.down), self.pack(own.up), own.scale)
                 )
             first += size
-        return partial(self.adapters.__setitem__, place - 1, tuple(made))
+
+        def write(place: int) -> None:
+            self.adapters[place - 1] = tuple(made)
+
+        return write
 
     @property
     def nbytes(self) -> int:

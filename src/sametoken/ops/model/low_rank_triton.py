@@ -65,10 +65,10 @@ class StackedUpdates:
             tuple(sizes),
         )
 
-    def put(self, place: int, parts: Sequence[Factors | None]) -> Callable[[], None]:
+    def prepare(self, parts: Sequence[Factors | None]) -> Callable[[int], None]:
         """See ``Update``."""
-        live = self.down[place - 1], self.up[place - 1], self.scale[place - 1]
-        down, up, scale = (torch.zeros_like(one) for one in live)
+        places = self.down, self.up, self.scale
+        down, up, scale = made = [torch.zeros_like(one[0]) for one in places]
         by_part = zip(down.chunk(len(parts)), up.split(self.sizes), parts, strict=True)
         for part, (own_down, own_up, one) in enumerate(by_part):
             if one is not None:
@@ -76,9 +76,9 @@ class StackedUpdates:
                 own_up[:, : one.rank] = one.up
                 scale[part] = one.scale
 
-        def write() -> None:
-            for old, new in zip(live, (down, up, scale), strict=True):
-                old.copy_(new)
+        def write(place: int) -> None:
+            for all_of_them, own in zip(places, made, strict=True):
+                all_of_them[place - 1].copy_(own)
 
         return write
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 import sametoken
 from sametoken.errors import RequestError
+from sametoken.serving.http.adapters import adapter_routes
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.chat import answer_chat
 from sametoken.serving.http.completions import complete
@@ -113,6 +114,8 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     transfer = config.weight_transfer
     if transfer is not None:
         app.include_router(rollout_routes(engine, transfer, by_key=bool(config.api_key)))
+    if config.allow_runtime_lora_updating:
+        app.include_router(adapter_routes(served))
     install_handlers(app)
     _document(app)
     # The middleware added last runs first.

@@ -117,6 +117,9 @@ class ServerConfig:
         "answer vLLM's requests of trainers, to pause and to change weights: JSON with backend "
         "(files, gloo, nccl, ipc), directory and timeout",
     )
+    allow_runtime_lora_updating: bool = option(
+        False, "let clients load and unload LoRA adapters from paths of this machine"
+    )
 
     def __post_init__(self) -> None:
         require_limits(self)
@@ -154,10 +157,14 @@ class ServerConfig:
                 f"leave one of them out, or use {OPENAI!r} and {OPENAI_GPTOSS!r}",
             )
         StructuredOutputsConfig.parse(self.structured_outputs_config)
-        if self.weight_transfer is not None and not self.api_key and self.host not in _LOOPBACK:
+        self._require_guarded("weight_transfer_config", self.weight_transfer is not None)
+        self._require_guarded("allow_runtime_lora_updating", self.allow_runtime_lora_updating)
+
+    def _require_guarded(self, name: str, is_set: bool) -> None:
+        """Refuse an option by which everybody could change what answers."""
+        if is_set and not self.api_key and self.host not in _LOOPBACK:
             raise ConfigError(
-                f"weight_transfer_config without an api_key lets everybody at {self.host} change "
-                "the weights",
+                f"{name} without an api_key lets everybody at {self.host} change the weights",
                 f"give an api_key, or listen on {_LOOPBACK[0]} alone",
             )
 
@@ -166,11 +173,15 @@ class ServerConfig:
         return self.served_model_name or (model,)
 
     def require_apart(self, engine: EngineConfig) -> None:
-        """Refuse an adapter with a name of the model: requests could not tell them apart.
+        """Refuse an adapter with a name of the model, and adapters that come where none can.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: requests could not tell the two apart, or ``enable_lora`` is missing.
         """
+        if self.allow_runtime_lora_updating and not engine.enable_lora:
+            raise ConfigError(
+                "allow_runtime_lora_updating needs room for adapters", "set enable_lora too"
+            )
         names = self.names(engine.model)
         for one in engine.lora_modules:
             if one.name in names:

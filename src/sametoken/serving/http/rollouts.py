@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
 
 _COLUMNS = "names, dtype_names and shapes"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The weights or the request do not fit"},
+CONTROL_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "What is sent or asked for does not fit"},
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
     403: {"model": ErrorResponse, "description": "A page of another site sent the request"},
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
@@ -66,8 +66,8 @@ def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bo
         config: how weights come.
         by_key: whether every request has shown an API key.
     """
-    dependencies = [] if by_key else [Depends(_require_no_page)]
-    router = APIRouter(responses=_ERRORS, route_class=JsonRoute, dependencies=dependencies)
+    dependencies = [] if by_key else [Depends(require_no_page)]
+    router = APIRouter(responses=CONTROL_ERRORS, route_class=JsonRoute, dependencies=dependencies)
     _add_pauses(router, engine)
     _add_sleep(router, engine)
     _add_updates(router, engine, config)
@@ -206,7 +206,7 @@ def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransfer
         return Reset(success=True)
 
 
-def _require_no_page(request: Request) -> None:
+def require_no_page(request: Request) -> None:
     """Refuse what a browser sends for a page of another site, where no key tells them apart."""
     if "origin" in request.headers:
         raise ApiError(

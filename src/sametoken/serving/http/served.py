@@ -97,7 +97,7 @@ class Served:
         """
         if requested is None:
             return self.names[0]
-        require_served(requested, self.names, self.engine.lora_modules)
+        require_served(requested, self.names, self.engine.adapters.modules)
         return requested
 
     def cards(self) -> list[ModelCard]:
@@ -108,7 +108,10 @@ class Served:
         first = self.names[0]
         return [
             *(made(id=name, root=first) for name in self.names),
-            *(made(id=one.name, root=one.path, parent=first) for one in self.engine.lora_modules),
+            *(
+                made(id=one.name, root=one.path, parent=first)
+                for one in self.engine.adapters.modules
+            ),
         ]
 
     def check(self, num_prompts: int, params: SamplingParams) -> None:

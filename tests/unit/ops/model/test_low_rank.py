@@ -41,9 +41,9 @@ def factors(in_features: int, dtype: torch.dtype) -> list[list[Factors | None]]:
 
 def filled(update, parts):
     """An update with adapters in its places, the last one over another."""
-    update.put(len(parts), parts[0])()
+    update.prepare(parts[0])(len(parts))
     for place, own in enumerate(parts, start=1):
-        update.put(place, own)()
+        update.prepare(own)(place)
     return update
 
 

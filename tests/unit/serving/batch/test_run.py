@@ -19,11 +19,13 @@ from sametoken.errors import (
     OverloadedError,
     RequestError,
 )
+from sametoken.serving.adapters import ServedAdapters
 from sametoken.serving.batch import run as module
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.batch.lines import InputLine
 from sametoken.serving.batch.run import BatchSummary, answers_of, batch_server_config, run_batch
 from sametoken.serving.http.app import create_app
+from sametoken.types.lora_modules import AdapterNames
 
 CONFIG = EngineConfig(model="toy", device="cpu")
 BATCH = BatchConfig(("toy",), concurrency=3)
@@ -221,7 +223,7 @@ def test_lines_that_no_engine_would_serve_need_none(
 
 def test_a_line_names_its_adapter_as_the_model(engine, source, tmp_path):
     config = dataclasses.replace(CONFIG, lora_modules={"sql": "./a"})
-    engine.lora_modules = config.lora_modules
+    engine.adapters = ServedAdapters(AdapterNames(config.lora_modules), engine.command)
     first, second, *_ = map(json.loads, source.read_text().splitlines())
     first["body"]["model"], second["body"]["model"] = "sql", "other"
     source.write_text("\n".join(map(json.dumps, (first, second))) + "\n")

@@ -1,0 +1,83 @@
+"""The LoRA adapters of an ``LLM``, as its user sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sametoken.engine.core import EngineCore
+from sametoken.types.lora_modules import AdapterChoice, AdapterNames, choices_of, module_of
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineAdapters:
+    """Adapters that requests may choose; with ``enable_lora`` they come and go.
+
+    Attributes:
+        engine: of the ``LLM``.
+        named: their names and numbers.
+        updating: held from reading to writing.
+        resting: a block between two steps of the engine.
+    """
+
+    engine: EngineCore
+    named: AdapterNames
+    updating: threading.Lock
+    resting: Callable[[], AbstractContextManager[object]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which requests choose them."""
+        return tuple(one.name for one in self.named.modules)
+
+    def load(self, name: str, path: str | Path) -> None:
+        """Read an adapter in PEFT's format, in place of one of its name; running requests go on.
+
+        Args:
+            name: by which requests choose it.
+            path: its directory or hub id.
+
+        Raises:
+            RequestError: it cannot be read, does not fit the model, or there is no room for it.
+            EngineDeadError: the engine failed.
+        """
+        module = module_of(name, path)
+        with self.updating:
+            number, replaced = self.named.next_number(), self.named.number_of(name)
+            new = self.engine.adapters.load(number, module.path, replaced)
+            with self.resting():
+                self.engine.upkeep.use_adapter(new)
+                self.named.add(module, number)
+
+    def unload(self, name: str) -> None:
+        """No further request has the adapter; unknown names are ignored."""
+        with self.updating, self.resting():
+            self.engine.upkeep.remove_adapter(self.named.number_of(name))
+            self.named.remove(name)
+
+    def numbers(
+        self, chosen: AdapterChoice | Sequence[AdapterChoice], num_prompts: int
+    ) -> list[int]:
+        """The number of each prompt's adapter; one that comes with a path is read if need be.
+
+        If there is no room, the oldest that came so and that no prompt chooses goes.
+
+        Raises:
+            RequestError: as ``choices_of``, ``AdapterNames.number`` and ``load``.
+        """
+        choices = choices_of(chosen, num_prompts)
+        wanted = {getattr(one, "lora_name", one): getattr(one, "lora_path", "") for one in choices}
+        for name, path in wanted.items():
+            if path and isinstance(name, str) and self.engine.adapters.come:
+                self._bring(name, path, wanted)
+        return [self.named.number(one) for one in choices]
+
+    def _bring(self, name: str, path: str, wanted: Collection[object]) -> None:
+        if self.named.find(name) is not None:
+            return
+        if len(self.named.modules) == self.engine.adapters.count:
+            self.unload(next((one for one in self.named.came if one not in wanted), ""))
+        self.load(name, path)

@@ -1,0 +1,186 @@
+"""LoRA adapters that come and go: the tokens of engines that have them from their start."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from helpers.adapters import ATTENTION, MLP, write_adapter
+from helpers.chat_model import write_chat_model
+from helpers.checkpoints import write_llama
+from helpers.http_server import TOY_ENGINE, running_server
+from helpers.updates import NGRAM, PROMPTS, engine, params
+from sametoken import LLM, LoRARequest, SamplingParams
+from sametoken.errors import RequestError
+
+#: Sizes that two ranks divide.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 24}
+ROOM = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    target = write_llama(folder / "llama", **HEADS)
+    forms = {"all": (*ATTENTION, *MLP), "few": ("q_proj", "v_proj"), "down": ("down_proj",)}
+    adapters = {
+        name: write_adapter(folder / name, target, modules, rank=3 + 2 * seed, seed=seed)
+        for seed, (name, modules) in enumerate(forms.items())
+    }
+    return {"llama": target} | adapters
+
+
+def said(llm: LLM, chosen=None) -> list:
+    """Tokens and log-probabilities, to the bit."""
+    outputs = llm.generate(PROMPTS, params(), lora_request=chosen)
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def truth(files):
+    """What engines say that have one adapter alone, from their start, and no drafts."""
+    alone = {name: {"own": files[name]} for name in ("all", "few", "down")}
+    found = {
+        name: said(engine(files["llama"], lora_modules=one), "own") for name, one in alone.items()
+    }
+    found[None] = said(engine(files["llama"]))
+    assert len({str(one) for one in found.values()}) == 4, "an adapter changes nothing"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_come_and_go_and_leave_nothing_behind(files, truth, ranks):
+    """Names and places are used again: no KV, factor or number of the adapter before is read."""
+    divided = {"tensor_parallel_size": ranks, "steps_in_flight": 2}
+    with engine(files["llama"], NGRAM, **ROOM | divided) as llm:
+        plain = truth[None] if ranks == 1 else said(llm)
+        expected = {None: plain}
+        for name in ("all", "few", "down", "all"):
+            llm.adapters.load("a", files[name])
+            found = said(llm, "a")
+            # Two ranks have bits of their own, which are those of the first time.
+            assert found == expected.setdefault(name, truth[name] if ranks == 1 else found)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in truth[name]]
+        llm.adapters.load("b", files["down"])
+        mixed = said(llm, ["a", "b", None, "b"])
+        assert mixed == [expected[name][i] for i, name in enumerate(("all", "down", None, "down"))]
+        llm.adapters.unload("a")
+        assert llm.adapters.names == ("b",)
+        with pytest.raises(RequestError, match="there is no adapter 'a'"):
+            said(llm, "a")
+        assert said(llm, "b") == expected["down"]
+        assert said(llm) == plain
+        assert llm.speculation_metrics.num_accepted_tokens > 0
+
+
+def test_a_request_brings_its_adapter(files, truth):
+    with engine(files["llama"], lora_modules={"own": files["few"]}, **ROOM) as llm:
+        for name in ("all", "down", "all"):
+            brought = LoRARequest(name, 1, str(files[name]))
+            assert said(llm, [brought, "own", None, brought]) == [
+                truth[one][i] for i, one in enumerate((name, "few", None, name))
+            ]
+            assert llm.adapters.names == ("own", name)
+        three = [LoRARequest(name, 1, str(files[name])) for name in ("all", "down")]
+        with pytest.raises(RequestError, match="room for 2 adapters"):
+            said(llm, [*three, "own", None])
+        assert said(llm, "own") == truth["few"]
+
+
+def test_a_request_that_runs_keeps_its_adapter(files, truth):
+    with engine(files["llama"], **ROOM | {"max_loras": 1}) as llm:
+        llm.adapters.load("a", files["all"])
+        stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
+        next(stream)
+        for name in ("a", "b"):
+            with pytest.raises(RequestError, match=r"room for 1 adapters.*max_loras"):
+                llm.adapters.load(name, files["few"])
+        llm.adapters.unload("a")
+        with pytest.raises(RequestError, match="room for 1 adapters"):
+            llm.adapters.load("b", files["few"])
+        *_, last = stream
+        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
+        llm.adapters.load("b", files["few"])
+        assert said(llm, "b") == truth["few"]
+
+
+def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
+    wide = write_llama(tmp_path / "wide", **HEADS | {"hidden_size": 32})
+    others = {
+        "neither a path nor a hub id": tmp_path / "nowhere",
+        "32 x 32, the model's has 32 x 16": write_adapter(tmp_path / "w", wide, ("q_proj",)),
+        "has rank 9, and there is room for 8": write_adapter(
+            tmp_path / "r", files["llama"], ("q_proj",), rank=9
+        ),
+    }
+    with engine(files["llama"], **ROOM) as llm:
+        llm.adapters.load("a", files["all"])
+        for why, path in others.items():
+            with pytest.raises(RequestError, match=why) as caught:
+                llm.adapters.load("a", path)
+            assert caught.value.param == "lora_path"
+        for name in ("", "a=b", "a\n", 5):
+            with pytest.raises(RequestError, match="is no adapter"):
+                llm.adapters.load(name, files["all"])
+        assert said(llm, "a") == truth["all"]
+    with (
+        engine(files["llama"], lora_modules={"a": files["all"]}) as llm,
+        pytest.raises(RequestError, match="start with enable_lora"),
+    ):
+        llm.adapters.load("b", files["few"])
+
+
+def test_adapters_come_and_go_over_http(tmp_path):
+    model = write_chat_model(tmp_path / "model")
+    path = write_adapter(tmp_path / "sql", model, ATTENTION, seed=1)
+    sampling = {"temperature": 0.8, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    prompt = "the inner the other the inner the other"
+    with LLM(str(model), **TOY_ENGINE, lora_modules={"sql": path}) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(**sampling), lora_request="sql")
+
+    with (
+        running_server(
+            model,
+            engine={"speculative_config": NGRAM, "enable_lora": True},
+            served_model_name=("toy",),
+            allow_runtime_lora_updating=True,
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+
+        def post(route: str, **body) -> httpx.Response:
+            return client.post(f"/v1/{route}", json=body)
+
+        def ask() -> httpx.Response:
+            more = {"prompt": prompt, "return_token_ids": True}
+            return post("completions", model="sql", **more, **sampling)
+
+        def listed() -> list[str]:
+            return [one["id"] for one in client.get("/v1/models").json()["data"]]
+
+        assert ask().status_code == 404
+        loaded = {"lora_name": "sql", "lora_path": str(path)}
+        answer = post("load_lora_adapter", **loaded)
+        assert (answer.status_code, answer.text) == (
+            200,
+            "Success: LoRA adapter 'sql' added successfully.",
+        )
+        assert listed() == ["toy", "sql"]
+        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
+        again = post("load_lora_adapter", **loaded)
+        assert again.status_code == 400
+        assert "set load_inplace" in again.json()["error"]["message"]
+        assert post("load_lora_adapter", **loaded, load_inplace=True).status_code == 200
+        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
+        for bad, why in (
+            ({"lora_name": "toy"}, "is a name of the model"),
+            ({"lora_name": "a=b"}, "is no adapter"),
+            ({"lora_path": str(tmp_path)}, "holds no adapter_config.json"),
+        ):
+            refused = post("load_lora_adapter", **loaded | {"lora_name": "b"} | bad)
+            assert refused.status_code == 400, refused.text
+            assert why in refused.json()["error"]["message"]
+        assert post("unload_lora_adapter", lora_name="sql").status_code == 200
+        assert listed() == ["toy"]
+        assert ask().status_code == 404
+        assert post("unload_lora_adapter", lora_name="sql").status_code == 400

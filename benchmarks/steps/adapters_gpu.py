@@ -5,7 +5,7 @@
 MODEL is a directory with a config.json of a dense model; weights and adapters of all its
 projections are random, so only times are meaningful. Requests have 512 tokens and come at once. Of
 them none, all, or all with another adapter in turns have one; the first line has an engine without
-adapters.
+adapters, the others one to which they come.
 """
 
 from __future__ import annotations
@@ -88,28 +88,32 @@ def main() -> None:
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
 
-    def engine(modules: dict[str, str]) -> LLM:
-        return LLM(
+    def engine(**more: Any) -> LLM:
+        begun = time.monotonic()
+        llm = LLM(
             str(args.model),
             load_format="dummy",
             skip_tokenizer_init=True,
-            lora_modules=modules,
             max_model_len=4096,
             kv_cache_memory_bytes=16 << 30,
+            **more,
         )
+        print(f"{more}: started in {time.monotonic() - begun:.1f} s", flush=True)
+        return llm
 
-    llm = engine({})
+    llm = engine()
     results = {"no adapters": measure(llm, [None])}
     # One engine's memory at a time.
     del llm
     gc.collect()
+    names = [f"a{index}" for index in range(args.adapters)]
+    llm = engine(enable_lora=True, max_loras=args.adapters, max_lora_rank=args.rank)
     with tempfile.TemporaryDirectory() as folder:
-        names = [f"a{index}" for index in range(args.adapters)]
-        modules = {
-            name: write_adapter(Path(folder) / name, config, args.rank, seed)
-            for seed, name in enumerate(names)
-        }
-        llm = engine(modules)
+        for seed, name in enumerate(names):
+            path = write_adapter(Path(folder) / name, config, args.rank, seed)
+            begun = time.monotonic()
+            llm.adapters.load(name, path)
+            print(f"loaded an adapter in {time.monotonic() - begun:.2f} s", flush=True)
     results["none chosen"] = measure(llm, [None])
     results["all choose one"] = measure(llm, [names[0]])
     results[f"{args.adapters} in turns"] = measure(llm, list(names))

@@ -167,6 +167,23 @@ def test_the_same_tokens(files, truth, monkeypatch, name, spec, eager):
         assert llm.speculation_metrics.num_accepted_tokens > 0
 
 
+def test_adapters_that_come_have_the_bits_of_those_of_the_start(files, truth, monkeypatch):
+    """In captured steps, in places of others, in room for a larger rank, after a sleep."""
+    windows_must_be_captured(monkeypatch)
+    path, adapters = files["llama"]
+    room = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    options = OPTIONS | {"max_num_seqs": 9} | room
+    llm = LLM(str(path), skip_tokenizer_init=True, speculative_config=NGRAM, **options)
+    for first, second in (("few", "all"), ("all", "few")):
+        llm.adapters.load("all", adapters[first])
+        llm.adapters.load("few", adapters[second])
+        said = generate(llm)
+        assert (said == truth["llama"]) is (first == "all")
+    llm.sleep()
+    llm.wake_up()
+    assert generate(llm) == truth["llama"]
+
+
 def test_a_request_without_an_adapter_has_the_model_s_bits(files, truth):
     path, _ = files["llama"]
     options = OPTIONS | {"max_num_seqs": 9}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
-_SYSTEM, _USER = "system", "user"
+_SYSTEM, _USER, _ASSISTANT, _TOOL = "system", "user", "assistant", "tool"
 #: OpenAI's role of an application's instructions, and how a template compares with it.
 _DEVELOPER = "developer"
 _KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
@@ -17,6 +17,10 @@ _KNOWS_DEVELOPERS = re.compile(rf"""["']{_DEVELOPER}["']""")
 _JOINS_ARGUMENTS = re.compile(
     r"""\+\s*[\w.\[\]'"]+(?:\[["']|\.)arguments(?:["']\])?\s*(?:\+|-?}})"""
 )
+#: How a template reads the first of a message's calls alone.
+_READS_ONE_CALL = re.compile(r"tool_calls(?:['\"]\])?\[0\]")
+#: How a template joins a tool's description to a text, which must be there then.
+_JOINS_DESCRIPTION = re.compile(r"\+\s*tool(?:\.function)?\.description\b")
 _EFFORT = "reasoning_effort"
 _EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -24,39 +28,114 @@ _EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 def readable(messages: Messages, template: str) -> Messages:
     """The messages without what the template would drop or misread.
 
-    Those of developers are the system's or the user's unless the template knows them, and
-    arguments of calls are a text where it joins them to one, as DeepSeek's templates do.
+    Those of developers are the system's or the user's unless the template knows them. Arguments of
+    calls are a text where it joins them to one, as DeepSeek's templates do, and several calls are a
+    message each where it reads one, as Llama's and gpt-oss's.
     """
     has_developers = any(message.get("role") == _DEVELOPER for message in messages)
     if has_developers and not _KNOWS_DEVELOPERS.search(template):
         messages = _with_one_system(messages, later=(_DEVELOPER,))
+    if _READS_ONE_CALL.search(template):
+        messages = list(_with_single_calls(messages))
     if _JOINS_ARGUMENTS.search(template):
         messages = [_with_written_arguments(message) for message in messages]
     return list(messages)
 
 
+def readable_tools(options: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """The options, whose tools have a description where the template needs one, as gpt-oss's."""
+    tools = options.get("tools")
+    if not tools or not _JOINS_DESCRIPTION.search(template):
+        return dict(options)
+    return {**options, "tools": [_described(tool) for tool in tools]}
+
+
+def _described(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
 def eased(
     messages: Messages, options: Mapping[str, Any], template: str
-) -> tuple[Messages, dict[str, Any]]:
-    """What a template may take after it refused this, or the same if nothing can be eased.
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    """What a template may take after it refused or dropped this, from the least change on.
 
     Many templates refuse a second message of the system, or two of the user in a row. Some refuse
-    an effort that they do not name; it is the nearest then.
+    an effort that they do not name; it is the nearest then. Mistral's refuse a message of the user
+    right after a tool's, and Qwen3.5's a conversation without the user.
     """
-    joined: list[Mapping[str, Any]] = []
-    for message in _with_one_system(messages, later=(_SYSTEM, _DEVELOPER)):
-        if joined and joined[-1].get("role") == message.get("role") == _USER:
-            joined[-1] = _joined((joined[-1], message), _USER)
-        else:
-            joined.append(message)
+    with_one = _with_one_system(messages, later=(_SYSTEM, _DEVELOPER))
+    turns = _in_turns(with_one, {(_USER, _USER)})
+    options = _with_known_effort(options, template)
+    yield turns, options
+    yield _in_turns(_with_user(turns), {(_ASSISTANT, _ASSISTANT), (_TOOL, _USER)}), options
+
+
+def shows_instructions(text: str, messages: Messages) -> bool:
+    """Whether a rendered conversation has all instructions: gpt-oss's template drops all but one.
+
+    A single first one is the template's to word.
+    """
+    found = [message for message in messages if _instructs(message)]
+    return found == list(messages[:1]) or all(
+        (message.get("content") or "").strip() in text for message in found
+    )
+
+
+def _with_known_effort(options: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """The options with the nearest effort that the template names."""
     effort = options.get(_EFFORT)
     named = [one for one in _EFFORTS if re.search(rf"""["']{one}["']""", template)]
     if effort not in _EFFORTS or not named:
-        return joined, dict(options)
+        return dict(options)
     place = _EFFORTS.index(effort)
     # The greater of two that are equally near.
     nearest = min(reversed(named), key=lambda one: abs(_EFFORTS.index(one) - place))
-    return joined, {**options, _EFFORT: nearest}
+    return {**options, _EFFORT: nearest}
+
+
+def _in_turns(messages: Messages, joined: set[tuple[str, str]]) -> list[Mapping[str, Any]]:
+    """The messages with those of such neighbouring roles as one, unless the first one calls."""
+    turns: list[Mapping[str, Any]] = []
+    for message in messages:
+        before = turns[-1] if turns else {}
+        roles = before.get("role", ""), message.get("role", "")
+        if roles in joined and not before.get("tool_calls"):
+            turns[-1] = {**message, **_joined((before, message), roles[0])}
+        else:
+            turns.append(message)
+    return turns
+
+
+def _with_user(messages: Messages) -> Messages:
+    """The messages, of which the user's are the system's if there are no others."""
+    if any(message.get("role") == _USER for message in messages):
+        return messages
+    return [
+        {**message, "role": _USER} if message.get("role") == _SYSTEM else message
+        for message in messages
+    ]
+
+
+def _with_single_calls(messages: Messages) -> Iterator[Mapping[str, Any]]:
+    """The messages with one call in each, followed by what it returned."""
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        results = list(takewhile(lambda one: one.get("role") == _TOOL, left))
+        del left[: len(results)]
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": message["role"], "content": ""}
+            yield from (one for one in results if one.get("tool_call_id") == call.get("id"))
+            results = [one for one in results if one.get("tool_call_id") != call.get("id")]
+        yield from results
 
 
 def _with_one_system(messages: Messages, later: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -79,7 +158,7 @@ def _instructs(message: Mapping[str, Any]) -> bool:
 
 def _joined(messages: Messages, role: str) -> Mapping[str, Any]:
     """One message of a role with the texts of several."""
-    text = "\n\n".join(message.get("content") or "" for message in messages)
+    text = "\n\n".join(filter(None, (message.get("content") for message in messages)))
     return {**messages[0], "role": role, "content": text}
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ from sametoken.io.files import is_there
 from sametoken.models.hub import HubId, Needed, cached_on_hub
 from sametoken.models.names import resolve_model
 from sametoken.text.template_inputs import Messages as Messages
-from sametoken.text.template_inputs import eased, readable
+from sametoken.text.template_inputs import eased, readable, readable_tools, shows_instructions
 from sametoken.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -172,21 +173,27 @@ class Tokenizer:
         return text
 
     def _render(self, messages: Messages, options: dict[str, Any], template: str) -> str:
-        """The text of a conversation, eased if the template refuses it.
+        """The text of a conversation, eased if the template refuses it or drops instructions.
 
         Raises:
-            Exception: the template refuses that too, or it fails.
+            Exception: the template refuses all that, or it fails.
         """
-        given = (readable(messages, template), options)
-        try:
-            return self._render_once(*given)
-        except TemplateSyntaxError:
-            raise
-        except TemplateError:
-            changed = eased(*given, template)
-            if changed == given:
+        given = readable(messages, template), readable_tools(options, template)
+        shown: list[str] = []
+        refusals: list[TemplateError] = []
+        for form in chain([given], eased(*given, template)):
+            try:
+                shown.append(self._render_once(*form))
+            except TemplateSyntaxError:
                 raise
-            return self._render_once(*changed)
+            except TemplateError as error:
+                refusals.append(error)
+                continue
+            if shows_instructions(shown[-1], form[0]):
+                return shown[-1]
+        if shown:
+            return shown[0]
+        raise refusals[0]
 
     def _render_once(self, messages: Messages, options: dict[str, Any]) -> str:
         with bounded_steps():

@@ -361,12 +361,20 @@ ALTERNATING = """\
 {%- endfor %}"""
 
 
+#: Of gpt-oss's kind, too: all but the first message of the system is dropped.
+WITH_ONE_SYSTEM = """\
+{%- for message in messages if message == messages[0] or message.role == "user" -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+
+
 @pytest.mark.parametrize(
     ("template", "rendered"),
     [
         (STRICT, "<system>a\n\nb<user>hi\n\nc"),
         (ALTERNATING, "<system>a\n\nb<user>hi\n\nc"),
         (LENIENT, "<system>a<system>b<user>hi<system>c"),
+        (WITH_ONE_SYSTEM, "<system>a\n\nb<user>hi\n\nc"),
     ],
 )
 def test_a_template_that_refuses_messages_gets_one_of_the_system_and_turns(
@@ -377,6 +385,73 @@ def test_a_template_that_refuses_messages_gets_one_of_the_system_and_turns(
         message | {"role": message["role"].replace("developer", "system")} for message in INSTRUCTED
     ]
     assert tokenizer.apply_chat_template(messages, chat_template=template) == rendered
+
+
+#: Of Mistral's kind: turns alternate, not counting calls and what they return.
+TURNS = """\
+{%- set turns = namespace(last="") %}
+{%- for message in messages %}
+{%- if not message.tool_calls and message.role != "tool" %}
+{%- if message.role == turns.last %}{{ raise_exception("twice " ~ message.role) }}{% endif %}
+{%- set turns.last = message.role %}
+{%- endif %}<{{ message.role }}>{{ message.content }}
+{%- endfor %}"""
+#: Of Qwen3.5's kind.
+WITH_A_USER = """\
+{%- if not messages | selectattr("role", "eq", "user") | list %}{{ raise_exception("none") }}
+{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "rendered"),
+    [
+        (TURNS, [("user", "a"), ("tool", "b"), ("user", "c")], "<user>a<tool>b\n\nc"),
+        (TURNS, [("user", "a"), ("assistant", "b"), ("assistant", "")], "<user>a<assistant>b"),
+        (TURNS, [("user", "a"), ("user", "b")], "<user>a\n\nb"),
+        (WITH_A_USER + LENIENT, [("system", "a"), ("tool", "b")], "<user>a"),
+        (WITH_A_USER + LENIENT, [("system", "a"), ("system", "b"), ("tool", "b")], "<user>a\n\nb"),
+        (WITH_A_USER + LENIENT, [("tool", "b")], None),
+    ],
+)
+def test_a_template_gets_the_turns_that_it_takes(tokenizer, template, said, rendered):
+    """Users interrupt agents after a tool (mistral-vibe#255), and Dify sends no user (#33152)."""
+    messages = [{"role": role, "content": content} for role, content in said]
+    if rendered is not None:
+        assert tokenizer.apply_chat_template(messages, chat_template=template) == rendered
+        return
+    with pytest.raises(RequestError, match="refuses the messages: none"):
+        tokenizer.apply_chat_template(messages, chat_template=template)
+
+
+def test_a_template_that_reads_one_call_of_a_message_gets_one(tokenizer):
+    """Llama's refuses more, and gpt-oss's dropped them."""
+    template = """\
+{%- for message in messages -%}
+<{{ message.role }}>{{ message.content }}{{ message.tool_calls[0].id if message.tool_calls }}
+{%- endfor %}"""
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("f", "g", "h")]
+    messages = [
+        {"role": "assistant", "content": "a", "tool_calls": calls},
+        {"role": "tool", "content": "of g", "tool_call_id": "g"},
+        {"role": "tool", "content": "of f", "tool_call_id": "f"},
+        {"role": "tool", "content": "of none"},
+        {"role": "assistant", "content": "b", "tool_calls": calls[:1]},
+    ]
+    assert tokenizer.apply_chat_template(messages, chat_template=template) == (
+        "<assistant>af<tool>of f<assistant>g<tool>of g<assistant>h<tool>of none<assistant>bf"
+    )
+
+
+@pytest.mark.parametrize("function", [{}, {"description": None}, {"description": "does"}])
+def test_a_tool_has_the_description_that_a_template_needs(tokenizer, function):
+    """gpt-oss's joins it to a text, and OpenAI's API does not ask for one."""
+    template = "{% for tool in tools %}{% set tool = tool.function %}{{ '//' + tool.description }}"
+    found = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}],
+        chat_template=template + "{% endfor %}",
+        tools=[{"type": "function", "function": {"name": "f", **function}}],
+    )
+    assert found == "//" + (function.get("description") or "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sametoken.errors import RequestError, shown
-from sametoken.text.grammar.one_of import disjoint, listed_values, named_types
+from sametoken.text.grammar.one_of import disjoint, listed_values
 from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
@@ -62,10 +62,18 @@ _COUNTED = (
     ),
 )
 _IN_RANGE = "use a number of 64 bits"
+_POINTER = "(/([^/~]|~[01])*)*"
+#: Formats in which the compiler allows characters that JSON escapes, and what they mean.
+_POINTERS = {
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+}
 _SINGLE = (
     *("items", "additionalProperties", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
+#: What allows other properties than those that are named.
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
 #: What restricts a value, and is ignored where all values are listed.
 _RESTRICTING = (
     *_BY_TYPE,
@@ -112,6 +120,8 @@ def compilable(text: str) -> str:
     root, is_whole = _parsed(text), True
     for schema in _schemas(root):
         given = dict(schema)
+        if schema.get("format") in _POINTERS and "string" in schema.get("type", ()):
+            schema.setdefault("pattern", _POINTERS[schema["format"]])
         if "pattern" in schema:
             schema.pop("format", None)
             schema["pattern"] = plain_regex(schema["pattern"])
@@ -266,17 +276,30 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
         raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
-    if "propertyNames" in schema and "patternProperties" in schema:
-        raise _refused("propertyNames", "excludes patternProperties", "state the names in one")
+    if "propertyNames" in schema:
+        _check_names(schema)
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, float) and not multiple.is_integer():
+        raise _refused("multipleOf", f"is {multiple}", "use a whole number")
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
 
 
+def _check_names(schema: Mapping[str, Any]) -> None:
+    """Refuse ``propertyNames`` where the compiler would let it replace what else restricts."""
+    if "patternProperties" in schema:
+        raise _refused("propertyNames", "excludes patternProperties", "state the names in one")
+    key = next((key for key in _OTHERS if key in schema), None)
+    if key is not None and bool(schema.get("properties")) == (schema[key] is not False):
+        raise _refused("propertyNames", f"excludes this {key}", f"leave {key} out")
+
+
 def _check_listed(schema: Mapping[str, Any]) -> None:
     """Refuse what would restrict the values that ``enum`` or ``const`` lists."""
-    values, types = listed_values(schema), named_types(schema)
+    values, stated = listed_values(schema), schema.get("type", ())
     if values is None:
         return
+    types = {stated} if isinstance(stated, str) else set(stated)
     key = "const" if "const" in schema else "enum"
     others = [name for name in _RESTRICTING if name in schema]
     if others:
@@ -289,8 +312,10 @@ def _check_listed(schema: Mapping[str, Any]) -> None:
 
 
 def _types_of(value: Any) -> set[str]:
-    """The names of a value's type, as in ``named_types``."""
-    by_class = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    """The names of a value's types; a whole number has two."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {"number", "integer"} if value == int(value) else {"number"}
+    by_class = {bool: "boolean", str: "string", list: "array"}
     return {by_class.get(type(value), "null" if value is None else "object")}
 
 

@@ -95,6 +95,16 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ["{}", '{"ab": 1}'],
             ['{"abc": 1}', '{"a": ""}'],
         ),
+        (
+            {"json_schema": {"type": ["string", "null"], "format": "json-pointer"}},
+            ['""', '"/"', '"/é/~0"', "null"],
+            ['"a"', '"/~2"', '"/\n"', '"/\x1f"'],
+        ),
+        (
+            {"json_schema": {"items": {"type": "string", "format": "relative-json-pointer"}}},
+            ["[]", '["10", "0#", "1/~1é"]'],
+            ['["1#a"]', '["/a"]', '["0/\n"]'],
+        ),
         ({"json_object": True}, ["{}", '{"a": [1, null]}', '{\n  "x": {}\n}'], ["[1]", "1", "{"]),
         (
             {

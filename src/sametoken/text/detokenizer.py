@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
 
 
 #: Tokens at a prompt's end among which one with a text of its own is looked for.
-_NUM_BEFORE = 64
+_NUM_BEFORE = 1024
 
 #: Tokens that a character may have before it is whole: one for each byte but its last.
 _MOST_CUT = 3

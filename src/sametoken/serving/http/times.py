@@ -31,7 +31,7 @@ class RequestTimes:
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
         )
         self._per_token = histogram(
-            "time_per_output_token_seconds",
+            "request_time_per_output_token_seconds",
             "Mean time of a finished request's tokens after the first.",
             _TOKEN_SECONDS,
         )

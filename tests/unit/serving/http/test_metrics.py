@@ -30,7 +30,7 @@ VLLM_NAMES = {
     "generation_tokens_total",
     "request_success_total",
     "time_to_first_token_seconds_bucket",
-    "time_per_output_token_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
     "inter_token_latency_seconds_bucket",
     "e2e_request_latency_seconds_bucket",
     "request_prompt_tokens_bucket",
@@ -102,7 +102,7 @@ def test_times_of_requests(scraped):
     assert scraped["time_to_first_token_seconds_count", ""] == 1
     assert scraped["time_to_first_token_seconds_sum", ""] == pytest.approx(0.01)
     assert scraped["e2e_request_latency_seconds_sum", ""] == pytest.approx(0.03)
-    assert scraped["time_per_output_token_seconds_sum", ""] == pytest.approx(0.02 / 5)
+    assert scraped["request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.02 / 5)
     assert scraped["inter_token_latency_seconds_count", ""] == 2
     assert scraped["request_prompt_tokens_sum", ""] == 2
     assert scraped["request_generation_tokens_sum", ""] == 6

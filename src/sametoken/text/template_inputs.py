@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -19,8 +19,9 @@ _JOINS_ARGUMENTS = re.compile(
 )
 #: How a template reads the first of a message's calls alone.
 _READS_ONE_CALL = re.compile(r"tool_calls(?:['\"]\])?\[0\]")
-#: How a template joins a tool's description to a text, which must be there then.
+#: How a template joins a tool's description, and a default among a parameter's choices, to a text.
 _JOINS_DESCRIPTION = re.compile(r"\+\s*tool(?:\.function)?\.description\b")
+_JOINS_DEFAULT = re.compile(r"\+\s*\w+\.default\b(?!\s*\|)")
 _EFFORT = "reasoning_effort"
 _EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -43,18 +44,41 @@ def readable(messages: Messages, template: str) -> Messages:
 
 
 def readable_tools(options: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """The options, whose tools have a description where the template needs one, as gpt-oss's."""
-    tools = options.get("tools")
-    if not tools or not _JOINS_DESCRIPTION.search(template):
-        return dict(options)
-    return {**options, "tools": [_described(tool) for tool in tools]}
+    """The options, whose tools have texts where the template joins them to one, as gpt-oss's."""
+    tools = options.get("tools") or ()
+    if _JOINS_DESCRIPTION.search(template):
+        tools = [_changed(tool, _with_description) for tool in tools]
+    if _JOINS_DEFAULT.search(template):
+        tools = [_changed(tool, _with_written_defaults) for tool in tools]
+    return {**options, "tools": tools} if tools else dict(options)
 
 
-def _described(tool: Any) -> Any:
+def _changed(tool: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or function.get("description") is not None:
-        return tool
-    return {**tool, "function": {**function, "description": ""}}
+    return {**tool, "function": change(function)} if isinstance(function, Mapping) else tool
+
+
+def _with_description(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**function, "description": function.get("description") or ""}
+
+
+def _with_written_defaults(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function with the default of a parameter that lists its values as JSON, if no text."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
+        return function
+    written = {
+        name: {**one, "default": json.dumps(one["default"])} if _chooses(one) else one
+        for name, one in properties.items()
+    }
+    return {**function, "parameters": {**parameters, "properties": written}}
+
+
+def _chooses(schema: Any) -> bool:
+    """Whether a schema lists values, and its default is no text."""
+    lists = isinstance(schema, Mapping) and (schema.get("enum") or schema.get("oneOf"))
+    return bool(lists) and not isinstance(schema.get("default", ""), str)
 
 
 def eased(

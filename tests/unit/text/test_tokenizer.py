@@ -442,16 +442,31 @@ def test_a_template_that_reads_one_call_of_a_message_gets_one(tokenizer):
     )
 
 
-@pytest.mark.parametrize("function", [{}, {"description": None}, {"description": "does"}])
-def test_a_tool_has_the_description_that_a_template_needs(tokenizer, function):
-    """gpt-oss's joins it to a text, and OpenAI's API does not ask for one."""
-    template = "{% for tool in tools %}{% set tool = tool.function %}{{ '//' + tool.description }}"
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ({}, "//"),
+        ({"description": None}, "//"),
+        ({"description": "does", "parameters": None}, "//does"),
+        ({"parameters": {"properties": {"n": {"enum": [1, 2], "default": 1}}}}, "//, 1"),
+        ({"parameters": {"properties": {"n": {"oneOf": [{}], "default": None}}}}, "//, null"),
+        ({"parameters": {"properties": {"n": {"enum": ["a"], "default": "a"}}}}, "//, a"),
+        ({"parameters": {"properties": {"n": {"default": 1}}}}, "//1"),
+    ],
+)
+def test_a_tool_has_the_texts_that_a_template_joins(tokenizer, function, shown):
+    """gpt-oss's joins its description, which OpenAI's API does not ask for, and some defaults."""
+    template = """\
+{%- for tool in tools %}{% set tool = tool.function %}{{ '//' + tool.description }}
+{%- for spec in ((tool.parameters or {}).properties or {}).values() %}
+{%- if spec.enum or spec.oneOf %}{{ ', ' + spec.default }}{% else %}{{ spec.default|tojson }}
+{%- endif %}{% endfor %}{% endfor %}"""
     found = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}],
-        chat_template=template + "{% endfor %}",
+        chat_template=template,
         tools=[{"type": "function", "function": {"name": "f", **function}}],
     )
-    assert found == "//" + (function.get("description") or "")
+    assert found == shown
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _JOINS_ARGUMENTS = re.compile(
 )
 #: How a template reads the first of a message's calls alone.
 _READS_ONE_CALL = re.compile(r"tool_calls(?:['\"]\])?\[0\]")
+_READS_ALL_CALLS = re.compile(r"""\bin\s+\w+(?:\.|\[["'])tool_calls""")
 #: How a template joins a tool's description, and a default among a parameter's choices, to a text.
 _JOINS_DESCRIPTION = re.compile(r"\+\s*tool(?:\.function)?\.description\b")
 _JOINS_DEFAULT = re.compile(r"\+\s*\w+\.default\b(?!\s*\|)")
@@ -36,7 +37,7 @@ def readable(messages: Messages, template: str) -> Messages:
     has_developers = any(message.get("role") == _DEVELOPER for message in messages)
     if has_developers and not _KNOWS_DEVELOPERS.search(template):
         messages = _with_one_system(messages, later=(_DEVELOPER,))
-    if _READS_ONE_CALL.search(template):
+    if _READS_ONE_CALL.search(template) and not _READS_ALL_CALLS.search(template):
         messages = list(_with_single_calls(messages))
     if _JOINS_ARGUMENTS.search(template):
         messages = [_with_written_arguments(message) for message in messages]

@@ -440,6 +440,12 @@ def test_a_template_that_reads_one_call_of_a_message_gets_one(tokenizer):
     assert tokenizer.apply_chat_template(messages, chat_template=template) == (
         "<assistant>af<tool>of f<assistant>g<tool>of g<assistant>h<tool>of none<assistant>bf"
     )
+    template += (
+        "{% for message in messages %}{% for call in message.tool_calls %}{% endfor %}{% endfor %}"
+    )
+    assert tokenizer.apply_chat_template(messages, chat_template=template) == (
+        "<assistant>af<tool>of g<tool>of f<tool>of none<assistant>bf"
+    )
 
 
 @pytest.mark.parametrize(

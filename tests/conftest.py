@@ -27,7 +27,8 @@ if not torch.cuda.is_available():
 
 from helpers import interpreter, warm_processes
 from helpers.static_steps import CHOICE
-from mutants.catalogue import LAYOUTS, NAMED
+from mutants.catalogue import NAMED
+from mutants.catalogue.planting import LAYOUTS
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.recurrent import convolution_triton
 from sametoken.ops.native.library import load_library

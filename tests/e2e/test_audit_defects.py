@@ -11,7 +11,7 @@ from helpers.harness import CPU, build
 from helpers.hybrid_toy import HybridToy
 from helpers.static_steps import CHOICE
 from helpers.twin import PROMPTS, Twin
-from mutants import catalogue
+from mutants.catalogue import lengths, recurrent, results
 from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
 from regression.test_vllm_39273 import SHAPE, ThreeStepsThenNone
 from regression.test_vllm_39273 import K as MANY
@@ -121,9 +121,9 @@ def test_the_clean_engine_passes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("plant", "cause", "steps", "max_tokens"),
     [
-        (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS, "static", 10),
-        (catalogue.end_counts_rejected_drafts, STALE_LENGTHS, "compact", 10),
-        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS, "static", 10),
+        (lengths.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS, "static", 10),
+        (lengths.end_counts_rejected_drafts, STALE_LENGTHS, "compact", 10),
+        (lengths.lengths_are_trimmed_in_place, STALE_LENGTHS, "static", 10),
         # Enough that acceptance by position is told from chance.
         (stale_rows_in_the_chain, BEYOND_FIRST, "compact", 28),
         (another_models_drafts, OTHER_DRAFTER, "static", 16),
@@ -149,7 +149,7 @@ def test_drafter_bugs_are_named_although_no_token_changes(
 def test_a_copy_read_in_flight_is_corruption(tmp_path, monkeypatch):
     verdict = audit_twin(
         tmp_path,
-        plant=lambda: catalogue.copy_is_read_in_flight_unchecked(monkeypatch),
+        plant=lambda: results.copy_is_read_in_flight_unchecked(monkeypatch),
         steps_in_flight=3,
     )
     assert verdict.summary == CORRUPTED
@@ -158,7 +158,7 @@ def test_a_copy_read_in_flight_is_corruption(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     "plant",
-    [catalogue.a_step_without_drafts_does_not_fold, catalogue.rejected_drafts_are_folded],
+    [recurrent.a_step_without_drafts_does_not_fold, recurrent.rejected_drafts_are_folded],
     ids=lambda plant: plant.__name__,
 )
 def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):

@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 
 from helpers.static_steps import CHOICE, STEPS
-from mutants.catalogue import COMPACT, LAYOUTS, MUTANTS, Mutant
+from mutants.catalogue import MUTANTS
+from mutants.catalogue.planting import COMPACT, LAYOUTS, Mutant
 from sametoken.errors import InvariantError
 
 ROOT = Path(__file__).parents[2]

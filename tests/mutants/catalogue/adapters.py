@@ -1,0 +1,42 @@
+"""Adapters of other requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from mutants.catalogue.planting import mutant
+from sametoken.runner.adapters import AdaptedSteps, AdaptedTarget
+from sametoken.scheduler.kv_memory import KVMemory
+
+ADAPTERS = "tests/e2e/test_lora.py::test"
+ADAPTED = f"{ADAPTERS}_drafts_chunks_and_other_adapters_change_no_bit[spec1-compact-3]"
+OTHER_PREFIXES = f"{ADAPTERS}_prefixes_are_shared_by_requests_of_one_adapter_alone"
+
+
+@mutant("prefixes-of-another-adapter", "docs/decisions/0045", OTHER_PREFIXES, "tokens")
+def keys_know_no_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVMemory, "_root", lambda self, request: b"")
+
+
+@mutant("a-slot-keeps-its-former-adapter", "docs/decisions/0045", ADAPTED, "tokens")
+def adapters_are_admitted_once(patch: pytest.MonkeyPatch) -> None:
+    admit, seen = AdaptedSteps.admit, set()
+
+    def mutant(self, admission):
+        first = (id(self), admission.slot) not in seen
+        seen.add((id(self), admission.slot))
+        return admit(self, admission) if first else []
+
+    patch.setattr(AdaptedSteps, "admit", mutant)
+
+
+@mutant("rows-read-the-adapters-of-requests-in-order", "docs/decisions/0045", ADAPTED, "tokens")
+def adapters_by_place(patch: pytest.MonkeyPatch) -> None:
+    """The n-th request of a step gets what the n-th slot has."""
+
+    def mutant(self, token_ids, rows, cache, kept=None):
+        _, places = rows.slots.unique_consecutive(return_inverse=True)
+        self._rows.begin(self._by_slot.index_select(0, places))
+        return self._target.forward(token_ids, rows, cache)
+
+    patch.setattr(AdaptedTarget, "forward", mutant)

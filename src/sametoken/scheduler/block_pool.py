@@ -16,12 +16,13 @@ class BlockPool:
     Once no block is free, unreferenced cached blocks are evicted, least recently used first.
 
     Attributes:
+        prefix_cache: the index of cached blocks.
         evicted: keys and blocks that ``allocate`` has evicted, until the caller clears it.
     """
 
-    def __init__(self, num_blocks: int, prefix_cache: PrefixCache) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = PrefixCache()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         # An ordered set: LRU order of the cached blocks without references. A plain dict would
@@ -76,7 +77,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._prefix_cache:
+            if block in self.prefix_cache:
                 self._unused[block] = None
             else:
                 self._free.append(block)
@@ -84,16 +85,16 @@ class BlockPool:
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove these keys from the cache; blocks that slots hold stay theirs."""
         for key in keys:
-            for block in self._prefix_cache.match((key,)):
-                self._prefix_cache.forget(block)
+            for block in self.prefix_cache.match((key,)):
+                self.prefix_cache.forget(block)
                 if not self._references[block]:
                     del self._unused[block]
                     self._free.append(block)
 
     def forget_prefixes(self) -> None:
         """Remove every prefix from the cache; blocks that slots hold stay theirs."""
-        for block in self._prefix_cache.blocks():
-            self._prefix_cache.forget(block)
+        for block in self.prefix_cache.blocks():
+            self.prefix_cache.forget(block)
         self._free.extend(self._unused)
         self._unused.clear()
 
@@ -113,17 +114,17 @@ class BlockPool:
         if idle != [block for block, count in enumerate(held) if not count]:
             raise InvariantError("a block is neither held nor available, or both")
         for block in self._unused:
-            if block not in self._prefix_cache:
+            if block not in self.prefix_cache:
                 raise InvariantError(f"block {block} is kept for a prefix that is not indexed")
         for block in self._free:
-            if block in self._prefix_cache:
+            if block in self.prefix_cache:
                 raise InvariantError(f"free block {block} is still indexed")
 
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
         block, _ = self._unused.popitem(last=False)
-        key = self._prefix_cache.forget(block)
+        key = self.prefix_cache.forget(block)
         assert key is not None
         self.evicted.append((key, block))
         return block

@@ -172,6 +172,11 @@ class KeptStates:
             self.pool.free(state)
         request.held_states.clear()
 
+    def check_integrity(self, admitted: Sequence[RequestState]) -> None:
+        """Check the pool against the states that admitted requests hold, as the pool does."""
+        held = [state for request in admitted for state in request.held_states.values()]
+        self.pool.check_integrity(held)
+
     def forget(self, request: RequestState) -> None:
         """Remove the states of all prefixes of a request."""
         for key in request.block_keys:

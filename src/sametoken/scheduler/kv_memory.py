@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sametoken.errors import InvariantError
-from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
+from sametoken.scheduler.block_pool import BlockPool, block_keys
 from sametoken.scheduler.kept_states import KeptStates
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, Turn
 from sametoken.scheduler.request_state import RequestState
-from sametoken.scheduler.swap_space import BlockFile, Found, SwapSpace
+from sametoken.scheduler.swap_space import Found, SwapSpace
 from sametoken.types.plan import SwapIn, SwapOut
 from sametoken.types.request import EngineRequest
 
@@ -40,20 +40,19 @@ class CachedPrefix:
         return CachedPrefix(self.blocks[:count], self.saved[:num_saved])
 
 
+@dataclass(eq=False)
 class KVMemory:
-    """The block pool, the prefix cache, kept states and the swap space, by request and turn.
+    """What the block pool, kept states and the swap space do for a request or turn.
 
     Attributes:
         weight_version: of the weights that compute KV now; prefix cache keys cover it.
     """
 
-    def __init__(self, limits: SchedulerLimits, file: BlockFile) -> None:
-        self._limits = limits
-        self.prefix_cache = PrefixCache()
-        self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
-        self.swap = SwapSpace(limits.num_host_blocks, limits.num_idle_host_blocks, file)
-        self.states = KeptStates(limits)
-        self.weight_version = 0
+    limits: SchedulerLimits
+    pool: BlockPool
+    states: KeptStates
+    swap: SwapSpace
+    weight_version: int = 0
 
     def begin_weights(self, version: int) -> None:
         """From now on KV is computed with weights of a version that no earlier block had.
@@ -65,9 +64,9 @@ class KVMemory:
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
-        if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
+        if not (self.limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
-        if self._limits.expands(request):
+        if self.limits.expands(request):
             # KV in the expanded form has other bits, and the last token's is in the absorbed one.
             return self._keys_of(request.prompt_token_ids[:-1], self._root(request) + _EXPANDED)
         return self._keys_of(request.prompt_token_ids, self._root(request))
@@ -77,34 +76,27 @@ class KVMemory:
 
         Log-probabilities of prompt tokens need the hidden state of every position.
         """
-        wanted, caching = request.request, self._limits.enable_prefix_caching
+        wanted, caching = request.request, self.limits.enable_prefix_caching
         return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
-    def look_up(self, request: RequestState) -> CachedPrefix:
+    def find_prefix(self, request: RequestState) -> CachedPrefix | None:
         """The cached prefix that a waiting request can start after; sets its start and chunk ends.
 
-        Its last prompt token is always computed.
+        None if the prompt does not fit in the available blocks, or if saved blocks are still read
+        from the file. The last prompt token is always computed.
         """
-        most = (request.prompt_len - 1) // self._limits.block_size if self.looks_up(request) else 0
+        most = (request.prompt_len - 1) // self.limits.block_size if self.looks_up(request) else 0
         keys = request.block_keys[:most]
-        blocks = self.prefix_cache.match(keys)
+        blocks = self.pool.prefix_cache.match(keys)
         saved = self.swap.saved_prefix(keys[len(blocks) :])
-        return self._start_after(request, CachedPrefix(blocks, saved))
-
-    def fetched(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix | None:
-        """What ``look_up`` found, once all is in memory; None while it is read from the file."""
+        cached = self._start_after(request, CachedPrefix(blocks, saved))
+        if not self._fits_prompt(request, cached):
+            return None
         found = self.swap.fetch(cached.saved)
-        if found is Found.GONE:
-            return self._start_after(request, CachedPrefix(cached.blocks))
-        return cached if found is Found.HERE else None
-
-    def fits_prompt(self, request: RequestState, cached: CachedPrefix) -> bool:
-        """Whether a whole prompt fits in the available blocks, given its cached ones."""
-        needed = self._limits.blocks_for(request.prompt_len + 1 + self._limits.lookahead_slots)
-        if needed <= self.pool.num_available:
-            return True
-        unused = sum(not self.pool.references(block) for block in cached.blocks)
-        return needed - len(cached.blocks) <= self.pool.num_available - unused
+        if found is not Found.GONE:
+            return cached if found is Found.HERE else None
+        cached = self._start_after(request, CachedPrefix(cached.blocks))
+        return cached if self._fits_prompt(request, cached) else None
 
     def assign(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
         """Append ``count`` new blocks to a request's table; evicted prefixes are saved."""
@@ -130,13 +122,12 @@ class KVMemory:
         host_blocks = self.swap.host_blocks(cached.saved)
         draft.swap_ins.append(SwapIn(request.held_slot, tuple(blocks), host_blocks))
         for key, block in zip(cached.saved, blocks, strict=True):
-            self.prefix_cache.insert(key, block)
+            self.pool.prefix_cache.insert(key, block)
 
     def swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         """Free a preempted request's blocks, saved if there is room for all of them."""
-        num_saved = self._limits.blocks_for(victim.reach)
-        indices = range(victim.num_dropped, num_saved)
-        keys = tuple((victim.admission, index) for index in indices)
+        num_saved = self.limits.blocks_for(victim.reach)
+        keys = tuple((victim.admission, index) for index in range(victim.num_dropped, num_saved))
         host_blocks = self.swap.save_request(keys)
         # Of a window of one row, no block is seen at the end of another.
         if host_blocks:
@@ -148,7 +139,7 @@ class KVMemory:
 
     def swap_in(self, request: RequestState, turn: Turn, draft: PlanDraft) -> None:
         """Give a preempted request blocks for a turn, with what was saved, or for a restart."""
-        blocks = self.assign(request, self.blocks_to_swap_in(turn), draft)
+        blocks = self.assign(request, self._blocks_to_swap_in(turn), draft)
         if request.saved:
             host_blocks = self.swap.host_blocks(request.saved)
             in_use = tuple(blocks[: len(host_blocks)])
@@ -172,29 +163,22 @@ class KVMemory:
             if request.num_in_flight:
                 return False
             request.lose_kv()
-        return self.blocks_to_swap_in(Turn(request, 1, 0)) <= self.pool.num_available
+        return self._blocks_to_swap_in(Turn(request, 1, 0)) <= self.pool.num_available
 
     def lacking(self, turn: Turn) -> int:
         """New blocks that a request needs for a turn."""
-        needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
+        needed = self.limits.blocks_for(turn.hi_after + self.limits.lookahead_slots)
         return max(0, needed - turn.request.table_len)
-
-    def blocks_to_swap_in(self, turn: Turn) -> int:
-        """Blocks that a swapped request needs for a turn: at least those that it had."""
-        request = turn.request
-        replayed = request.num_replayed + 1 + self._limits.lookahead_slots if request.replays else 0
-        in_replay = self._limits.blocks_for(replayed) - request.num_dropped
-        return max(len(request.saved), in_replay, self.lacking(turn))
 
     def drop_behind(self, request: RequestState) -> None:
         """Free a running request's blocks that lie behind the window of every later row.
 
         Rows of earlier steps may still read them: whoever gets a block writes it in a later one.
         """
-        if not self._limits.sliding_window:
+        if not self.limits.sliding_window:
             return
-        first_seen = request.next_position - self._limits.sliding_window + 1
-        count = first_seen // self._limits.block_size - request.num_dropped
+        first_seen = request.next_position - self.limits.sliding_window + 1
+        count = first_seen // self.limits.block_size - request.num_dropped
         if count > 0:
             self.pool.release(request.blocks[:count])
             del request.blocks[:count]
@@ -206,16 +190,16 @@ class KVMemory:
         So neither drafts nor a long chunk preempt another request.
         """
         blocks = turn.request.table_len + self.pool.num_available
-        surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
+        surplus = turn.hi_after + self.limits.lookahead_slots - blocks * self.limits.block_size
         return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
 
     def index_chunk(self, request: RequestState, start: int, end: int) -> None:
         """Cache the prompt blocks that the chunk ``start .. end - 1`` completes."""
-        first, last = start // self._limits.block_size, end // self._limits.block_size
+        first, last = start // self.limits.block_size, end // self.limits.block_size
         keys = request.block_keys[first:last]
         # A prompt's last full block may have no key.
         for key, block in zip(keys, request.blocks[first - request.num_dropped :], strict=False):
-            self.prefix_cache.insert(key, block)
+            self.pool.prefix_cache.insert(key, block)
 
     def index_kept(self, request: RequestState, num_kept_tokens: int) -> None:
         """Cache the blocks of a request that ends, as far as its tokens are kept.
@@ -236,18 +220,17 @@ class KVMemory:
                 f"request {request.request.request_id!r} cannot keep {num_kept_tokens} tokens: "
                 f"its prompt has {request.prompt_len}, and {request.num_processed} are processed"
             )
-        limits = self._limits
-        may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks
+        may_cache = self.limits.enable_prefix_caching and self.limits.cache_emitted_blocks
         if not (may_cache and request.request.use_prefix_cache):
             return
         if request.expands or request.weight_versions[0] != self.weight_version:
             # Answers are absorbed, which a longer prompt is not; or some KV is of older weights.
             return
         keys = self._kept_keys(request, num_kept_tokens)
-        num_blocks = request.num_final // limits.block_size
+        num_blocks = request.num_final // self.limits.block_size
         indexed = keys[request.num_dropped : num_blocks]
         for key, block in zip(indexed, request.blocks, strict=False):
-            self.prefix_cache.insert(key, block)
+            self.pool.prefix_cache.insert(key, block)
         self.states.keep_answer(request, keys)
 
     def forget(self, request: RequestState) -> None:
@@ -259,15 +242,30 @@ class KVMemory:
         self.swap.drop(request.block_keys)
         self.states.forget(request)
 
+    def _fits_prompt(self, request: RequestState, cached: CachedPrefix) -> bool:
+        """Whether a whole prompt fits in the available blocks, given its cached ones."""
+        needed = self.limits.blocks_for(request.prompt_len + 1 + self.limits.lookahead_slots)
+        if needed <= self.pool.num_available:
+            return True
+        unused = sum(not self.pool.references(block) for block in cached.blocks)
+        return needed - len(cached.blocks) <= self.pool.num_available - unused
+
+    def _blocks_to_swap_in(self, turn: Turn) -> int:
+        """Blocks that a swapped request needs for a turn: at least those that it had."""
+        request = turn.request
+        replayed = request.num_replayed + 1 + self.limits.lookahead_slots if request.replays else 0
+        in_replay = self.limits.blocks_for(replayed) - request.num_dropped
+        return max(len(request.saved), in_replay, self.lacking(turn))
+
     def _kept_keys(self, request: RequestState, num_kept_tokens: int) -> tuple[bytes, ...]:
         """Keys of prompt and output up to the kept tokens; those of the prompt are known."""
         known = request.block_keys
-        first, prompt = len(known) * self._limits.block_size, request.request.prompt_token_ids
+        first, prompt = len(known) * self.limits.block_size, request.request.prompt_token_ids
         rest = (*prompt[first:], *request.emitted)[: num_kept_tokens - first]
         return known + self._keys_of(rest, known[-1] if known else self._root(request.request))
 
     def _keys_of(self, token_ids: Sequence[int], root: bytes) -> tuple[bytes, ...]:
-        return block_keys(token_ids, self._limits.block_size, self._limits.lookahead_tokens, root)
+        return block_keys(token_ids, self.limits.block_size, self.limits.lookahead_tokens, root)
 
     def _root(self, request: EngineRequest) -> bytes:
         """What a request's KV depends on beside its tokens: weights, and an adapter of its own."""
@@ -277,7 +275,7 @@ class KVMemory:
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
         """Cut a cached prefix to where the request can start; sets its start and chunk ends."""
         usable = self.states.usable(request.block_keys, len(cached))
-        request.num_cached = request.position = usable * self._limits.block_size
+        request.num_cached = request.position = usable * self.limits.block_size
         request.chunk_ends = self.states.chunk_ends(request, request.position, len(cached))
         if request.expands:
             request.chunk_ends += (request.prompt_len - 1,)

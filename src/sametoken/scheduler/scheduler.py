@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from sametoken.errors import InvariantError, RequestError
+from sametoken.scheduler.block_pool import BlockPool
 from sametoken.scheduler.integrity import check_blocks, check_in_flight, check_requests, check_slots
+from sametoken.scheduler.kept_states import KeptStates
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, RowBudget, Turn
 from sametoken.scheduler.request_state import RequestState, Status, failed_update, update_of
-from sametoken.scheduler.swap_space import BlockFile, NoFile
+from sametoken.scheduler.swap_space import BlockFile, SwapSpace
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import ScheduledRequest, StepPlan
@@ -52,14 +54,17 @@ class Scheduler:
         self.num_preemptions = 0
         self.admits = True
         self.limits = limits
-        self._memory = KVMemory(limits, file or NoFile())
-        self._pool = self._memory.pool
+        self._pool = BlockPool(limits.num_blocks)
+        self._states = KeptStates(limits)
+        self._swap = SwapSpace(limits.num_host_blocks, limits.num_idle_host_blocks, file)
+        self._memory = KVMemory(limits, self._pool, self._states, self._swap)
         self._budget = RowBudget(limits)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        # By request id; ``_running`` is ordered by age, ``_waiting`` by arrival.
-        self._waiting: dict[str, RequestState] = {}
-        self._running: dict[str, RequestState] = {}
-        self._swapped: dict[str, RequestState] = {}
+        # By request id; running ones are ordered by age, waiting ones by arrival.
+        self._of: dict[Status, dict[str, RequestState]] = {status: {} for status in Status}
+        self._waiting = self._of[Status.WAITING]
+        self._running = self._of[Status.RUNNING]
+        self._swapped = self._of[Status.SWAPPED]
         # Released; steps in flight still use their slots and blocks.
         self._lingering: list[RequestState] = []
         self._in_flight: deque[_StepInFlight] = deque()
@@ -105,7 +110,7 @@ class Scheduler:
     @property
     def swap_usage(self) -> float:
         """Fraction of the host blocks in use, 0..1."""
-        return self._memory.swap.usage
+        return self._swap.usage
 
     @property
     def kv_usage(self) -> float:
@@ -118,7 +123,7 @@ class Scheduler:
         Raises:
             RequestError: it can never run, or its id is in use.
         """
-        for requests in (self._waiting, self._running, self._swapped):
+        for requests in self._of.values():
             if request.request_id in requests:
                 raise RequestError(
                     f"request {request.request_id!r} already exists", "choose another request id"
@@ -168,7 +173,7 @@ class Scheduler:
             InvariantError: ``num_kept_tokens`` is out of range.
         """
         request = None
-        for requests in (self._waiting, self._running, self._swapped):
+        for requests in self._of.values():
             request = request or requests.pop(request_id, None)
         if request is None:
             return
@@ -176,7 +181,7 @@ class Scheduler:
         self._lingering.append(request)
         if num_kept_tokens is not None:
             self._memory.index_kept(request, num_kept_tokens)
-        self._memory.states.release(request)
+        self._states.release(request)
         self._free_processed()
 
     def plan(self) -> StepPlan | None:
@@ -185,14 +190,14 @@ class Scheduler:
         Without steps in flight it waits for KV that is read from the file.
         """
         plan = self._plan()
-        while plan is None and not self._in_flight and self._memory.swap.is_moving:
-            self._memory.swap.wait()
+        while plan is None and not self._in_flight and self._swap.is_moving:
+            self._swap.wait()
             plan = self._plan()
         return plan
 
     def _plan(self) -> StepPlan | None:
         draft = PlanDraft(self._next_step_id)
-        self._memory.swap.begin(draft.step_id)
+        self._swap.begin(draft.step_id)
         # Oldest first, so that requests that are swapped out have no turn in this plan yet.
         for turn in self._budget.share(draft.step_id, self._candidates(draft)):
             if turn.request.status is Status.RUNNING:
@@ -219,7 +224,7 @@ class Scheduler:
                 f"its plan {len(step.requests)}"
             )
         self._in_flight.popleft()
-        self._memory.swap.processed(result.step_id)
+        self._swap.processed(result.step_id)
         updates = [
             self._process_request(request, scheduled, request_result)
             for request, scheduled, request_result in zip(
@@ -240,8 +245,7 @@ class Scheduler:
         check_blocks(running, lingering, self.limits)
         admitted = [*running, *self._swapped.values(), *lingering]
         check_slots(admitted, self._free_slots, self.limits.max_num_seqs)
-        held = [state for request in admitted for state in request.held_states.values()]
-        self._memory.states.pool.check_integrity(held)
+        self._states.check_integrity(admitted)
         check_requests(running, list(self._swapped.values()), list(self._waiting.values()))
         in_flight = [request for step in self._in_flight for request in step.requests]
         check_in_flight(admitted, lingering, in_flight)
@@ -255,7 +259,7 @@ class Scheduler:
             self._memory.drop_behind(request)
             if request.at_limit:
                 continue
-            if request is self._youngest and self._lacks_blocks(request):
+            if request is self._youngest and self._lacks_blocks(Turn(request, 1, 0)):
                 draft.short_of_blocks = True
             else:
                 ready.append(request)
@@ -278,18 +282,15 @@ class Scheduler:
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots) if self.admits else 0):
-            cached = self._memory.look_up(request)
-            if not self._memory.fits_prompt(request, cached):
-                return
-            if self._memory.fetched(request, cached) is None:
+            if self._memory.find_prefix(request) is None:
                 return
             yield request
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
         """Schedule a running request, swapping out younger ones if blocks are short."""
         request = turn.request
-        if self._memory.lacking(turn) > self._pool.num_available:
-            while self._lacks_blocks(request):
+        if self._lacks_blocks(turn):
+            while self._lacks_blocks(Turn(request, 1, 0)):
                 if request is self._youngest:
                     draft.short_of_blocks = True
                     return
@@ -310,15 +311,15 @@ class Scheduler:
             return False
         turn = self._memory.fit(turn)
         self._memory.swap_in(request, turn, draft)
-        self._move(request, self._swapped, self._running, Status.RUNNING)
+        self._move(request, Status.RUNNING)
         draft.turns.append(turn)
         return True
 
     def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
         # Matched again: earlier turns may have evicted blocks since the rows were divided.
-        cached = self._memory.fetched(request, self._memory.look_up(request))
-        if cached is None or not self._memory.fits_prompt(request, cached):
+        cached = self._memory.find_prefix(request)
+        if cached is None:
             return False
         turn = turn.cut(min(turn.num_query, request.num_left))
         if self._memory.looks_up(request):
@@ -331,13 +332,13 @@ class Scheduler:
         draft.admit(request)
         self._memory.assign_prefix(request, cached, draft)
         self._memory.assign(request, self._memory.lacking(turn), draft)
-        draft.restored_states += self._memory.states.restored(request)
-        self._move(request, self._waiting, self._running, Status.RUNNING)
+        draft.restored_states += self._states.restored(request)
+        self._move(request, Status.RUNNING)
         draft.turns.append(turn)
         return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
-        kept = [copy for turn in draft.turns for copy in self._memory.states.kept_after(turn)]
+        kept = [copy for turn in draft.turns for copy in self._states.kept_after(turn)]
         plan = draft.build(kept)
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
@@ -361,14 +362,14 @@ class Scheduler:
     def _youngest(self) -> RequestState:
         return next(reversed(self._running.values()))
 
-    def _lacks_blocks(self, request: RequestState) -> bool:
-        """Whether the next row of a running request needs more blocks than are available."""
-        return self._memory.lacking(Turn(request, 1, 0)) > self._pool.num_available
+    def _lacks_blocks(self, turn: Turn) -> bool:
+        """Whether a running request needs more blocks for a turn than are available."""
+        return self._memory.lacking(turn) > self._pool.num_available
 
     def _swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         self._memory.swap_out(victim, draft)
         self.num_preemptions += 1
-        self._move(victim, self._running, self._swapped, Status.SWAPPED)
+        self._move(victim, Status.SWAPPED)
         draft.short_of_blocks = True
 
     def _free_processed(self) -> None:
@@ -400,13 +401,7 @@ class Scheduler:
             return failed_update(request, scheduled, result)
         return update_of(request, scheduled, result)
 
-    @staticmethod
-    def _move(
-        request: RequestState,
-        source: dict[str, RequestState],
-        target: dict[str, RequestState],
-        status: Status,
-    ) -> None:
+    def _move(self, request: RequestState, status: Status) -> None:
         request_id = request.request.request_id
-        target[request_id] = source.pop(request_id)
+        self._of[status][request_id] = self._of[request.status].pop(request_id)
         request.status = status

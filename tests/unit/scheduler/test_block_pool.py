@@ -13,8 +13,8 @@ from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
 
 
 def make_pool(num_blocks):
-    cache = PrefixCache()
-    return BlockPool(num_blocks, cache), cache
+    pool = BlockPool(num_blocks)
+    return pool, pool.prefix_cache
 
 
 def test_blocks_come_and_go():

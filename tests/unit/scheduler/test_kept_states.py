@@ -108,7 +108,7 @@ def test_a_short_prompt_is_not_cut(kit):
 def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_cached, ends):
     scheduler = kit.scheduler(num_kept_states=4)
     scheduler.add(kit.request("one", prompt_len))
-    states = scheduler._memory.states
+    states = scheduler._states
     assert states.chunk_ends(scheduler._waiting["one"], start, num_cached) == ends
 
 
@@ -116,7 +116,7 @@ def test_blocks_without_a_state_serve_nobody(kit):
     """Of two blocks that are cached, the state at the end of the first is kept."""
     scheduler = kit.scheduler(num_kept_states=4)
     ask(kit, scheduler, "first", spoken(9, 9))
-    kept = scheduler._memory.states.pool
+    kept = scheduler._states.pool
     assert len(kept._state_of) == 1
     kept.forget(next(iter(kept._state_of)))
     assert ask(kit, scheduler, "second", spoken(9, 9))[0].num_cached == 0
@@ -173,7 +173,7 @@ def test_a_failed_request_leaves_no_state(kit):
     plans = [scheduler.plan(), scheduler.plan()]
     scheduler.process_output(kit.result(plans[0]))
     scheduler.process_output(kit.result(plans[1], failed=(plans[1].requests[0].slot,)))
-    assert not scheduler._memory.states.pool._state_of
+    assert not scheduler._states.pool._state_of
     scheduler.check_integrity()
 
 
@@ -191,4 +191,4 @@ def test_a_request_that_keeps_out_of_the_prefix_cache_keeps_no_state(kit):
     _, (plan,) = ask(kit, scheduler, "first", spoken(18, 18), cached=False)
     finish(kit, scheduler, "first", 24)
     assert plan.kept_states == ()
-    assert not scheduler._memory.states.pool._state_of
+    assert not scheduler._states.pool._state_of

@@ -483,7 +483,7 @@ def test_the_oldest_always_advances(kit):
 
 def test_a_waiting_prompt_is_looked_up_once_a_plan_and_again_as_it_comes_in(kit, monkeypatch):
     scheduler = kit.scheduler(max_num_batched_tokens=8)
-    cache, looked_up = scheduler._memory.prefix_cache, []
+    cache, looked_up = scheduler._pool.prefix_cache, []
     match = cache.match
     monkeypatch.setattr(cache, "match", lambda keys: looked_up.append(keys) or match(keys))
     for name in "abc":

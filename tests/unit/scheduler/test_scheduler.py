@@ -410,7 +410,7 @@ class Driver:
 
     def forget_prefixes(self):
         self.scheduler.forget_prefixes()
-        assert not len(self.scheduler._memory.prefix_cache)
+        assert not len(self.scheduler._pool.prefix_cache)
         self.check()
 
     def forget(self, name):
@@ -426,7 +426,7 @@ class Driver:
     def check(self):
         self.scheduler.check_integrity()
         self.dropped += sum(state.num_dropped for state in self.scheduler._running.values())
-        assert self.scheduler._memory.prefix_cache._block_of.keys() <= self.known_keys
+        assert self.scheduler._pool.prefix_cache._block_of.keys() <= self.known_keys
         for states in (self.scheduler._running, self.scheduler._swapped):
             for state in states.values():
                 num_tokens = len(self.device.slots[state.slot].tokens)
@@ -463,7 +463,7 @@ class Driver:
                 self.process()
         assert not self.wanted
         assert not self.results
-        assert not self.scheduler._memory.swap._owned
+        assert not self.scheduler._swap._owned
         assert self.scheduler.kv_usage == 0
         assert not self.scheduler._lingering
 

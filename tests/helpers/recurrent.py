@@ -8,6 +8,8 @@ import torch
 
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.layout import slot_rows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
@@ -60,6 +62,23 @@ class Slots:
 
     def run(self, running, layer: int, weights, mixed, *gates) -> torch.Tensor:
         return running.run(weights, RawRows(mixed, gates), self.layer(layer))
+
+
+def params_of(
+    declared: Recurrent, *, bias: bool = True, limit=(0.0, float("inf")), device="cpu"
+) -> GatedDeltaParams | Mamba2Params:
+    """Random parameters of a layer."""
+    rule = declared.rule
+    generator = torch.Generator().manual_seed(rule.conv_channels)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    weight = random(rule.conv_kernel, rule.conv_channels, dtype=declared.dtype)
+    shift = random(rule.conv_channels, dtype=declared.dtype) if bias else None
+    if isinstance(rule, GatedDelta):
+        return GatedDeltaParams(rule, *random(2, rule.num_value_heads), weight, shift)
+    return Mamba2Params(rule, *random(3, rule.num_heads), weight, shift, limit)
 
 
 def begin_as_on_a_gpu(rows: AttentionRows, folded) -> RowByRowPass:

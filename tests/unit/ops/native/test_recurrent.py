@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.examples import FIXED
-from helpers.recurrent import Slots
+from helpers.recurrent import Slots, params_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.native.backend import NativeKernels
@@ -38,21 +38,6 @@ def delta_of(groups=2, per_group=2, sizes=(24, 40), taps=4, dtype=FP32) -> Recur
 
 def scan_of(groups, per_group, sizes, taps, dtype) -> Recurrent:
     return Recurrent(Mamba2(groups * per_group, sizes[0], groups, sizes[1], taps), dtype)
-
-
-def params_of(spec: Recurrent, bias: bool = False, limit: tuple[float, float] = UNLIMITED):
-    rule = spec.rule
-    generator = torch.Generator().manual_seed(rule.conv_channels)
-
-    def random(*shape, dtype=FP32):
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    weight = random(rule.conv_kernel, rule.conv_channels, dtype=spec.dtype)
-    shift = random(rule.conv_channels, dtype=spec.dtype) if bias else None
-    if isinstance(rule, GatedDelta):
-        gates = random(2, rule.num_value_heads)
-        return GatedDeltaParams(rule, *gates, weight, shift)
-    return Mamba2Params(rule, *random(3, rule.num_heads), weight, shift, limit)
 
 
 def empty(spec: Recurrent, num_drafts: int, kernels=native) -> Slots:
@@ -138,7 +123,10 @@ def test_rows_states_and_what_is_kept_are_the_references(
 ):
     """A prompt with drafts behind it, then a window that folds some of them, then one row."""
     spec = declare(groups, per_group, sizes, taps, dtype)
-    params, caches = params_of(spec, bias, limit), (empty(spec, 4), empty(spec, 4, reference))
+    params, caches = (
+        params_of(spec, bias=bias, limit=limit),
+        (empty(spec, 4), empty(spec, 4, reference)),
+    )
     prompt, drafts, accepted = counts[0], counts[1], min(counts[1:])
     first = prompt + accepted
     for part in (Part(1, 0, prompt, drafts), Part(1, first, 1, 4, seed=1), Part(1, first + 1, 1)):
@@ -181,7 +169,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS, ids=["40", "33 bf16", "128", 
 @each_spec
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bits_do_not_depend_on_chunks_batches_and_threads(spec, threads):
-    params, alone = params_of(spec, bias=True), empty(spec, 0)
+    params, alone = params_of(spec), empty(spec, 0)
     single = torch.cat([run(alone, [Part(2, p, 1)], params)[0] for p in range(21)])
     torch.set_num_threads(threads)
     for lengths in ((21,), (1, 20), (13, 2, 1, 5), (4, 17)):

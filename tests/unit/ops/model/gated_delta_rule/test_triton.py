@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.recurrent import Slots, begin_as_on_a_gpu
+from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule import triton as triton_rule
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance
 from sametoken.ops.model.recurrent.convolution_triton import parts_of
 from sametoken.ops.model.recurrent.keep import num_keepers
@@ -34,34 +34,10 @@ def spec_of(heads=(1, 2), sizes=(3, 5), taps=4, dtype=torch.float32) -> Recurren
     return Recurrent(GatedDelta(*heads, *sizes, taps), dtype)
 
 
-def params_of(spec: Recurrent, bias: bool = True) -> GatedDeltaParams:
-    rule = spec.rule
-    generator = torch.Generator().manual_seed(rule.conv_channels)
-
-    def random(*shape, dtype=torch.float32):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    heads = rule.num_value_heads
-    return GatedDeltaParams(
-        rule,
-        random(heads),
-        random(heads),
-        random(rule.conv_kernel, rule.conv_channels, dtype=spec.dtype),
-        random(rule.conv_channels, dtype=spec.dtype) if bias else None,
-    )
-
-
 def empty(
     spec: Recurrent, num_drafts: int, begin_pass=TritonPass.begin, state_stride=STATE_STRIDE
 ) -> Slots:
-    return Slots(
-        spec,
-        num_drafts,
-        num_slots=SLOTS,
-        begin_pass=begin_pass,
-        device=DEVICE,
-        state_stride=state_stride,
-    )
+    return Slots(spec, num_drafts, begin_pass=begin_pass, device=DEVICE, state_stride=state_stride)
 
 
 @dataclass(frozen=True)
@@ -108,7 +84,9 @@ def run(
         runs, behind = runs_of([*map(len, padded)], num_short, DEVICE), 2
     rows = [*(row for run in padded for row in run), *[None] * behind]
     running = cache.begin(attention_rows(rows, runs))
-    out = cache.run(running, 0, params_of(cache.declared), *inputs_of(rows, cache.declared))
+    out = cache.run(
+        running, 0, params_of(cache.declared, device=DEVICE), *inputs_of(rows, cache.declared)
+    )
     running.finish()
     parts, at = [], 0
     for run_rows, group in zip_longest(padded, groups, fillvalue=[]):
@@ -308,7 +286,7 @@ def test_rows_behind_all_runs_change_nothing():
     cache = empty(spec, 2)
     for runs in (RowRuns.even(0, 1), runs_of([0, 0], 1, DEVICE)):
         running = cache.begin(attention_rows([None] * 3, runs))
-        out = cache.run(running, 0, params_of(spec), *inputs_of([None] * 3, spec))
+        out = cache.run(running, 0, params_of(spec, device=DEVICE), *inputs_of([None] * 3, spec))
         assert out.shape == (3, spec.rule.out_features)
     assert not cache.position.any()
     assert cache.states.isnan().all()
@@ -359,7 +337,7 @@ def test_a_tile_changes_no_bit(columns):
         at = attention_rows(rows, RowRuns.even(1, 6))
         mixed, *gates = inputs_of(rows, spec)
         runs, raw = plan_runs(at, cache.folded), RawRows(mixed, tuple(gates))
-        found.append(advance(runs, params_of(spec), raw, cache.layer(0), tile))
+        found.append(advance(runs, params_of(spec, device=DEVICE), raw, cache.layer(0), tile))
     assert torch.equal(*found)
 
 
@@ -377,7 +355,7 @@ def test_runs_without_rows_change_no_bit(lengths):
         mixed, *gates = inputs_of(rows, spec)
         runs = plan_runs(attention_rows(rows, cut), cache.folded)
         raw = RawRows(mixed, tuple(gates))
-        found.append(advance(runs, params_of(spec), raw, cache.layer(0)))
+        found.append(advance(runs, params_of(spec, device=DEVICE), raw, cache.layer(0)))
     assert torch.equal(*found)
 
 

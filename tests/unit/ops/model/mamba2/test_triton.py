@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from helpers.recurrent import Slots, begin_as_on_a_gpu
+from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
-from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.triton import TritonPass
 
@@ -33,20 +33,6 @@ SPECS = [
     spec_of(3, 5, 3, 16, taps=3, dtype=torch.bfloat16),
     spec_of(1, 4, 1, 4, taps=1),
 ]
-
-
-def params_of(spec: Recurrent) -> Mamba2Params:
-    rule = spec.rule
-    generator = torch.Generator().manual_seed(rule.conv_channels)
-
-    def random(*shape, dtype=torch.float32):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    heads, channels = rule.num_heads, rule.conv_channels
-    weight = random(rule.conv_kernel, channels, dtype=spec.dtype)
-    gates = random(heads), random(heads), random(heads)
-    bias = random(channels, dtype=spec.dtype)
-    return Mamba2Params(rule, *gates, weight, bias, (0.05, 2.0))
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,7 @@ def run(cache: Slots, parts: list[Part], window: int | None = None) -> list[torc
     sizes = (spec.rule.conv_channels, 3, *spec.rule.gate_sizes)
     mixed, _, dt = raw.to(DEVICE, spec.dtype).split(sizes, dim=-1)
     running = cache.begin(AttentionRows(positions, slots, slots, slots[None], runs, committed))
-    out = cache.run(running, 0, params_of(spec), mixed, dt)
+    out = cache.run(running, 0, params_of(spec, limit=(0.05, 2.0), device=DEVICE), mixed, dt)
     running.finish()
     found, at = [], 0
     for rows, padded in zip(own, cut, strict=False):
@@ -101,14 +87,7 @@ def run(cache: Slots, parts: list[Part], window: int | None = None) -> list[torc
 
 
 def empty(spec: Recurrent, num_drafts: int, begin_pass=TritonPass.begin, state_stride=1) -> Slots:
-    return Slots(
-        spec,
-        num_drafts,
-        num_slots=SLOTS,
-        begin_pass=begin_pass,
-        device=DEVICE,
-        state_stride=state_stride,
-    )
+    return Slots(spec, num_drafts, begin_pass=begin_pass, device=DEVICE, state_stride=state_stride)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -197,7 +176,7 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing():
 
 def test_a_step_that_is_nan_stays_nan():
     spec = SPECS[0]
-    params = params_of(spec)
+    params = params_of(spec, limit=(0.05, 2.0), device=DEVICE)
     params.dt_bias.fill_(float("nan"))
     cache = empty(spec, 0)
     slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)

@@ -7,7 +7,6 @@ requests go on.
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -15,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.chat_model import SPECIAL, vocab_size, write_chat_model
-from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_speculators
+from helpers.checkpoints import (
+    LLAMA,
+    VOCAB,
+    change_config,
+    head_tensors,
+    write_llama,
+    write_speculators,
+)
 from sametoken import LLM, SamplingParams
 from sametoken.errors import (
     CheckpointError,
@@ -48,8 +54,7 @@ def speculative(method: str = "ngram", k: object = 3, **keys) -> dict:
 def edited(target, directory, config=None, tensors=None):
     """A copy of a checkpoint with some settings or tensors changed."""
     shutil.copytree(target, directory)
-    settings = json.loads((directory / "config.json").read_text()) | (config or {})
-    (directory / "config.json").write_text(json.dumps(settings))
+    change_config(directory, **config or {})
     if tensors:
         weights = load_file(directory / "model.safetensors") | tensors
         save_file(weights, directory / "model.safetensors")

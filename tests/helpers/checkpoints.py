@@ -193,6 +193,12 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     return directory
 
 
+def change_config(directory: Path, **changes) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
 def as_pickle(directory: Path, num_shards: int = 1) -> Path:
     """Replace a checkpoint's model.safetensors by pytorch_model.bin, or by shards and an index."""
     tensors = load_file(directory / "model.safetensors")

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from helpers.checkpoints import (
     LLAMA,
     VOCAB,
+    change_config,
     eagle1_tensors,
     head_tensors,
     write_eagle1,
@@ -65,12 +66,6 @@ def cheap():
     assert time.monotonic() - began < SECONDS
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < MEGABYTES * 1000
-
-
-def rewrite(directory: Path, **changes) -> Path:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-    return directory
 
 
 # Any JSON file.
@@ -150,7 +145,7 @@ def test_end_ids_that_are_no_tokens_are_refused_where_they_stand(llama, ids):
         read_config(llama)
     (llama / "generation_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"/config\.json: eos_token_id="):
-        read_config(rewrite(llama, eos_token_id=ids))
+        read_config(change_config(llama, eos_token_id=ids))
 
 
 def test_a_tokenizer_s_end_must_be_a_token_of_the_model():
@@ -199,7 +194,7 @@ def test_a_claim_of_positions_sizes_no_table(llama, claim, monkeypatch):
     monkeypatch.setattr(blocks, "rotary_table", spy)
     with cheap():
         llm = LLM(
-            model=str(rewrite(llama, max_position_embeddings=claim)),
+            model=str(change_config(llama, max_position_embeddings=claim)),
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=2**20,
             max_num_seqs=2,
@@ -228,7 +223,7 @@ def test_a_claim_of_positions_sizes_no_table(llama, claim, monkeypatch):
     ids=lambda changes: next(iter(changes)),
 )
 def test_absurd_sizes_are_refused_before_anything_is_counted(llama, changes):
-    rewrite(llama, **changes)
+    change_config(llama, **changes)
     with cheap(), pytest.raises(SametokenError) as caught:
         measure_memory(EngineConfig(model=str(llama), load_format="dummy"))
     assert len(str(caught.value)) < 1000

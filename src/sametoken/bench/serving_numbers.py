@@ -65,7 +65,7 @@ def serving_numbers(runs: Sequence[LoadRun], goals: Sequence[Goal]) -> dict[str,
     """
     each = [_numbers([run], goals) for run in runs]
     return _numbers(runs, goals) | {
-        "runs": [_without_errors(numbers) for numbers in each],
+        "runs": [{key: value for key, value in run.items() if key != "errors"} for run in each],
         "timeline": [_times(i, run, r) for i, run in enumerate(runs) for r in run.requests],
         "traces": [],
     }
@@ -148,10 +148,6 @@ def _pooled(stats: Sequence[Mapping[str, Any]], position: int) -> float:
     ]
     offered = sum(count for count, _ in pairs)
     return float(sum(count * rate for count, rate in pairs) / offered) if offered else 0.0
-
-
-def _without_errors(numbers: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in numbers.items() if name != "errors"}
 
 
 def _times(index: int, run: LoadRun, request: ServedRequest) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import change_config
 from helpers.families import write_family
 from helpers.forward import Bench, OneRun, load
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -18,11 +17,6 @@ from sametoken.ops.triton import TritonKernels
 @pytest.fixture
 def checkpoint(tmp_path):
     return write_family(tmp_path, "gemma4")
-
-
-def edit(checkpoint, **changes) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_projections_of_layers_that_read_another_s_kv_are_not_read(checkpoint):
@@ -40,7 +34,7 @@ def test_projections_of_layers_that_read_another_s_kv_are_not_read(checkpoint):
 
 
 def test_embeddings_by_layer_cover_the_vocabulary(checkpoint):
-    edit(checkpoint, vocab_size_per_layer_input=60)
+    change_config(checkpoint, vocab_size_per_layer_input=60)
     with pytest.raises(CheckpointError, match="vocab_size_per_layer_input=60 is below vocab_size"):
         load(checkpoint)
 
@@ -55,6 +49,6 @@ def test_a_gpu_serves_the_heads_of_published_models(tmp_path):
 
 def test_a_gpu_refuses_heads_that_do_not_fit(checkpoint):
     heads = {"head_dim": 1024, "num_key_value_heads": 2}
-    edit(checkpoint, per_layer_config={"1": heads, "2": heads})
+    change_config(checkpoint, per_layer_config={"1": heads, "2": heads})
     with pytest.raises(UnsupportedError, match="head_dim 1024 is above 512"):
         load(checkpoint, TritonKernels(GemmTable()))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import change_config
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, load
 from helpers.harness import request, run
@@ -31,11 +30,6 @@ def checkpoint(written, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((written / name).read_bytes())
     return tmp_path
-
-
-def rewrite(checkpoint, **changes):
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.mark.parametrize(("layer", "known"), [(3, True), (4, False), (30, False)])
@@ -63,7 +57,7 @@ def test_the_next_layer_s_tensors_alone_are_left(checkpoint, layer, known):
     ],
 )
 def test_impossible_sizes_are_named(checkpoint, changes, message):
-    rewrite(checkpoint, **changes)
+    change_config(checkpoint, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(checkpoint)
 
@@ -71,7 +65,7 @@ def test_impossible_sizes_are_named(checkpoint, changes, message):
 def test_ranks_divide_experts_and_the_dense_layers_that_there_are(checkpoint):
     assert "moe_intermediate_size" in load(checkpoint).divided_sizes(read_config(checkpoint))
     require_divisible(read_config(checkpoint), 2)
-    rewrite(checkpoint, first_k_dense_replace=0, intermediate_size=47)
+    change_config(checkpoint, first_k_dense_replace=0, intermediate_size=47)
     require_divisible(read_config(checkpoint), 2)
 
 
@@ -79,7 +73,7 @@ def write_module(directory):
     """A model of three layers whose module has transformers' fourth; the model and all tensors."""
     theirs = random_model(fixed_config("glm4_moe", num_hidden_layers=4), seed=5)
     theirs.save_pretrained(directory)
-    rewrite(directory, num_hidden_layers=3, num_nextn_predict_layers=1)
+    change_config(directory, num_hidden_layers=3, num_nextn_predict_layers=1)
     tensors, prefix = load_file(directory / "model.safetensors"), "model.layers.3."
     generator = torch.Generator().manual_seed(1)
     for name in ("enorm", "hnorm", "shared_head.norm"):

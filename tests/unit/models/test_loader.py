@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from helpers.checkpoints import change_config
 from helpers.forward import Bench, load
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load import sources
@@ -45,11 +46,6 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def checkpoint(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "copy")
-
-
-def change_config(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_tensors(directory, change):

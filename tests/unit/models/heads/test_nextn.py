@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import change_config, write_llama
 from helpers.families import VOCAB
 from helpers.heads import (
     CPU,
@@ -247,8 +247,7 @@ def test_the_module_of_an_architecture_is_chosen(tmp_path):
 )
 def test_other_numbers_of_layers_are_refused(tmp_path, count, error, message):
     write_nextn(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
+    change_config(tmp_path, num_nextn_predict_layers=count)
     with pytest.raises(error, match=message) as caught:
         NextNCheckpoint(tmp_path)
     assert caught.value.remedy

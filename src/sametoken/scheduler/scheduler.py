@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from sametoken.errors import InvariantError, RequestError
 from sametoken.scheduler.block_pool import BlockPool
@@ -104,8 +104,7 @@ class Scheduler:
     @property
     def adapters_in_use(self) -> set[int]:
         """The adapters of unfinished requests."""
-        requests = chain(self._waiting.values(), self._running.values(), self._swapped.values())
-        return {one.request.adapter for one in requests}
+        return {one.request.adapter for held in self._of.values() for one in held.values()}
 
     @property
     def swap_usage(self) -> float:

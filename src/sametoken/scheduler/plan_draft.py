@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
@@ -160,6 +160,7 @@ class RowBudget:
 
     It is ``usual_rows``, or twice the decoding requests, or half of what prompts of at most
     ``usual_rows`` wait for: the larger the crowd, the less a longer step delays its first tokens.
+    A prompt in the expanded form has ``max_num_batched_tokens``, as each step expands it anew.
     Decoding requests get one row each, then their drafts. Prompts get the rest, first come, first
     served: the oldest takes as much as is left. These rules bound the waiting time:
 
@@ -180,7 +181,7 @@ class RowBudget:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
         decodes = [request for request in candidates if not request.prefilling]
         prompts = {request: request.num_left for request in candidates if request.prefilling}
-        rows = self._rows(len(decodes), prompts.values())
+        rows = self._rows(len(decodes), prompts)
         reserved = max(1, rows // SHARE) if prompts else 0
         favours_prompts = len(decodes) > rows - reserved and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
@@ -199,9 +200,11 @@ class RowBudget:
         in_order = [turns[request] for request in candidates if request in turns]
         return fit_to_captured(in_order, worth, self._limits.captured_shapes) if worth else in_order
 
-    def _rows(self, num_decoding: int, lengths: Iterable[int]) -> int:
+    def _rows(self, num_decoding: int, prompts: dict[RequestState, int]) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
-        crowd = sum(length for length in lengths if length <= usual)
+        if any(request.expands_to(1) for request in prompts):
+            return most
+        crowd = sum(length for length in prompts.values() if length <= usual)
         return min(most, max(usual, 2 * num_decoding, crowd // 2))
 
     def _worth(self, most: dict[RequestState, int]) -> DraftWorth | None:
@@ -231,7 +234,8 @@ class RowBudget:
                 to_end = min(to_end, rows // SHARE)
         for request, length in prompts.items():
             if request not in chunks:
-                chunks[request] = min(length, longest, rows)
+                most = self._limits.longest_chunk if request.expands_to(1) else longest
+                chunks[request] = min(length, most, rows)
                 rows -= chunks[request]
         return chunks
 

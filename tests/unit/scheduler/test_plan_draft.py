@@ -54,6 +54,18 @@ def test_an_expanded_prompt_ends_before_its_last_token(kit):
     assert [[one.expands_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
 
 
+def test_an_expanded_prompt_has_the_longest_steps(kit):
+    """Each step expands all of its latents anew; absorbed ones keep the usual rows."""
+    sizes = {"max_num_batched_tokens": 32, "usual_rows": 16, "longest_chunk": 32}
+    scheduler = kit.scheduler(**sizes, expand_prompts_from=40, num_blocks=64, max_model_len=99)
+    scheduler.add(kit.request("short", 3, max_total=60))
+    kit.step(scheduler)
+    for name, length in (("expanded", 75), ("absorbed", 39)):
+        scheduler.add(kit.request(name, length))
+    found = [[rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0])] for _ in range(6)]
+    assert found == [[1, 31], [1, 31], [1, 16, 12], [1, 1, 14], [1, 1, 9], [1, 1, 1]]
+
+
 def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=13)
     scheduler.add(kit.request("a", 8))

@@ -190,3 +190,24 @@ def test_a_request_without_an_adapter_has_the_model_s_bits(files, truth):
     plain = generate(LLM(str(path), skip_tokenizer_init=True, **options), adapted=False)
     assert plain[::3] == truth["llama"][::3]
     assert all(one != other for one, other in zip(plain[1::3], truth["llama"][1::3], strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_have_bits_of_their_own_in_any_company(tmp_path):
+    """Alone and eager as in graphs with drafts, of adapters of the start as of those that come."""
+    # Ranks divide the vocabulary.
+    target = write_llama(tmp_path / "llama", **SIZES | {"vocab_size": 1536})
+    adapters = {
+        name: write_adapter(tmp_path / name, target, modules, 5 + 12 * seed, seed=seed)
+        for seed, (name, modules) in enumerate({"all": (*ATTENTION, *MLP), "few": MLP}.items())
+    }
+    found, two = {"llama": (target, adapters)}, {"tensor_parallel_size": 2}
+    with engine(found, "llama", **two, enforce_eager=True, max_num_seqs=1) as llm:
+        alone = generate(llm)
+    room = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
+    with engine({"llama": (target, {})}, "llama", NGRAM, **two, **room) as llm:
+        for first, second in (("few", "all"), ("all", "few")):
+            llm.adapters.load("all", adapters[first])
+            llm.adapters.load("few", adapters[second])
+            assert (generate(llm) == alone) is (first == "all")
+        assert generate(llm, adapted=False)[::3] == alone[::3]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mutants.catalogue.planting import mutant
+from sametoken.ops.model.low_rank import SeparateUpdates
 from sametoken.runner.adapters import AdaptedSteps, AdaptedTarget
 from sametoken.scheduler.kv_memory import KVMemory
 
 ADAPTERS = "tests/e2e/test_lora.py::test"
 ADAPTED = f"{ADAPTERS}_drafts_chunks_and_other_adapters_change_no_bit[spec1-compact-3]"
+COMING = "tests/e2e/test_live_adapters.py::test_adapters_come_and_go_and_leave_nothing_behind[1]"
 OTHER_PREFIXES = f"{ADAPTERS}_prefixes_are_shared_by_requests_of_one_adapter_alone"
 
 
@@ -40,3 +42,27 @@ def adapters_by_place(patch: pytest.MonkeyPatch) -> None:
         return self._target.forward(token_ids, rows, cache)
 
     patch.setattr(AdaptedTarget, "forward", mutant)
+
+
+@mutant("a-step-without-adapters-by-its-first-request", "docs/decisions/0045", ADAPTED, "tokens")
+def only_the_first_request_counts(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self, plan, plain):
+        return self.launcher if plan.requests[0].slot in self._adapted else plain
+
+    patch.setattr(AdaptedSteps, "launcher_of", mutant)
+
+
+@mutant("prefixes-of-the-adapter-before", "docs/decisions/0045", COMING, "tokens")
+def keys_have_places(patch: pytest.MonkeyPatch) -> None:
+    """As an adapter's place is in its keys, not its number."""
+    patch.setattr(KVMemory, "_root", lambda self, request: b"adapter" if request.adapter else b"")
+
+
+@mutant("factors-of-the-adapter-before-stay", "docs/decisions/0045", COMING, "tokens")
+def what_an_adapter_lacks_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    prepare = SeparateUpdates.prepare
+
+    def mutant(self, parts):
+        return prepare(self, parts) if any(parts) else lambda place: None
+
+    patch.setattr(SeparateUpdates, "prepare", mutant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
@@ -160,7 +160,9 @@ class RowBudget:
 
     It is ``usual_rows``, or twice the decoding requests, or half of what prompts of at most
     ``usual_rows`` wait for: the larger the crowd, the less a longer step delays its first tokens.
-    A prompt in the expanded form has ``max_num_batched_tokens``, as each step expands it anew.
+    A prompt in the expanded form has ``max_num_batched_tokens``, as each step expands it anew, and
+    one longer than ``usual_rows`` of a model with experts too, while nobody decodes: the more rows
+    of an expert a step has, the less one of them takes.
     Decoding requests get one row each, then their drafts. Prompts get the rest, first come, first
     served: the oldest takes as much as is left. These rules bound the waiting time:
 
@@ -181,7 +183,8 @@ class RowBudget:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
         decodes = [request for request in candidates if not request.prefilling]
         prompts = {request: request.num_left for request in candidates if request.prefilling}
-        rows = self._rows(len(decodes), prompts)
+        longest = self._longest_chunk(len(decodes), prompts)
+        rows = self._rows(len(decodes), prompts.values(), longest)
         reserved = max(1, rows // SHARE) if prompts else 0
         favours_prompts = len(decodes) > rows - reserved and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
@@ -191,7 +194,8 @@ class RowBudget:
         most = {request: request.most_drafts(k) for request in served}
         worth = self._worth(most)
         wanted = worth.limits(beside) if worth else most
-        chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
+        most_rows = max(left - sum(wanted.values()), min(left, reserved))
+        chunks = self._chunks(prompts, most_rows, longest)
         ending = sum(chunk == prompts[request] for request, chunk in chunks.items())
         sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
         drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
@@ -200,12 +204,18 @@ class RowBudget:
         in_order = [turns[request] for request in candidates if request in turns]
         return fit_to_captured(in_order, worth, self._limits.captured_shapes) if worth else in_order
 
-    def _rows(self, num_decoding: int, prompts: dict[RequestState, int]) -> int:
+    def _longest_chunk(self, num_decoding: int, prompts: dict[RequestState, int]) -> int:
+        limits = self._limits
+        sparse = limits.reads.experts_bytes and not num_decoding
+        long = sparse and any(length > limits.usual_rows for length in prompts.values())
+        if long or any(request.expands_to(1) for request in prompts):
+            return limits.longest_chunk
+        return min(limits.longest_chunk, limits.usual_rows)
+
+    def _rows(self, num_decoding: int, lengths: Iterable[int], longest_chunk: int) -> int:
         usual, most = self._limits.usual_rows, self._limits.max_num_batched_tokens
-        if any(request.expands_to(1) for request in prompts):
-            return most
-        crowd = sum(length for length in prompts.values() if length <= usual)
-        return min(most, max(usual, 2 * num_decoding, crowd // 2))
+        crowd = sum(length for length in lengths if length <= usual)
+        return min(most, max(usual, longest_chunk, 2 * num_decoding, crowd // 2))
 
     def _worth(self, most: dict[RequestState, int]) -> DraftWorth | None:
         """None where limits are fixed, or drafts free: in small steps of rows without experts."""
@@ -217,9 +227,10 @@ class RowBudget:
         windows = windows_of({request: (request.drafts, n) for request, n in most.items()})
         return DraftWorth(windows, limits.reads.time(len(most), sum(one.bound.hi for one in most)))
 
-    def _chunks(self, prompts: dict[RequestState, int], rows: int) -> dict[RequestState, int]:
+    def _chunks(
+        self, prompts: dict[RequestState, int], rows: int, longest: int
+    ) -> dict[RequestState, int]:
         """Rows of each prompt, given its length; one that does not end leaves a share to others."""
-        longest = min(self._limits.longest_chunk, self._limits.usual_rows)
         chunks: dict[RequestState, int] = {}
         to_end = rows
         before = list(accumulate(prompts.values(), initial=0))
@@ -234,8 +245,7 @@ class RowBudget:
                 to_end = min(to_end, rows // SHARE)
         for request, length in prompts.items():
             if request not in chunks:
-                most = self._limits.longest_chunk if request.expands_to(1) else longest
-                chunks[request] = min(length, most, rows)
+                chunks[request] = min(length, longest, rows)
                 rows -= chunks[request]
         return chunks
 

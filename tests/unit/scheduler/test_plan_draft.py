@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler import plan_draft
+from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.plan_draft import SHARE, RowBudget
 from sametoken.scheduler.request_state import RequestState
 from sametoken.types.layout import StepShape
@@ -54,16 +55,39 @@ def test_an_expanded_prompt_ends_before_its_last_token(kit):
     assert [[one.expands_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
 
 
+LONG = {
+    "max_num_batched_tokens": 32,
+    "usual_rows": 16,
+    "longest_chunk": 32,
+    "num_blocks": 64,
+    "max_model_len": 99,
+}
+
+
+def chunks_of(kit, scheduler, count):
+    return [[rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0])] for _ in range(count)]
+
+
 def test_an_expanded_prompt_has_the_longest_steps(kit):
-    """Each step expands all of its latents anew; absorbed ones keep the usual rows."""
-    sizes = {"max_num_batched_tokens": 32, "usual_rows": 16, "longest_chunk": 32}
-    scheduler = kit.scheduler(**sizes, expand_prompts_from=40, num_blocks=64, max_model_len=99)
+    """Each step expands all of its latents anew, whoever decodes; others have the usual rows."""
+    scheduler = kit.scheduler(**LONG, expand_prompts_from=40)
     scheduler.add(kit.request("short", 3, max_total=60))
     kit.step(scheduler)
-    for name, length in (("expanded", 75), ("absorbed", 39)):
-        scheduler.add(kit.request(name, length))
-    found = [[rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0])] for _ in range(6)]
-    assert found == [[1, 31], [1, 31], [1, 16, 12], [1, 1, 14], [1, 1, 9], [1, 1, 1]]
+    scheduler.add(kit.request("expanded", 75))
+    assert chunks_of(kit, scheduler, 5) == [[1, 31], [1, 31], [1, 12], [1, 1], [1, 1]]
+    scheduler.add(kit.request("absorbed", 39))
+    assert chunks_of(kit, scheduler, 2) == [[1, 1, 14], [1, 1, 14]]
+
+
+def test_a_long_prompt_of_a_model_with_experts_has_the_longest_steps_while_nobody_decodes(kit):
+    experts = StepReads(32, experts_bytes=64, experts_share=0.5)
+    for reads, first, beside in ((experts, 32, 15), (StepReads(32), 16, 15)):
+        scheduler = kit.scheduler(**LONG, reads=reads)
+        scheduler.add(kit.request("long", 48))
+        assert chunks_of(kit, scheduler, 1) == [[first]]
+        chunks_of(kit, scheduler, 1 if first == 32 else 2)
+        scheduler.add(kit.request("next", 48))
+        assert chunks_of(kit, scheduler, 1) == [[1, beside]]
 
 
 def test_a_prompt_begins_in_what_the_one_before_leaves(kit):

@@ -42,7 +42,7 @@ from sametoken.runner.adapters import NO_STEP_ADAPTERS, AdaptedSteps, AdaptedTar
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
-from sametoken.runner.routed_experts import ExpertRecorder, recorder_of
+from sametoken.runner.routed_experts import Recorder, recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
@@ -175,7 +175,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
     )
     step = Step(
         sequences=sequences,
-        model=experts or loaded.target,
+        model=experts.over(loaded.target),
         kv=kv,
         kernels=backend.model,
         ops=backend.step,
@@ -229,7 +229,7 @@ def _launchers(
     loaded: Loaded,
     step: Step,
     processing: LogitsProcessing,
-    experts: ExpertRecorder | None,
+    experts: Recorder,
     announce: Callable[[str], None],
 ) -> tuple[Launcher, StepAdapters]:
     """What runs the target's steps, and those of requests with adapters."""
@@ -238,8 +238,7 @@ def _launchers(
         (launcher,) = _launch([step], loaded, processing, announce)
         return launcher, NO_STEP_ADAPTERS
     by_slot = AdaptedSteps.slots(loaded.resolved.config.max_num_seqs, loaded.resolved.device)
-    inner = adapted.decoder if experts is None else experts.beside(adapted.decoder)
-    target = AdaptedTarget(inner, adapted.rows, by_slot)
+    target = AdaptedTarget(experts.over(adapted.decoder), adapted.rows, by_slot)
     both = [step, replace(step, model=target, all_states=True)]
     launcher, own = _launch(both, loaded, processing, announce)
     return launcher, AdaptedSteps(by_slot, adapted.places, own)

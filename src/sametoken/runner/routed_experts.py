@@ -7,17 +7,16 @@ After the step they are copied to the host; the result says how many of the rows
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.models.base import HiddenStates, StandIn
+from sametoken.models.base import CausalLM, HiddenStates, StandIn
 from sametoken.models.decoder import Decoder
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, Routing
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
@@ -123,8 +122,44 @@ class StepExperts:
 NO_EXPERTS = StepExperts(np.empty(0), ())
 
 
-class ExpertRecorder(StandIn):
-    """A target whose passes are recorded: a ``CausalLM`` in place of it.
+class Recorder(Protocol):
+    """Records the experts that the passes of an engine's targets choose, or none."""
+
+    def over(self, target: CausalLM) -> CausalLM:
+        """The target with its passes recorded."""
+        ...
+
+    def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
+        """Enqueue the copy of the newest pass's experts to the host, before the next pass.
+
+        Args:
+            plan: the step's plan.
+            layout: its rows, which come before those of padding.
+
+        Raises:
+            InvariantError: the prefix cache supplies positions, which no expert computes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoRecorder:
+    """Records nothing."""
+
+    def over(self, target: CausalLM) -> CausalLM:
+        """The target itself."""
+        return target
+
+    def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
+        """``NO_EXPERTS``."""
+        return NO_EXPERTS
+
+
+NO_RECORDER: Recorder = NoRecorder()
+
+
+class ExpertRecorder:
+    """``Recorder`` of targets of one form, of which one pass runs at a time.
 
     Drafters that share the target's kernels run outside its passes and record nothing.
 
@@ -147,7 +182,6 @@ class ExpertRecorder(StandIn):
                 f"{target.config.architecture} has no experts to return",
                 "leave enable_return_routed_experts out",
             )
-        super().__init__(target)
         self._kernels, self._layers = kernels, tuple(found)
         ((top_k, num_experts),) = {(one.top_k, one.num_experts) for one in found.values()}
         in_a_byte = num_experts <= _MAX_IN_A_BYTE
@@ -155,6 +189,39 @@ class ExpertRecorder(StandIn):
         # Captured passes write to it; its address never changes. Layers without experts stay 0.
         shape = len(target.layers), num_rows, top_k
         self._chosen = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def over(self, target: CausalLM) -> CausalLM:
+        """See ``Recorder``."""
+        return RecordedTarget(target, self)
+
+    def recorded(self, num_rows: int) -> AbstractContextManager[None]:
+        """A block with one pass of this many rows; errors as ``RecordingKernels.recorded``."""
+        room = self._chosen.shape[1]
+        if num_rows > room:
+            raise InvariantError(f"a pass of {num_rows} rows where {room} may be recorded")
+        return self._kernels.recorded([self._chosen[i, :num_rows] for i in self._layers])
+
+    def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
+        """See ``Recorder``."""
+        if any(one.num_cached for one in plan.admissions):
+            raise InvariantError("a request takes positions from the prefix cache")
+        stored, dtype = self._dtypes
+        rows = self._chosen[:, : layout.row_starts[-1]].transpose(0, 1)
+        narrow = rows.to(stored, memory_format=torch.contiguous_format)
+        return StepExperts(np.asarray(to_host(narrow)).view(dtype), layout.row_starts)
+
+
+class RecordedTarget(StandIn):
+    """A ``CausalLM`` in place of a target whose passes are recorded.
+
+    Args:
+        target: the model.
+        recorder: what records them.
+    """
+
+    def __init__(self, target: CausalLM, recorder: ExpertRecorder) -> None:
+        super().__init__(target)
+        self._recorder = recorder
 
     def forward(
         self,
@@ -165,38 +232,12 @@ class ExpertRecorder(StandIn):
     ) -> HiddenStates:
         """See ``CausalLM.forward``; every layer runs all rows."""
         assert kept is None
-        num_rows, room = token_ids.shape[0], self._chosen.shape[1]
-        if num_rows > room:
-            raise InvariantError(f"a pass of {num_rows} rows where {room} may be recorded")
-        with self._kernels.recorded([self._chosen[i, :num_rows] for i in self._layers]):
+        with self._recorder.recorded(token_ids.shape[0]):
             return self._target.forward(token_ids, rows, cache)
 
-    def beside(self, target: Decoder) -> ExpertRecorder:
-        """A recorder of another model with these layers of experts, into the same memory."""
-        other = copy(self)
-        other._target = target
-        return other
 
-    def keep(self, plan: StepPlan, layout: StepLayout) -> StepExperts:
-        """Enqueue the copy of the newest pass's experts to the host, before the next pass.
-
-        Args:
-            plan: the step's plan.
-            layout: its rows, which come before those of padding.
-
-        Raises:
-            InvariantError: the prefix cache supplies positions, which no expert computes.
-        """
-        if any(one.num_cached for one in plan.admissions):
-            raise InvariantError("a request takes positions from the prefix cache")
-        stored, dtype = self._dtypes
-        rows = self._chosen[:, : layout.row_starts[-1]].transpose(0, 1)
-        narrow = rows.to(stored, memory_format=torch.contiguous_format)
-        return StepExperts(np.asarray(to_host(narrow)).view(dtype), layout.row_starts)
-
-
-def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> ExpertRecorder | None:
-    """What records a target's experts; None unless it was loaded with ``recording`` kernels.
+def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> Recorder:
+    """What records a target's experts, if it was loaded with ``recording`` kernels.
 
     Args:
         target: the model, or this rank's share.
@@ -208,7 +249,7 @@ def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> ExpertR
     """
     kernels = target.kernels
     if not isinstance(kernels, RecordingKernels):
-        return None
+        return NO_RECORDER
     return ExpertRecorder(target, kernels, num_rows + ROW_MULTIPLE, device)
 
 

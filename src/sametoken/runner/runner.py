@@ -12,7 +12,7 @@ from sametoken.runner.adapters import NO_STEP_ADAPTERS, StepAdapters
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
-from sametoken.runner.routed_experts import ExpertRecorder
+from sametoken.runner.routed_experts import NO_RECORDER, Recorder
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
@@ -108,7 +108,7 @@ class StepRunner:
         stream: the stream that work is enqueued on.
         ring: host buffers for results.
         history: texts of earlier requests, for drafters that read them.
-        experts: copies what the step's ``model`` has recorded to the results; None: nothing.
+        experts: copies what the step's ``model`` has recorded to the results.
         adapters: of the slots' requests.
     """
 
@@ -120,7 +120,7 @@ class StepRunner:
     stream: Stream
     ring: OutputRing
     history: TokenHistory = NO_HISTORY
-    experts: ExpertRecorder | None = None
+    experts: Recorder = NO_RECORDER
     adapters: StepAdapters = NO_STEP_ADAPTERS
 
     def submit(self, plan: StepPlan) -> PendingOutput:
@@ -142,8 +142,7 @@ class StepRunner:
             all_states=launcher.step.all_states or self.processing.scores_prompts(plan),
         )
         launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
-        if self.experts is not None:
-            buffer.experts = self.experts.keep(plan, layout)
+        buffer.experts = self.experts.keep(plan, layout)
         self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:

@@ -19,6 +19,7 @@ from sametoken.ops.triton import TritonKernels
 from sametoken.runner.async_output import NUM_COUNTS, HostBuffer
 from sametoken.runner.routed_experts import (
     NO_EXPERTS,
+    NO_RECORDER,
     ExpertRecorder,
     RecordingKernels,
     StepExperts,
@@ -98,7 +99,7 @@ def test_a_pass_that_chooses_for_other_rows_is_refused(num_calls, message):
     target = Target()
     target.given = torch.randn(num_calls, 5, 7)
     with pytest.raises(InvariantError, match=message):
-        recorder(target).forward(torch.zeros(5), None, None)
+        recorder(target).over(target).forward(torch.zeros(5), None, None)
 
 
 def test_a_replayed_pass_writes_where_the_captured_one_did():
@@ -106,11 +107,11 @@ def test_a_replayed_pass_writes_where_the_captured_one_did():
     target = Target()
     experts, plan = recorder(target), plan_of(3, 2)
     target.given = torch.randn(2, 8, 7)
-    experts.forward(torch.zeros(8), None, None)
+    experts.over(target).forward(torch.zeros(8), None, None)
     captured = target.chosen
     # Of a smaller shape, which shares the memory.
     target.given = torch.randn(2, 2, 7)
-    experts.forward(torch.zeros(2), None, None)
+    experts.over(target).forward(torch.zeros(2), None, None)
     first = torch.arange(32).view(2, 8, 2)
     for written, values in zip(captured, first, strict=True):
         written.copy_(values)
@@ -127,8 +128,9 @@ def test_a_replayed_pass_writes_where_the_captured_one_did():
 def test_triton_kernels_record_what_the_reference_chooses(tmp_path):
     path, found = write_nemotron(tmp_path, pattern="M*E-E", moe_latent_size=6), []
     for kernels in (ReferenceKernels(), TritonKernels(GemmTable())):
-        experts, plan = recorder_of(load(path, recording(kernels)), 6, CPU), plan_of(6)
-        OneRun(experts).logits([1, 5, 3, 2, 7, 7], [])
+        target = load(path, recording(kernels))
+        experts, plan = recorder_of(target, 6, CPU), plan_of(6)
+        OneRun(experts.over(target)).logits([1, 5, 3, 2, 7, 7], [])
         found.append(kept(experts, plan).of(0, *plan.requests, 0))
     assert np.array_equal(*found)
     assert found[0].shape == (6, 5, 2)
@@ -139,7 +141,7 @@ def test_ids_of_many_experts_have_two_bytes():
     target = Target(num_experts=300)
     experts, plan = recorder(target), plan_of(3)
     target.given = torch.eye(300)[297:].expand(2, 3, 300)
-    experts.forward(torch.zeros(3), None, None)
+    experts.over(target).forward(torch.zeros(3), None, None)
     found = kept(experts, plan).of(0, *plan.requests, 0)
     assert found.dtype == np.uint16
     assert found[:, 0, 0].tolist() == [297, 298, 299]
@@ -148,7 +150,7 @@ def test_ids_of_many_experts_have_two_bytes():
 def test_what_cannot_be_recorded_is_refused():
     target = Target()
     with pytest.raises(InvariantError, match="a pass of 9 rows where 8"):
-        recorder(target).forward(torch.zeros(9), None, None)
+        recorder(target).over(target).forward(torch.zeros(9), None, None)
     admission = Admission(0, (1, 2, 3), num_cached=2, params=SamplingParams())
     with pytest.raises(InvariantError, match="prefix cache"):
         kept(recorder(target), replace(plan_of(1), admissions=(admission,)))
@@ -159,10 +161,11 @@ def test_what_cannot_be_recorded_is_refused():
 
 def test_a_target_of_plain_kernels_is_not_recorded():
     target = Target()
-    assert recorder_of(target, 8, CPU) is not None
+    assert isinstance(recorder_of(target, 8, CPU), ExpertRecorder)
     assert isinstance(recording(ReferenceKernels()), RecordingKernels)
     target.kernels = ReferenceKernels()
-    assert recorder_of(target, 8, CPU) is None
+    assert recorder_of(target, 8, CPU) is NO_RECORDER
+    assert NO_RECORDER.over(target) is target
 
 
 def test_a_result_has_the_experts_of_committed_rows():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from sametoken.config import EngineConfig
+from sametoken.engine.live_adapters import NoLiveAdapters
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError
 from sametoken.llm import LLM
@@ -102,7 +104,8 @@ def resolved(tokenizer) -> ResolvedConfig:
 class ScriptedEngine:
     """Emits each request's script, one window a step; results lag by ``lag`` steps."""
 
-    is_sleeping = False
+    upkeep = SimpleNamespace(is_sleeping=False)
+    adapters = NoLiveAdapters()
 
     def __init__(self, resolved: ResolvedConfig, windows, lag: int = 0) -> None:
         self.resolved = resolved

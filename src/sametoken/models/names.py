@@ -199,7 +199,9 @@ def _existing(path: Path) -> Path | None:
         if parent is None:
             return None
         missing, *rest = path.relative_to(parent).parts
-        close = _closest(missing, [entry.name for entry in parent.iterdir()])
+        # Not links that lead nowhere, nor files in place of folders: each name brings us further.
+        leads_on = Path.is_dir if rest else Path.exists
+        close = _closest(missing, [entry.name for entry in parent.iterdir() if leads_on(entry)])
     except OSError:
         return None
     return _existing(parent.joinpath(close, *rest)) if close else None

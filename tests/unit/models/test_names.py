@@ -299,3 +299,14 @@ def test_a_name_spelled_alike_with_a_part_that_no_file_can_have_is_no_hint(tmp_p
     ) as caught:
         resolve_model(str(tmp_path / "modles" / ("a" * 300)), print)
     assert "did you mean" not in caught.value.remedy
+
+
+def test_a_link_that_leads_nowhere_is_no_hint(tmp_path):
+    """Nor is a file in place of a folder; the search for a hint ends."""
+    for last in "ab":
+        (tmp_path / f"model-{last}").symlink_to(tmp_path / "gone")
+        (tmp_path / f"weights.{last}").touch()
+    for path in (tmp_path / "model-a", tmp_path / "weights.a" / "sub"):
+        with pytest.raises(CheckpointError, match="neither a path") as caught:
+            resolve_model(str(path), print)
+        assert "did you mean" not in caught.value.remedy

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sametoken.errors import RequestError, shown
 from sametoken.serving.messages import Command, LoadAdapter, RemoveAdapter
@@ -24,7 +25,7 @@ class ServedAdapters:
     named: AdapterNames
     command: Callable[[Command], Awaitable[int]]
     _one_by_one: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _loading: set[asyncio.Future[None]] = field(default_factory=set)
+    _changing: set[asyncio.Future[None]] = field(default_factory=set)
 
     @property
     def modules(self) -> tuple[LoRAModule, ...]:
@@ -43,19 +44,7 @@ class ServedAdapters:
             RequestError: it is there, cannot be read, does not fit the model, or has no room.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        module = module_of(name, path)
-        async with self._one_by_one:
-            if not in_place and self.named.find(name) is not None:
-                raise RequestError(
-                    f"the adapter {shown(name)} is there already",
-                    "unload it first, or set load_inplace",
-                    param="lora_name",
-                )
-            # A caller that goes away leaves no adapter half loaded.
-            loading = asyncio.ensure_future(self._load(module))
-            self._loading.add(loading)
-            loading.add_done_callback(self._loaded)
-            await asyncio.shield(loading)
+        await self._change(self._load, module_of(name, path), in_place)
 
     async def unload(self, name: str) -> None:
         """No further request has the adapter; unfinished ones keep it until they end.
@@ -64,17 +53,33 @@ class ServedAdapters:
             RequestError: there is none of that name.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        async with self._one_by_one:
-            number = self.named.number(name)
-            self.named.remove(name)
-            await self.command(RemoveAdapter(number))
+        await self._change(self._unload, name)
 
-    async def _load(self, module: LoRAModule) -> None:
+    async def _change(self, change: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
+        """Let a change come to its end, before the next one and though its caller goes away."""
+        await self._one_by_one.acquire()
+        changing = asyncio.ensure_future(change(*given))
+        self._changing.add(changing)
+        changing.add_done_callback(self._changed)
+        await asyncio.shield(changing)
+
+    async def _load(self, module: LoRAModule, in_place: bool) -> None:
+        if not in_place and self.named.find(module.name) is not None:
+            raise RequestError(
+                f"the adapter {shown(module.name)} is there already",
+                "unload it first, or set load_inplace",
+                param="lora_name",
+            )
         number, replaced = self.named.next_number(), self.named.number_of(module.name)
         await self.command(LoadAdapter(number, module.path, replaced))
         self.named.add(module, number)
 
-    def _loaded(self, loading: asyncio.Future[None]) -> None:
-        self._loading.discard(loading)
+    async def _unload(self, name: str) -> None:
+        await self.command(RemoveAdapter(self.named.number(name)))
+        self.named.remove(name)
+
+    def _changed(self, changing: asyncio.Future[None]) -> None:
+        self._changing.discard(changing)
+        self._one_by_one.release()
         # Seen, if nobody waits for it any more.
-        loading.exception()
+        changing.exception()

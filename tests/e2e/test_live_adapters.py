@@ -87,6 +87,31 @@ def test_a_request_brings_its_adapter(files, truth):
         assert said(llm, "own") == truth["few"]
 
 
+def test_what_goes_for_an_adapter_that_a_request_brings(files, truth):
+    """No request has it, a request brought it too, and the new one can be read."""
+    brought = {name: LoRARequest(name, 1, str(files[name])) for name in ("all", "few", "down")}
+    nowhere = LoRARequest("nowhere", 1, str(files["llama"]))
+    with engine(files["llama"], **ROOM) as llm:
+
+        def bring(name: str) -> None:
+            (output,) = llm.generate(PROMPTS[0], params(2), lora_request=brought[name])
+            assert output.outputs[0].token_ids == truth[name][0][0][:2]
+
+        stream = llm.generate_stream(PROMPTS[0], params(), lora_request=brought["all"])
+        next(stream)
+        bring("few")
+        with pytest.raises(RequestError, match=r"holds no adapter_config\.json"):
+            said(llm, nowhere)
+        assert llm.adapters.names == ("all", "few")
+        bring("down")
+        assert llm.adapters.names == ("all", "down")
+        *_, last = stream
+        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
+        llm.adapters.load("all", files["all"])
+        bring("few")
+        assert llm.adapters.names == ("all", "few")
+
+
 def test_a_request_that_runs_keeps_its_adapter(files, truth):
     with engine(files["llama"], **ROOM | {"max_loras": 1}) as llm:
         llm.adapters.load("a", files["all"])

@@ -66,15 +66,12 @@ class LiveAdapters(Protocol):
         """
         ...
 
-    def place(self, replaces: int, in_use: Collection[int]) -> int:
-        """A place for one more.
+    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
+        """Where one more may be written, in order.
 
         Args:
             replaces: as in ``NewAdapter``.
             in_use: the numbers that unfinished requests have.
-
-        Raises:
-            RequestError: there is none; nothing is changed.
         """
         ...
 
@@ -99,9 +96,9 @@ class NoLiveAdapters:
         """Refuse; see ``LiveAdapters``."""
         raise _none_comes()
 
-    def place(self, replaces: int, in_use: Collection[int]) -> int:
-        """Refuse; see ``LiveAdapters``."""
-        raise _none_comes()
+    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
+        """None; see ``LiveAdapters``."""
+        return []
 
     def remove(self, number: int) -> None:
         """None is there."""
@@ -154,20 +151,12 @@ class AdapterPlaces:
 
         return NewAdapter(write_all, lambda: self.ranks.tell(UseShare(write=False)), replaces)
 
-    def place(self, replaces: int, in_use: Collection[int]) -> int:
+    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
         """See ``LiveAdapters``."""
         held = self.model.places
         gone = {one for one in (*self._removed, replaces) if one in held and one not in in_use}
         free = set(range(1, self.count + 1)) - set(held.values())
-        places = sorted(free | {held[one] for one in gone})
-        if not places:
-            raise RequestError(
-                f"there is room for {self.count} adapters, and requests or their names "
-                "hold all of it",
-                "remove one, let its requests end, or start with a larger max_loras",
-                param="lora_name",
-            )
-        return places[0]
+        return sorted(free | {held[one] for one in gone})
 
     def remove(self, number: int) -> None:
         """See ``LiveAdapters``; numbers of what was overwritten are forgotten."""

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sametoken.engine.core import EngineCore
-from sametoken.types.lora_modules import AdapterChoice, AdapterNames, choices_of, module_of
+from sametoken.types.lora_modules import (
+    NO_ADAPTER,
+    AdapterChoice,
+    AdapterNames,
+    LoRAModule,
+    choices_of,
+    module_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +51,8 @@ class OfflineAdapters:
             RequestError: it cannot be read, does not fit the model, or there is no room for it.
             EngineDeadError: the engine failed.
         """
-        module = module_of(name, path)
         with self.updating:
-            number, replaced = self.named.next_number(), self.named.number_of(name)
-            new = self.engine.adapters.load(number, module.path, replaced)
-            with self.resting():
-                self.engine.upkeep.use_adapter(new)
-                self.named.add(module, number)
+            self._load(module_of(name, path))
 
     def unload(self, name: str) -> None:
         """No further request has the adapter; unknown names are ignored."""
@@ -63,7 +65,7 @@ class OfflineAdapters:
     ) -> list[int]:
         """The number of each prompt's adapter; one that comes with a path is read if need be.
 
-        If there is no room, the oldest that came so and that no prompt chooses goes.
+        If there is no room, the oldest that came so goes, of those that no request has or chooses.
 
         Raises:
             RequestError: as ``choices_of``, ``AdapterNames.number`` and ``load``.
@@ -76,8 +78,30 @@ class OfflineAdapters:
         return [self.named.number(one) for one in choices]
 
     def _bring(self, name: str, path: str, wanted: Collection[object]) -> None:
-        if self.named.find(name) is not None:
+        if self.named.find(name) is None:
+            with self.updating:
+                # Another thread may have brought it.
+                if self.named.find(name) is None:
+                    self._load(module_of(name, path), wanted)
+
+    def _load(self, module: LoRAModule, wanted: Collection[object] | None = None) -> None:
+        """Load an adapter; by ``wanted``, names that are to be there too, a request brings it."""
+        number, replaced = self.named.next_number(), self.named.number_of(module.name)
+        new = self.engine.adapters.load(number, module.path, replaced)
+        with self.resting():
+            if wanted is not None:
+                self._make_room(wanted)
+            self.engine.upkeep.use_adapter(new)
+            self.named.add(module, number, brought=wanted is not None)
+
+    def _make_room(self, wanted: Collection[object]) -> None:
+        """Let go the oldest adapter that requests brought and none of them has, if need be."""
+        in_use = self.engine.scheduler.adapters_in_use
+        if self.engine.adapters.places(NO_ADAPTER, in_use):
             return
-        if len(self.named.modules) == self.engine.adapters.count:
-            self.unload(next((one for one in self.named.came if one not in wanted), ""))
-        self.load(name, path)
+        for name in self.named.brought:
+            number = self.named.number_of(name)
+            if name not in wanted and number not in in_use:
+                self.engine.upkeep.remove_adapter(number)
+                self.named.remove(name)
+                return

@@ -66,11 +66,18 @@ class Upkeep:
         try:
             self.engine.require_alive()
             in_use = self.engine.scheduler.adapters_in_use
-            place = self.engine.adapters.place(new.replaces, in_use)
+            places = self.engine.adapters.places(new.replaces, in_use)
+            if not places:
+                raise RequestError(
+                    f"there is room for {self.engine.adapters.count} adapters, and requests or "
+                    "their names hold all of it",
+                    "remove one, let its requests end, or start with a larger max_loras",
+                    param="lora_name",
+                )
         except BaseException:
             new.drop()
             raise
-        self.engine.at_rest(partial(new.write, place))
+        self.engine.at_rest(partial(new.write, places[0]))
         if new.replaces:
             self.remove_adapter(new.replaces)
 

@@ -93,6 +93,7 @@ class AdapterNames:
         self._given = dict(zip(modules, count(NO_ADAPTER + 1)))
         self._next = count(NO_ADAPTER + 1 + len(modules))
         self._numbers = dict(self._given)
+        self._brought: set[LoRAModule] = set()
 
     def restart(self) -> None:
         """The engine starts again, with the adapters of its start."""
@@ -104,9 +105,9 @@ class AdapterNames:
         return tuple(self._numbers)
 
     @property
-    def came(self) -> tuple[str, ...]:
-        """The names of those that came after the start, the oldest first."""
-        return tuple(one.name for one in self._numbers if one not in self._given)
+    def brought(self) -> tuple[str, ...]:
+        """The names of those that requests brought, the oldest first."""
+        return tuple(one.name for one in self._numbers if one in self._brought)
 
     def find(self, name: str) -> LoRAModule | None:
         """The adapter of this name, if it is there."""
@@ -116,14 +117,17 @@ class AdapterNames:
         """The number of an adapter that is to come."""
         return next(self._next)
 
-    def add(self, module: LoRAModule, number: int) -> None:
-        """Requests may choose an adapter, in place of one with its name."""
+    def add(self, module: LoRAModule, number: int, *, brought: bool = False) -> None:
+        """Requests may choose an adapter, in place of one with its name; one of them brought it."""
         self.remove(module.name)
         self._numbers[module] = number
+        if brought:
+            self._brought.add(module)
 
     def remove(self, name: str) -> None:
         """Requests may not choose an adapter any more."""
         self._numbers = {one: number for one, number in self._numbers.items() if one.name != name}
+        self._brought.intersection_update(self._numbers)
 
     def number_of(self, name: str) -> int:
         """The number of an adapter by its name; ``NO_ADAPTER`` if it is not there."""

@@ -113,9 +113,9 @@ def test_no_number_is_given_twice():
     names = AdapterNames(BOTH)
     for _ in range(2):
         again = LoRAModule("sql", "./other")
-        names.add(again, names.next_number())
+        names.add(again, names.next_number(), brought=True)
         assert names.modules == (CHAT, again)
-    assert (names.number("sql"), names.number("chat"), names.came) == (4, 2, ("sql",))
+    assert (names.number("sql"), names.number("chat"), names.brought) == (4, 2, ("sql",))
     names.remove("chat")
     assert (names.number_of("chat"), names.number_of("sql")) == (0, 4)
     names.restart()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.layer import LayerParts
+from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters, SeparateUpdates
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native.latent import LatentOperations
 from sametoken.ops.native.layer import NativeLayer, norm_is_bf16, stored_form
@@ -32,9 +36,11 @@ from sametoken.ops.native.weights import (
     silu_mul,
 )
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Weight
 
 MAX_HEAD_DIM = 1024
+#: Of the memory of adapters: an adapter that stays keeps little of one that went.
+FACTOR_SLAB_BYTES = 1 << 20
 
 
 class NativeKernels(LatentOperations, ComposedKernels):
@@ -50,6 +56,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
     def __init__(self, library: NativeLibrary | None = None) -> None:
         self._library = library or load_library()
         self._memory = WeightMemory(self._library.prefer_large_pages)
+        self._factors = WeightMemory(self._library.prefer_large_pages, FACTOR_SLAB_BYTES)
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -60,10 +67,19 @@ class NativeKernels(LatentOperations, ComposedKernels):
             )
 
     def pack(self, weight: Tensor) -> PanelWeight:
+        return self._packed(weight, self._memory)
+
+    def adapt(
+        self, weight: Weight, sizes: Sequence[int], room: Room, rows: RowAdapters
+    ) -> AdaptedWeight:
+        updates = SeparateUpdates.of(partial(self._packed, memory=self._factors), sizes, room)
+        return AdaptedWeight(weight, updates, rows, self.silu_mul)
+
+    def _packed(self, weight: Tensor, memory: WeightMemory) -> PanelWeight:
         n, k = weight.shape
         bf16 = is_bf16(weight)
         weight = weight.contiguous()
-        panels = self._memory.take(self._library.packed_bytes(n, k, bf16))
+        panels = memory.take(self._library.packed_bytes(n, k, bf16))
         self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, bf16)
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 

@@ -101,6 +101,19 @@ def test_a_row_adds_its_own_adapter_whatever_the_others_choose(kernels, dtype):
     assert torch.equal(out[2, 40:], base[2, 40:])
 
 
+def test_an_adapter_that_stays_keeps_little_of_those_that_went():
+    kernels, parts = NativeKernels(), factors(4096, torch.float32)
+    weight = kernels.pack(noise(64, 4096, seed=5))
+    update = adapt(kernels, weight, 4096, torch.float32, RowAdapters()).update
+    for _ in range(10):
+        update.prepare(parts[0])(2)
+    factors_of = (one for own in update.adapters for part in own for one in (part.down, part.up))
+    held = [one.panels.untyped_storage() for one in (weight, *factors_of)]
+    of_weight, *others = [(one.data_ptr(), one.nbytes()) for one in held]
+    assert of_weight not in others
+    assert sum(size for _, size in set(others)) < 4 * update.nbytes
+
+
 def test_gate_and_up_are_adapted_before_silu():
     rows, x = RowAdapters(), noise(2, 72, seed=6)
     plain = REFERENCE.pack(noise(64, 72, seed=5))

@@ -129,6 +129,26 @@ def test_a_request_that_runs_keeps_its_adapter(files, truth):
         assert said(llm, "b") == truth["few"]
 
 
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_request_on_its_way_has_the_adapter_that_it_chose(files, truth, room):
+    """While another one comes in its place; unless there is no room for both, or it is unloaded."""
+    with engine(files["llama"], **ROOM | {"max_loras": room}) as llm:
+        llm.adapters.load("a", files["all"])
+        stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
+        llm.adapters.load("a", files["few"])
+        if room == 1:
+            with pytest.raises(RequestError, match=r"another one came in its place.*max_loras"):
+                next(stream)
+        else:
+            *_, last = stream
+            assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
+        assert said(llm, "a") == truth["few"]
+        stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
+        llm.adapters.unload("a")
+        with pytest.raises(RequestError, match="the adapter was removed"):
+            next(stream)
+
+
 def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
     wide = write_llama(tmp_path / "wide", **HEADS | {"hidden_size": 32})
     others = {

@@ -67,12 +67,16 @@ class LiveAdapters(Protocol):
         ...
 
     def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
-        """Where one more may be written, in order.
+        """Where one more may be written; over what requests may still choose last.
 
         Args:
             replaces: as in ``NewAdapter``.
             in_use: the numbers that unfinished requests have.
         """
+        ...
+
+    def replaced(self, number: int) -> None:
+        """Another one came in its place; requests that chose it before have it, if it is there."""
         ...
 
     def remove(self, number: int) -> None:
@@ -100,6 +104,9 @@ class NoLiveAdapters:
         """None; see ``LiveAdapters``."""
         return []
 
+    def replaced(self, number: int) -> None:
+        """None is there."""
+
     def remove(self, number: int) -> None:
         """None is there."""
 
@@ -121,7 +128,9 @@ class AdapterPlaces:
     model: AdaptedModel
     ranks: Ranks
     come: bool
-    _removed: set[int] = field(default_factory=set)
+    # The oldest first.
+    _replaced: list[int] = field(default_factory=list)
+    _removed: list[int] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -132,7 +141,10 @@ class AdapterPlaces:
         """See ``LiveAdapters``."""
         there = number in self.model.places and number not in self._removed
         if number != NO_ADAPTER and not there:
-            raise RequestError("the adapter was removed", "load it again, or choose another one")
+            raise RequestError(
+                "the adapter was removed, or another one came in its place",
+                "choose one that is there; with a larger max_loras replaced ones stay longer",
+            )
 
     def load(self, number: int, path: str, replaces: int = NO_ADAPTER) -> NewAdapter:
         """See ``LiveAdapters``; every rank reads its share."""
@@ -154,14 +166,24 @@ class AdapterPlaces:
     def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
         """See ``LiveAdapters``."""
         held = self.model.places
-        gone = {one for one in (*self._removed, replaces) if one in held and one not in in_use}
         free = set(range(1, self.count + 1)) - set(held.values())
-        return sorted(free | {held[one] for one in gone})
+        going = (*self._removed, *self._replaced, replaces)
+        return sorted(free) + [held[one] for one in going if one in held and one not in in_use]
+
+    def replaced(self, number: int) -> None:
+        """See ``LiveAdapters``."""
+        self._forget()
+        self._replaced.append(number)
 
     def remove(self, number: int) -> None:
-        """See ``LiveAdapters``; numbers of what was overwritten are forgotten."""
-        self._removed.intersection_update(self.model.places)
-        self._removed.add(number)
+        """See ``LiveAdapters``."""
+        self._forget()
+        self._removed.append(number)
+
+    def _forget(self) -> None:
+        """Forget what was overwritten."""
+        for numbers in (self._replaced, self._removed):
+            numbers[:] = [one for one in numbers if one in self.model.places]
 
 
 def load_factors(model: AdaptedModel, number: int, path: str) -> Callable[[int], None]:

@@ -79,7 +79,7 @@ class Upkeep:
             raise
         self.engine.at_rest(partial(new.write, places[0]))
         if new.replaces:
-            self.remove_adapter(new.replaces)
+            self.engine.adapters.replaced(new.replaces)
 
     def remove_adapter(self, number: int) -> None:
         """No further request may have an adapter; unfinished ones keep it until they end."""

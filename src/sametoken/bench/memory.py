@@ -5,7 +5,7 @@ The loading code builds both on the meta device: tensors with shapes and no memo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,14 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache, bytes_per_block, stored_in
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
+from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step import compact
+from sametoken.ops.weight import Weight
 
 #: Tensors on the meta device have shapes and no memory.
 SHAPES_ONLY = torch.device("meta")
@@ -130,7 +133,8 @@ def measure_memory(
     """Compute the memory of an engine with this config.
 
     Kept states are counted for the KV memory of ``max_num_seqs`` requests of ``max_model_len``
-    tokens on a GPU, unless ``kv_cache_memory_bytes`` is given.
+    tokens on a GPU, unless ``kv_cache_memory_bytes`` is given. Adapters that may come are counted
+    on a GPU, which has memory for them from the start; a CPU has it as they come.
 
     Args:
         config: the engine's options.
@@ -156,7 +160,8 @@ def measure_memory(
     config, _ = resolve_kv_dtype(config, architecture, str(path), device)
     longest = resolve_max_model_len(config, architecture)
     require_token_map(spec, architecture)
-    target = load_shapes(architecture, path, dtype)
+    kernels = _PlacesForAdapters() if device.type == "cuda" else None
+    target = load_shapes(architecture, path, dtype, kernels)
     config = resolve_adapters(config, announce)
     widest = widest_of(target, adapted(target, config, SINGLE_RANK, dtype, SHAPES_ONLY))
     require_latents(config, target.caches)
@@ -203,12 +208,31 @@ def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) ->
     return resolve_kv_bytes(config, device)
 
 
-def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:
-    """Build a model on the meta device, from its config alone.
+class _PlacesForAdapters(ReferenceKernels):
+    """Kernels whose adapters have their memory before they come, as on a GPU."""
+
+    def adapt(
+        self, weight: Weight, sizes: Sequence[int], room: Room, rows: RowAdapters
+    ) -> AdaptedWeight:
+        # Only CUDA builds of torch include Triton.
+        from sametoken.ops.model.low_rank_triton import StackedUpdates
+
+        updates = StackedUpdates.of(weight.in_features, sizes, room)
+        return AdaptedWeight(weight, updates, rows, self.silu_mul)
+
+
+def load_shapes(
+    architecture: ModelConfig,
+    path: Path,
+    dtype: torch.dtype,
+    kernels: Kernels | None = None,
+) -> Decoder:
+    """Build a model on the meta device, from its config alone; by default of a CPU's layouts.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_model``.
     """
     quantization = read_quantization(architecture.extra, str(path))
-    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY, quantization=quantization)
+    kernels = kernels or ReferenceKernels()
+    reader = dummy_reader(path, kernels, dtype, SHAPES_ONLY, quantization=quantization)
     return model_class(architecture.architecture)(architecture, reader, max_positions=1)

@@ -23,7 +23,8 @@ from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.models.loader import load_model
+from sametoken.models.loader import load_model, read_config
+from sametoken.ops.model.attention import hopper
 from sametoken.ops.reference import ReferenceKernels
 
 MB, GB = 10**6, 10**9
@@ -172,6 +173,23 @@ def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
     assert bool(found.draft_weights) == (method not in ("plain", "ngram"))
 
 
+def test_on_a_gpu_adapters_are_counted_before_they_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
+    path, _ = cases(tmp_path)["plain"]
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**20}
+    plain = measure_memory(config(path, **options))
+    found = measure_memory(config(path, **options, enable_lora=True, max_loras=2, max_lora_rank=20))
+    sizes = read_config(Path(path))
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    # Inputs and outputs of each module; ranks are padded to powers of two.
+    modules = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)]
+    modules += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    elements = sizes.num_layers * sum(map(sum, modules)) * 32
+    assert found.weights - plain.weights == 2 * elements * 2
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_a_quantized_head_s_matrices_are_all_the_drafter_s(tmp_path, method):
     """A copy of what it shares with the target, and of its own no more than the copy."""
@@ -219,6 +237,7 @@ def test_a_gpu_s_step_expands_a_matrix_in_four_bits(tmp_path, monkeypatch):
     )
     on_cpu = measure_memory(asked).step
     monkeypatch.setattr(memory, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
     monkeypatch.setattr(resolve, "most_mixing", lambda *given, **options: 0)
     # In graphs, and in steps without.
     assert measure_memory(asked).step == on_cpu + 2 * 2 * (2 * 160 * 64)

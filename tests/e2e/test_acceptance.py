@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from helpers.harness import Shape, allocate, build, draft_model, request, requests_of, swapped_by
+from helpers.lookups import ngram_drafter
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.drafters.base import drafts_of
 from sametoken.drafters.context import Coupling
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.types.outputs import SpeculationMetrics
 
 pytestmark = pytest.mark.usefixtures("layouts")
@@ -181,9 +181,7 @@ class Counting(ToyModel):
 
 
 def test_prompt_lookup_on_a_periodic_text_accepts_every_draft():
-    core = build(
-        Counting(VOCAB), Shape(num_drafts=K), make_drafter=lambda parts: NgramDrafter(K, 1, 3)
-    )
+    core = build(Counting(VOCAB), Shape(num_drafts=K), make_drafter=lambda parts: ngram_drafter(K))
     windows = 6
     item = request("r", (0, 1, 2, 3, 4) * 2, max_tokens=1 + windows * (K + 1))
     total = measure(core, [item])

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from helpers.harness import CPU, Ran, Shape, build, draft_model, request, run
+from helpers.lookups import ngram_drafter, suffix_drafter
 from helpers.suffixes import Options
 from helpers.toy import ToyModel
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.combined import CascadeDrafter
-from sametoken.drafters.ngram import NgramDrafter
-from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
 from sametoken.runner.stream import LaggingStream
@@ -52,8 +51,8 @@ DRAFT = ReciteModel(unknown=range(len(PROMPT) + len(FRESH), len(TEXT)))
 
 def lookup(kind: str, k: int, min_match: int = 1, history: TokenHistory = NO_HISTORY):
     if kind == "ngram":
-        return NgramDrafter(k, min_match, max(4, min_match))
-    return SuffixDrafter(Options(k, min_match=min_match, factor=2.0).tables(), history)
+        return ngram_drafter(k, min_match, max(4, min_match))
+    return suffix_drafter(Options(k, min_match=min_match, factor=2.0), history)
 
 
 def make_drafter(kind: str, model, min_match: int = 2, history: TokenHistory = NO_HISTORY):

@@ -14,8 +14,8 @@ import torch
 from scipy.stats import chisquare
 
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, draft_model, request, run
+from helpers.lookups import ngram_drafter
 from helpers.toy import ToyModel
-from sametoken.drafters.ngram import NgramDrafter
 
 VOCAB, SEEDS = 5, 1500
 MODEL = ToyModel(VOCAB)
@@ -33,7 +33,7 @@ SHAPE = Shape(
 
 
 DRAFTERS = {
-    "ngram": lambda parts: NgramDrafter(SHAPE.num_drafts, 1, 3),
+    "ngram": lambda parts: ngram_drafter(SHAPE.num_drafts),
     "the target itself, with its noise": lambda parts: draft_model(parts, MODEL),
     "another model, with the target's noise": lambda parts: draft_model(parts, OTHER),
     "always wrong": lambda parts: ScriptedDrafter(parts, "wrong"),

@@ -9,8 +9,8 @@ from functools import lru_cache
 import pytest
 
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, counted, draft_model, request, run
+from helpers.lookups import ngram_drafter
 from helpers.structured import EOS, compiler, model, text_of, token
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 FORM = "(ab|cd){2,4}-[0-9]{1,3}"
@@ -109,7 +109,7 @@ def scripted(script: str):
 
 
 def ngram(parts):
-    return NgramDrafter(parts.shape.num_drafts, 1, 3)
+    return ngram_drafter(parts.shape.num_drafts)
 
 
 def own_model(parts):

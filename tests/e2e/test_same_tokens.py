@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, draft_model, request, run
+from helpers.lookups import ngram_drafter
 from helpers.static_steps import CHOICE, DeviceChoices, chosen_steps
 from helpers.toy import ToyModel
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.ops.lookup import ngram as reference
 from sametoken.ops.lookup.ngram_triton import lookup as device_lookup
 from sametoken.ops.native.backend import NativeKernels
@@ -64,7 +64,7 @@ def make_drafter(kind: str, seed: int = 0):
         return lambda parts: ScriptedDrafter(parts, kind, seed)
     if kind == "ngram":
         lookup = device_lookup if chosen_steps() == "kernels" else reference.lookup
-        return lambda parts: NgramDrafter(parts.shape.num_drafts, 1, 3, lookup)
+        return lambda parts: ngram_drafter(parts.shape.num_drafts, lookup=lookup)
     return self_drafter
 
 

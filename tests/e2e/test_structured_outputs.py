@@ -10,8 +10,8 @@ from functools import lru_cache
 import pytest
 
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, counted, draft_model, run
+from helpers.lookups import ngram_drafter
 from helpers.structured import EOS, model, structured_request, text_of, token
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.types.structured_outputs import StructuredOutputs
 
 SCHEMA = {
@@ -75,7 +75,7 @@ def truths() -> dict[int, list[int]]:
 
 def make_drafter(kind: str):
     if kind == "ngram":
-        return lambda parts: NgramDrafter(parts.shape.num_drafts, 1, 3)
+        return lambda parts: ngram_drafter(parts.shape.num_drafts)
     if kind == "self":
         return lambda parts: draft_model(parts, model())
     return lambda parts: ScriptedDrafter(parts, kind)

@@ -16,11 +16,12 @@ from helpers import calculator
 from helpers.forward import load
 from helpers.harness import Ran, Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from helpers.lookups import ngram_drafter
 from helpers.nemotron import write_nemotron
 from helpers.trained import encoded, trained
 from sametoken.drafters import ngram
 from sametoken.drafters.base import Drafts
-from sametoken.drafters.ngram import NgramDrafter
+from sametoken.drafters.lookup import LookupDrafter
 from sametoken.models.names import HYBRID_NAME, NEMOTRON_NAME
 from sametoken.ops.reference import ReferenceKernels
 
@@ -39,7 +40,7 @@ SHAPE = Shape(
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [2, 7, 1, 8, 2, 8, 1, 8], "c": [0, 10] * 6}
 
 
-class ThreeStepsThenNone(NgramDrafter):
+class ThreeStepsThenNone(LookupDrafter):
     """Drafts for three steps, then for one step none, and so on."""
 
     turn = 0
@@ -82,7 +83,8 @@ def require_same_tokens(model, limit: int, shortest: int, least: int, **options)
     """With drafts of matches of ``shortest`` tokens, and ``least`` steps or more without any."""
     requests = [request(name, prompt, max_tokens=limit) for name, prompt in PROMPTS.items()]
     plain = run(build(model, SHAPE, **options), requests)
-    core = build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(K, shortest, 10))
+    drafter = ngram_drafter(K, shortest, 10, kind=ThreeStepsThenNone)
+    core = build(model, SHAPE, make_drafter=lambda parts: drafter)
     drafted = run_watched(core, requests, limit)
     assert drafted.tokens == plain.tokens
     assert drafted.zero_after_many >= least
@@ -116,7 +118,7 @@ def test_the_reported_request_on_a_trained_hybrid(name, temperature, monkeypatch
         for request_id, prompt in prompts.items()
     ]
     plain = run(trained(name), requests)
-    monkeypatch.setattr(ngram, "NgramDrafter", ThreeStepsThenNone)
+    monkeypatch.setattr(ngram, "LookupDrafter", ThreeStepsThenNone)
     # As in vLLM every window may have all 64.
     drafts = calculator.NGRAM | {"draft_limits": "fixed"}
     drafted = run_watched(trained(name, drafts), requests, limit)

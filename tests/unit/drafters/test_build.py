@@ -37,8 +37,7 @@ from sametoken.drafters.build import (
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter, read_token_map
-from sametoken.drafters.ngram import NgramDrafter
-from sametoken.drafters.suffix import SuffixDrafter
+from sametoken.drafters.lookup import LookupDrafter
 from sametoken.errors import (
     CheckpointError,
     ConfigError,
@@ -81,7 +80,7 @@ def target_directory(tmp_path):
     return write_llama(tmp_path / "target")
 
 
-@pytest.mark.parametrize(("spec", "kind"), [(None, NoDrafter), (spec_of("ngram"), NgramDrafter)])
+@pytest.mark.parametrize(("spec", "kind"), [(None, NoDrafter), (spec_of("ngram"), LookupDrafter)])
 def test_methods_without_weights(target_directory, spec, kind):
     target = load_target(target_directory)
     loaded = load_drafter(spec, target, PLACEMENT)
@@ -134,7 +133,7 @@ def test_suffix_decoding_and_the_texts_it_reads(target_directory, cached):
     assert loaded.history.texts.shape == (cached, MAX_LEN)
     bench = Bench(load_target(target_directory), 3)
     bench.drafter = loaded.attach(None, bench.coupling)
-    assert isinstance(bench.drafter, SuffixDrafter)
+    assert isinstance(bench.drafter, LookupDrafter)
     bench.run(5, VOCAB, lambda context, drafts: None)
 
 

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from helpers.drafting import NOT_A_TOKEN, Bench, requests_of
+from helpers.lookups import ngram_drafter, suffix_drafter
 from helpers.suffixes import Options
 from helpers.thread_ranks import run_ranks
 from helpers.toy import ToyModel
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.combined import CascadeDrafter, share_drafter
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.drafters.ngram import NgramDrafter
-from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.layers.parallel import SINGLE_RANK
-from sametoken.state.sequences import NO_HISTORY
 
 VOCAB = 3
 
@@ -34,10 +32,8 @@ def build(k: int, own: int, lookup: str, **options):
     bench = Bench(ToyModel(VOCAB), k, seed=own, **options)
     model = CountingModel(VOCAB)
     drafter = DraftModelDrafter(model, bench.allocate(model.caches), own, bench.coupling)
-    if lookup == "ngram":
-        first = NgramDrafter(k, 2, 4)
-    else:
-        first = SuffixDrafter(Options(k, min_match=2).tables(), NO_HISTORY)
+    lookups = {"ngram": ngram_drafter(k, 2, 4), "suffix": suffix_drafter(Options(k, min_match=2))}
+    first = lookups[lookup]
     bench.drafter = CascadeDrafter(first, drafter)
     return bench, first, model
 

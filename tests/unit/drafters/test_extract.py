@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from helpers.drafting import Bench, requests_of
+from helpers.lookups import ngram_drafter
 from helpers.toy import ToyModel
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows, ExtractDrafter, extracted_layers
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import ConfigError
 from sametoken.types.speculative_methods import EXTRACT
 
@@ -38,7 +38,7 @@ def recorded_rows(context, hashed, tokens):
 def test_rows_are_the_committed_ones_whatever_was_drafted(k):
     target, sink = ToyModel(VOCAB), Sink()
     bench = Bench(target, k, seed=k)
-    inner = NgramDrafter(k, 1, 3)
+    inner = ngram_drafter(k)
     bench.drafter = ExtractDrafter(inner, sink)
     num_left_out = 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.drafting import NOT_A_TOKEN, Bench, requests_of
+from helpers.lookups import ngram_drafter
 from helpers.toy import ToyModel
-from sametoken.drafters.ngram import NgramDrafter
 
 
 def slow_lookup(tokens: list[int], shortest: int, longest: int, k: int) -> list[int]:
@@ -21,7 +21,7 @@ def slow_lookup(tokens: list[int], shortest: int, longest: int, k: int) -> list[
 @pytest.mark.parametrize(("k", "shortest", "longest"), [(4, 1, 1), (1, 1, 4), (4, 1, 4), (4, 2, 3)])
 def test_drafts_follow_the_slots_own_committed_tokens(k, shortest, longest):
     bench = Bench(ToyModel(3), k, seed=k)
-    bench.drafter = NgramDrafter(k, shortest, longest)
+    bench.drafter = ngram_drafter(k, shortest, longest)
     found = 0
 
     def check(context, drafts):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench, requests_of
+from helpers.lookups import suffix_drafter
 from helpers.suffixes import Options, slow_search
 from helpers.toy import ToyModel
-from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.state.sequences import TokenHistory
 
 
@@ -33,7 +33,7 @@ class KeepingBench(Bench):
 def test_drafts_follow_committed_tokens(options, num_texts):
     bench = KeepingBench(ToyModel(3), options.k, seed=options.k)
     bench.history, bench.kept = TokenHistory.allocate(num_texts, MAX_LEN, CPU), []
-    bench.drafter = SuffixDrafter(options.tables(), bench.history)
+    bench.drafter = suffix_drafter(options, bench.history)
     found = 0
 
     def check(context, drafts):

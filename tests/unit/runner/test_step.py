@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.harness import Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from helpers.lookups import ngram_drafter
 from helpers.one_step import Row, case_of
 from helpers.static_steps import STEPS, DeviceChoices
 from helpers.step_scenes import DEVICE, Scene, Slot, row_of
 from helpers.thread_ranks import run_ranks
 from sametoken.drafters.base import Drafts, NoDrafter
-from sametoken.drafters.ngram import NgramDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.gemm.tuning import GemmTable
@@ -221,7 +221,7 @@ class DevicePasses(DeviceChoices):
 def hybrid_tokens(params, k: int, steps: str, kernels: DeviceChoices):
     """What a target with recurrent state alone says, how much was accepted, and its step."""
     shape = Shape(num_drafts=k, prefill_chunk_size=5, prefix_caching=False, cache_emitted=False)
-    drafter = (lambda parts: NgramDrafter(k, 1, 2, lookup)) if k else None
+    drafter = (lambda parts: ngram_drafter(k, 1, 2, lookup)) if k else None
     model = HybridToy(pull=9.0, kernels=kernels)
     core = build(model, shape, make_drafter=drafter, kernels=kernels, steps=steps)
     items = [request(name, PROMPTS[name], 7, **params[name]) for name in PROMPTS]

@@ -82,7 +82,7 @@ def _flag_for_each(args: list[str]) -> list[str]:
 def vllm_options() -> list[inspect.Parameter]:
     """One hidden option per flag of the table, None where it is not given."""
     return [
-        _parameter(name, is_switch=name in options.switches.split())
+        _parameter(name, is_switch=name in options.switches)
         for options, names in TABLE
         for name in names
     ]

@@ -9,75 +9,38 @@ from typing import TYPE_CHECKING, Any
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import listed
 from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS
-from sametoken.types.vllm_options import VllmOptions, as_keyword
+from sametoken.types.vllm_options import as_keyword, read_options
 
 if TYPE_CHECKING:
     from sametoken.types.speculative_config import SpeculativeConfig
 
 #: Keys of vLLM that are none here.
-_VLLM_KEYS = (
-    VllmOptions(
-        "drafters run whole on the first rank",
-        values="draft_tensor_parallel_size tensor_parallel_size",
-        accepted=("1", "none"),
-        instead="use 1, or leave it out",
-    ),
-    VllmOptions(
-        "the number of drafts follows the load",
-        values="disable_by_batch_size num_speculative_tokens_per_batch_size",
-        accepted=("none",),
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "target and drafter run alike",
-        switches="enforce_eager",
-        accepted=("none",),
-        instead="use --enforce-eager",
-    ),
-    VllmOptions(
-        "a drafter's revision is part of its name",
-        values="revision",
-        accepted=("none",),
-        instead='use "model": "ORG/NAME@REVISION"',
-    ),
-    VllmOptions(
-        "a drafter runs as its target does",
-        values="attention_backend draft_load_config kv_cache_dtype moe_backend",
-        accepted=("none", "auto"),
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "drafts are made up to the engine's own length",
-        values="max_model_len",
-        accepted=("none",),
-        instead="use --max-model-len",
-    ),
-    VllmOptions(
-        "drafts are chosen with the target's own noise",
-        values="draft_sample_method",
-        accepted=("none",),
-        instead="leave it out: no choice of drafts changes a token",
-    ),
-    VllmOptions(
-        "drafts are made one after the other, of the target's tokens, and all are verified",
-        switches="enable_adaptive_verification parallel_drafting use_heterogeneous_vocab",
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "nothing is padded, dropped or gathered for drafts",
-        switches="disable_eagle_block_drop disable_padded_drafter_batch use_local_argmax_reduction",
-    ),
-    VllmOptions(
-        "code of a checkpoint is never run",
-        values="code_revision",
-    ),
-    VllmOptions(
-        "drafts are one chain",
-        values="speculative_token_tree",
-        accepted=("none",),
-        instead="use num_speculative_tokens",
-    ),
-)
+_VLLM_KEYS = read_options("""
+draft_tensor_parallel_size tensor_parallel_size = 1 none:
+    drafters run whole on the first rank -> use 1, or leave it out
+disable_by_batch_size num_speculative_tokens_per_batch_size = none:
+    the number of drafts follows the load -> leave it out
+enforce_eager/ = none:
+    target and drafter run alike -> use --enforce-eager
+revision = none:
+    a drafter's revision is part of its name -> use "model": "ORG/NAME@REVISION"
+attention_backend draft_load_config kv_cache_dtype moe_backend = none auto:
+    a drafter runs as its target does -> leave it out
+max_model_len = none:
+    drafts are made up to the engine's own length -> use --max-model-len
+draft_sample_method = none:
+    drafts are chosen with the target's own noise -> leave it out: no choice of drafts changes a
+    token
+enable_adaptive_verification/ parallel_drafting/ use_heterogeneous_vocab/ = false:
+    drafts are made one after the other, of the target's tokens, and all are verified -> leave it
+    out
+disable_eagle_block_drop/ disable_padded_drafter_batch/ use_local_argmax_reduction/:
+    nothing is padded, dropped or gathered for drafts
+code_revision:
+    code of a checkpoint is never run
+speculative_token_tree = none:
+    drafts are one chain -> use num_speculative_tokens
+""")
 _VLLM_KEY = {name: options for options in _VLLM_KEYS for name in options.names}
 
 

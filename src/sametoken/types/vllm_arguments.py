@@ -10,56 +10,27 @@ from typing import ParamSpec, TypeVar
 from sametoken.errors import RequestError
 from sametoken.types.option_values import require_known
 from sametoken.types.sampling_params import ELSEWHERE, SamplingParams
-from sametoken.types.vllm_options import OPTION_OF, VllmOptions, as_keyword
+from sametoken.types.vllm_options import OPTION_OF, as_keyword, read_options
 
 #: The table. No value but the accepted ones has a meaning here.
-VLLM_ARGUMENTS = (
-    VllmOptions(
-        "adapters are LoRA's",
-        values="prompt_adapter_request",
-        accepted=(),
-        instead="use lora_request",
-    ),
-    VllmOptions(
-        "requests run in the order in which they came",
-        values="priority",
-        accepted=("0",),
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "a text is tokenized as the tokenizer's files say",
-        values="tokenization_kwargs",
-        accepted=("{}",),
-        instead="give token ids",
-    ),
-    VllmOptions(
-        "only text is served",
-        values="mm_processor_kwargs",
-        accepted=("{}",),
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "a list of token ids is a prompt",
-        values="prompt_token_ids",
-        accepted=(),
-        instead="give it in place of a text",
-    ),
-    VllmOptions(
-        "a constraint is a sampling parameter",
-        values="guided_options_request",
-        accepted=(),
-        instead="use SamplingParams(structured_outputs=...)",
-    ),
-    VllmOptions(
-        "one engine runs all requests",
-        values="data_parallel_rank",
-        accepted=("0",),
-        instead="leave it out",
-    ),
-    VllmOptions(
-        "no traces are sent", values="trace_headers", accepted=("{}",), instead="leave it out"
-    ),
-)
+VLLM_ARGUMENTS = read_options("""
+prompt_adapter_request:
+    adapters are LoRA's -> use lora_request
+priority = 0:
+    requests run in the order in which they came -> leave it out
+tokenization_kwargs = {}:
+    a text is tokenized as the tokenizer's files say -> give token ids
+mm_processor_kwargs = {}:
+    only text is served -> leave it out
+prompt_token_ids:
+    a list of token ids is a prompt -> give it in place of a text
+guided_options_request:
+    a constraint is a sampling parameter -> use SamplingParams(structured_outputs=...)
+data_parallel_rank = 0:
+    one engine runs all requests -> leave it out
+trace_headers = {}:
+    no traces are sent -> leave it out
+""")
 
 _FORMAT = "chat_template_content_format"
 _ARGUMENT_OF = {name: about for about in VLLM_ARGUMENTS for name in about.names} | {

@@ -65,11 +65,11 @@ class Slots:
 
 
 def params_of(
-    declared: Recurrent, *, bias: bool = True, limit=(0.0, float("inf")), device="cpu"
+    declared: Recurrent, *, layer=0, bias=True, limit=(0.0, float("inf")), device="cpu"
 ) -> GatedDeltaParams | Mamba2Params:
     """Random parameters of a layer."""
     rule = declared.rule
-    generator = torch.Generator().manual_seed(rule.conv_channels)
+    generator = torch.Generator().manual_seed(rule.conv_channels + layer)
 
     def random(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=generator).to(device, dtype)

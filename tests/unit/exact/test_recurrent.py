@@ -7,10 +7,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from helpers.recurrent import params_of
 from sametoken.exact import recurrent
 from sametoken.exact.functions import gradients
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.mamba2.rule import Mamba2
 
 DELTA, MAMBA = GatedDelta(2, 4, 8, 6, 4), Mamba2(4, 6, 2, 8, 3)
 #: The row functions round their weights' exponentials to fp32.
@@ -22,13 +24,16 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def weights_of(rule):
-    heads = rule.gate_sizes[0]
-    conv = {"conv_weight": noise(rule.conv_kernel, rule.conv_channels)}
-    conv["conv_bias"] = None if rule is DELTA else noise(rule.conv_channels)
-    gates = {"A_log": noise(heads, seed=1), "dt_bias": noise(heads, seed=2)}
-    if rule is DELTA:
-        return GatedDeltaParams(rule, **gates, **conv)
-    return Mamba2Params(rule, **gates, **conv, D=noise(heads, seed=3), time_step_limit=(0.1, 2.0))
+    declared = Recurrent(rule, torch.float32)
+    weights = params_of(declared, bias=rule is MAMBA, limit=(0.1, 2.0))
+    tensors = {name: getattr(weights, name) for name in names_of(weights)}
+    return replace(weights, **{name: value.double() for name, value in tensors.items()})
+
+
+def names_of(weights) -> list[str]:
+    """The tensors that a layer has."""
+    names = (one.name for one in fields(weights))
+    return [name for name in names if isinstance(getattr(weights, name), torch.Tensor)]
 
 
 def rows_of(rule, count: int):
@@ -60,8 +65,7 @@ def test_states_that_vanish_or_stay_have_finite_gradients(rule):
     """Decays of e^-1000 and of 1 within a chunk."""
     weights, (mixed, *gates) = weights_of(rule), rows_of(rule, 70)
     gates[0][::2], gates[0][1::2] = 1000, -1000
-    names = [one.name for one in fields(weights) if one.name not in ("rule", "time_step_limit")]
-    own = [name for name in names if getattr(weights, name) is not None]
+    own = names_of(weights)
 
     def formula(*inputs):
         rows, rest = inputs[: 1 + len(gates)], inputs[1 + len(gates) :]

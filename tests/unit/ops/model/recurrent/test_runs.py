@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.decaying_sum import DecayingSum, DecayingSumWeights
-from helpers.recurrent import Slots
+from helpers.recurrent import Slots, params_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot, state_bytes
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -27,29 +27,21 @@ from sametoken.ops.reference import ReferenceKernels
 CPU = torch.device("cpu")
 NUM_SLOTS = 3
 NAN_TOKEN = -1
-NUM_LAYERS = 2
 RULE = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_kernel=4)
-
 
 SCAN = Mamba2(num_heads=4, head_dim=3, num_groups=2, state_dim=5, conv_kernel=4)
 RULES = (RULE, SCAN)
+LIMITS = ((0.0, float("inf")), (0.01, 3.0))
+NUM_LAYERS = len(LIMITS)
 
 
-def layer_params(rule, layer: int) -> GatedDeltaParams | Mamba2Params:
-    generator = torch.Generator().manual_seed(layer)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator)
-
-    weight = random(rule.conv_kernel, rule.conv_channels)
-    bias = random(rule.conv_channels) if layer else None
-    if isinstance(rule, GatedDelta):
-        return GatedDeltaParams(rule, random(4), random(4), weight, bias)
-    limit = (0.01, 3.0) if layer else (0.0, float("inf"))
-    return Mamba2Params(rule, random(4), random(4), random(4), weight, bias, limit)
-
-
-PARAMS = {rule: [layer_params(rule, layer) for layer in range(NUM_LAYERS)] for rule in RULES}
+PARAMS = {
+    rule: [
+        params_of(Recurrent(rule, torch.float32), layer=layer, bias=layer > 0, limit=limit)
+        for layer, limit in enumerate(LIMITS)
+    ]
+    for rule in RULES
+}
 
 
 def inputs_of(rule, layer: int, token: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from mutants.catalogue.planting import LAW, NEXTN, instead_of, mutant
+from mutants.catalogue.planting import LAW, instead_of, mutant
+from mutants.catalogue.shared_tests import NEXTN
 from sametoken.ops.backend import LayerKV
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from mutants.catalogue.planting import (
-    FEW,
-    FORMER_DRAFTS,
     KERNELS,
     LAW,
     STATIC,
@@ -17,6 +15,7 @@ from mutants.catalogue.planting import (
     optimistic_end,
     substitute,
 )
+from mutants.catalogue.shared_tests import FEW, FORMER_DRAFTS
 from sametoken.ops.sampling.sample import has_nan
 from sametoken.ops.step.types import HAS_NAN
 from sametoken.state import commit

@@ -7,16 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mutants.catalogue.planting import (
-    EAGLE_HEAD,
-    LAW,
-    MTP_MODULE,
-    NEMOTRON,
-    NEXTN,
-    STATIC,
-    instead_of,
-    mutant,
-)
+from mutants.catalogue.planting import LAW, STATIC, instead_of, mutant
+from mutants.catalogue.shared_tests import EAGLE_HEAD, MTP_MODULE, NEMOTRON, NEXTN
 from sametoken.drafters import eagle
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import DraftContext

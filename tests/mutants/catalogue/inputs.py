@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mutants.catalogue.planting import (
-    FEW,
-    FORMER_DRAFTS,
-    KERNELS,
-    LAW,
-    SELF,
-    STATIC,
-    WINDOW,
-    instead_of,
-    mutant,
-    with_inputs,
-)
+from mutants.catalogue.planting import KERNELS, LAW, STATIC, in_every_program, instead_of, mutant
+from mutants.catalogue.shared_tests import FEW, FORMER_DRAFTS, SELF, WINDOW
 from sametoken.drafters.context import DraftContext
 from sametoken.ops.step.types import LayoutTable, StepInputs
 from sametoken.runner import runner
 from sametoken.types.layout import DRAFT_LIMIT, PLACE, STEP_ID
 
 STALE_METADATA = "tests/regression/test_vllm_38311.py::test_every_draft_position_is_accepted[1]"
+
+
+def with_inputs(
+    patch: pytest.MonkeyPatch, change: Callable[[StepInputs, LayoutTable], StepInputs]
+) -> None:
+    """Change the inputs of every step."""
+
+    @in_every_program(patch, "prepare_inputs")
+    def changed(prepare, sequences, layout):
+        return change(prepare(sequences, layout), layout)
 
 
 @mutant("another-row-kept-by-the-last-layer", LAW, WINDOW, "tokens")

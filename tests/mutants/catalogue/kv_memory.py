@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mutants.catalogue.planting import LAW, WINDOW, instead_of, mutant, substitute
+from mutants.catalogue.planting import LAW, instead_of, mutant, substitute
+from mutants.catalogue.shared_tests import WINDOW
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.request_state import RequestState

@@ -8,17 +8,14 @@ import pytest
 import torch
 
 from mutants.catalogue.planting import (
-    EAGLE_HEAD,
     LAW,
-    LOOKAHEAD,
-    MTP_MODULE,
-    SELF,
     STATIC,
     in_every_program,
     instead_of,
     mutant,
     optimistic_end,
 )
+from mutants.catalogue.shared_tests import EAGLE_HEAD, LOOKAHEAD, MTP_MODULE, SELF
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.ops.step import reference

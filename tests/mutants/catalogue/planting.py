@@ -14,38 +14,13 @@ import torch
 
 from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import LayoutTable, StepInputs
+from sametoken.ops.step.types import StepInputs
 
 LAW = "the law: one truth"
 #: Layouts of steps (``helpers.static_steps``).
 COMPACT, STATIC, KERNELS = "compact", "static", "kernels"
 #: Those in one of which tests that use ``layouts`` run.
 LAYOUTS = COMPACT, STATIC
-
-# Tests of several subjects.
-FEW = "tests/e2e/test_same_tokens.py::test_few_requests"
-ACCEPTANCE = (
-    "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
-)
-SELF, LOOKAHEAD = (f"{ACCEPTANCE}[{kind}-1-late-0.0]" for kind in ("self", "lookahead"))
-FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
-EAGLE_HEAD = (
-    "tests/unit/drafters/test_eagle.py"
-    "::test_kv_and_drafts_are_those_of_a_run_from_scratch[eagle3-3-0.0-flags4]"
-)
-MTP_MODULE = (
-    "tests/unit/drafters/test_eagle.py"
-    "::test_a_module_s_kv_and_drafts_are_those_of_a_run_from_scratch[qwen3_5-3-0.8]"
-)
-NEXTN = (
-    "tests/unit/models/heads/test_nextn.py"
-    "::test_logits_and_states_are_those_of_the_definition[reference]"
-)
-WINDOW = (
-    "tests/e2e/test_sliding_window.py"
-    "::test_requests_share_the_blocks_that_they_no_longer_see[right-1]"
-)
-NEMOTRON = "tests/e2e/test_nemotron_h_engine.py::test"
 
 
 @dataclass(frozen=True)
@@ -111,16 +86,6 @@ def in_every_program(
             instead_of(patch, program, name)(change)
 
     return put
-
-
-def with_inputs(
-    patch: pytest.MonkeyPatch, change: Callable[[StepInputs, LayoutTable], StepInputs]
-) -> None:
-    """Change the inputs of every step."""
-
-    @in_every_program(patch, "prepare_inputs")
-    def changed(prepare, sequences, layout):
-        return change(prepare(sequences, layout), layout)
 
 
 def substitute(patch: pytest.MonkeyPatch, original: Any, mutant: Any) -> None:

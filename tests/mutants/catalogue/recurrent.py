@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mutants.catalogue.planting import NEMOTRON, instead_of, mutant
+from mutants.catalogue.planting import instead_of, mutant
+from mutants.catalogue.shared_tests import NEMOTRON
 from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mutants.catalogue.planting import (
-    ACCEPTANCE,
-    FEW,
-    KERNELS,
-    LAW,
-    STATIC,
-    in_every_program,
-    instead_of,
-    mutant,
-)
+from mutants.catalogue.planting import KERNELS, LAW, STATIC, in_every_program, instead_of, mutant
+from mutants.catalogue.shared_tests import ACCEPTANCE, FEW
 from sametoken.extraction.writer import StateWriter, _Sequence
 from sametoken.runner import async_output
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput

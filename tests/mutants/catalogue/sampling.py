@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mutants.catalogue.planting import FEW, STATIC, instead_of, mutant
+from mutants.catalogue.planting import STATIC, instead_of, mutant
+from mutants.catalogue.shared_tests import FEW
 from sametoken.ops.reference import ComposedKernels
 from sametoken.runner.step import Step
 from sametoken.sampling.grammar_masks import Cursor, SlotGrammars

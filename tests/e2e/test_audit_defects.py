@@ -9,6 +9,7 @@ import pytest
 
 from helpers.harness import CPU, build
 from helpers.hybrid_toy import HybridToy
+from helpers.lookups import ngram_drafter
 from helpers.static_steps import CHOICE
 from helpers.twin import PROMPTS, Twin
 from mutants.catalogue import lengths, recurrent, results
@@ -171,9 +172,8 @@ def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
     def make(config):
         if not config.num_speculative_tokens:
             return audited(build(model, SHAPE), 0)
-        return audited(
-            build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(MANY, 2, 10)), MANY
-        )
+        drafter = ngram_drafter(MANY, 2, 10, kind=ThreeStepsThenNone)
+        return audited(build(model, SHAPE, make_drafter=lambda parts: drafter), MANY)
 
     settings = AuditSettings(concurrency=2, num_alone=1, diagnose=False)
     verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 20), settings, build=make)

@@ -101,6 +101,9 @@ def test_each_request_has_the_adapter_that_it_names(scripted, resolved):
     assert [one.adapter for one in engine.requests] == [2, 0, 1, 1, 1, 2, 2]
     with pytest.raises(RequestError, match="2 adapters were given for 1 prompts"):
         llm.generate("a", GREEDY, lora_request=["sql", "chat"])
+    for bad in (5, {}, [["sql"]]):
+        with pytest.raises(RequestError, match=r"lora_request=.* is not possible"):
+            llm.generate("a", GREEDY, lora_request=bad)
     assert len(engine.requests) == 7
 
 

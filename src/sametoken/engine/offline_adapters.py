@@ -16,6 +16,7 @@ from sametoken.types.lora_modules import (
     LoRAModule,
     choices_of,
     module_of,
+    named_by,
 )
 
 
@@ -68,23 +69,23 @@ class OfflineAdapters:
         If there is no room, the oldest that came so goes, of those that no request has or chooses.
 
         Raises:
-            RequestError: as ``choices_of``, ``AdapterNames.number`` and ``load``.
+            RequestError: as ``choices_of``, ``named_by``, ``AdapterNames.number`` and ``load``.
         """
         choices = choices_of(chosen, num_prompts)
-        wanted = {getattr(one, "lora_name", one): getattr(one, "lora_path", "") for one in choices}
+        wanted = dict(named_by(one) for one in choices if one is not None)
         for name, path in wanted.items():
-            if path and isinstance(name, str) and self.engine.adapters.come:
+            if path and self.engine.adapters.come:
                 self._bring(name, path, wanted)
         return [self.named.number(one) for one in choices]
 
-    def _bring(self, name: str, path: str, wanted: Collection[object]) -> None:
+    def _bring(self, name: str, path: str, wanted: Collection[str]) -> None:
         if self.named.find(name) is None:
             with self.updating:
                 # Another thread may have brought it.
                 if self.named.find(name) is None:
                     self._load(module_of(name, path), wanted)
 
-    def _load(self, module: LoRAModule, wanted: Collection[object] | None = None) -> None:
+    def _load(self, module: LoRAModule, wanted: Collection[str] | None = None) -> None:
         """Load an adapter; by ``wanted``, names that are to be there too, a request brings it."""
         number, replaced = self.named.next_number(), self.named.number_of(module.name)
         new = self.engine.adapters.load(number, module.path, replaced)
@@ -94,7 +95,7 @@ class OfflineAdapters:
             self.engine.upkeep.use_adapter(new)
             self.named.add(module, number, brought=wanted is not None)
 
-    def _make_room(self, wanted: Collection[object]) -> None:
+    def _make_room(self, wanted: Collection[str]) -> None:
         """Let go the oldest adapter that requests brought and none of them has, if need be."""
         in_use = self.engine.scheduler.adapters_in_use
         if self.engine.adapters.places(NO_ADAPTER, in_use):

@@ -142,9 +142,7 @@ class AdapterNames:
         """
         if chosen is None:
             return NO_ADAPTER
-        name, path = getattr(chosen, "lora_name", chosen), getattr(chosen, "lora_path", "")
-        if not isinstance(name, str):
-            raise _refusal(f"lora_request={shown(chosen)} is not possible", _CHOICE)
+        name, path = named_by(chosen)
         module = self.find(name)
         if module is None:
             names = [one.name for one in self._numbers]
@@ -162,6 +160,18 @@ class AdapterNames:
 def adapter_number(modules: Sequence[LoRAModule], chosen: AdapterChoice) -> int:
     """``AdapterNames.number`` among the adapters of a start."""
     return AdapterNames(modules).number(chosen)
+
+
+def named_by(chosen: str | NamesAdapter) -> tuple[str, Any]:
+    """The name of the adapter that a choice names, and the path that comes with it, if any does.
+
+    Raises:
+        RequestError: it names none.
+    """
+    name = getattr(chosen, "lora_name", chosen)
+    if not isinstance(name, str):
+        raise _refusal(f"lora_request={shown(chosen)} is not possible", _CHOICE)
+    return name, getattr(chosen, "lora_path", "")
 
 
 def choices_of(

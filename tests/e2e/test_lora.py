@@ -20,6 +20,7 @@ from helpers.small_engines import build, cached_by, mtp, requests, scored
 from helpers.thread_ranks import engine_over_threads
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
+from sametoken.engine import load
 from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
@@ -212,6 +213,14 @@ def test_adapters_of_other_models_are_refused(files, tmp_path):
     other = write_files(tmp_path / "named", tensors, {"peft_type": "LORA", "r": 3})
     with pytest.raises(UnsupportedError, match=r"1 modules .*: layers\.0\.self_attn\.qk_proj"):
         build(files["llama"], lora_modules={"own": other})
+
+
+def test_a_broken_adapter_is_refused_before_weights_are_read(files, tmp_path, monkeypatch):
+    broken = write_adapter(tmp_path / "broken", files["llama"], ("q_proj",))
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    monkeypatch.setattr(load, "load_model", lambda *given, **more: pytest.fail("weights were read"))
+    with pytest.raises(CheckpointError, match="adapter_model"):
+        build(files["llama"], lora_modules={"own": broken})
 
 
 def test_the_memory_of_adapters_is_known_before_the_start(files, monkeypatch):

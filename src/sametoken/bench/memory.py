@@ -15,7 +15,7 @@ import torch
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
-from sametoken.engine.adapters import adapted, resolve_adapters, widest_of
+from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.resolve import (
@@ -163,7 +163,8 @@ def measure_memory(
     kernels = _PlacesForAdapters() if device.type == "cuda" else None
     target = load_shapes(architecture, path, dtype, kernels)
     config = resolve_adapters(config, announce)
-    widest = widest_of(target, adapted(target, config, SINGLE_RANK, dtype, SHAPES_ONLY))
+    model = adapted(target, read_adapters(config), config, SINGLE_RANK, dtype, SHAPES_ONLY)
+    widest = widest_of(target, model)
     require_latents(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
-from sametoken.models.adapted import AdaptedModel
+from sametoken.models.adapted import AdaptedModel, Adapter
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.adapter import read_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
@@ -39,8 +39,14 @@ def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> E
     return replace(config, lora_modules=tuple(found))
 
 
+def read_adapters(config: EngineConfig) -> list[Adapter]:
+    """Read the adapters of a config that is resolved; errors as ``read_adapter``."""
+    return [read_adapter(Path(one.path)) for one in config.lora_modules]
+
+
 def adapted(
     target: Decoder,
+    adapters: Sequence[Adapter],
     config: EngineConfig,
     parallel: TensorParallel,
     dtype: torch.dtype,
@@ -50,14 +56,14 @@ def adapted(
 
     Args:
         target: as loaded.
+        adapters: of the start, in the order of their numbers.
         config: resolved.
         parallel: the ranks that divide the target.
         dtype, device: of the factors.
 
     Raises:
-        CheckpointError, UnsupportedError: as ``read_adapter`` and ``AdaptedModel.prepare``.
+        CheckpointError, UnsupportedError: as ``AdaptedModel.prepare``.
     """
-    adapters = [read_adapter(Path(one.path)) for one in config.lora_modules]
     ranks, modules = [one.rank for one in adapters], None
     count = len(adapters)
     if config.enable_lora:

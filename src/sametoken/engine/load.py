@@ -19,7 +19,7 @@ from sametoken.drafters.build import (
     require_drafter_files,
     require_token_map,
 )
-from sametoken.engine.adapters import adapted, resolve_adapters, widest_of
+from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_expandable, require_latents
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
@@ -268,8 +268,10 @@ def load(
     dtype, why = requested.dtype
     if architecture.also_sees:
         announce(f"{architecture.architecture}: only the text decoder is loaded")
+    # Before the weights, which may take minutes.
+    adapters = read_adapters(config)
     target, drafter, backend = _load_models(requested, ranks)
-    model = adapted(target, config, ranks.parallel, dtype, device)
+    model = adapted(target, adapters, config, ranks.parallel, dtype, device)
     widest = widest_of(target, model)
     made = "made random" if config.load_format == DUMMY else "loaded"
     num_bytes = widest.weights_bytes + drafter.weights_bytes

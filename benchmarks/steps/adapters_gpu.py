@@ -1,17 +1,21 @@
 """The cost of LoRA adapters: decode steps and prompts of 1, 8 and 64 requests.
 
-    python benchmarks/steps/adapters_gpu.py MODEL [--rank R] [--adapters A] [--json PATH]
+    python benchmarks/steps/adapters_gpu.py MODEL [--engine vllm] [--adapted-only] [--rank R]
+        [--adapters A] [--json PATH]
 
 MODEL is a directory with a config.json of a dense model; weights and adapters of all its
 projections are random, so only times are meaningful. Requests have 512 tokens and come at once. Of
 them none, all, or all with another adapter in turns have one; the first line has an engine without
-adapters, the others one to which they come.
+adapters (not with --adapted-only), the others one to which they come.
+
+vLLM draws weights of at most 0.001, whose products take less power: its prompts are too fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import tempfile
 import time
@@ -20,8 +24,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-from sametoken import LLM, SamplingParams
 
 COUNTS, INPUT, OUTPUT = (1, 8, 64), 512, 64
 
@@ -48,32 +50,41 @@ def write_adapter(folder: Path, config: dict[str, Any], rank: int, seed: int) ->
                 tensors[f"{own}.lora_{factor}.weight"] = noise * 1e-3
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    names = sorted(name.rpartition(".")[2] for name in shapes)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return str(folder)
 
 
-def seconds(llm: LLM, names: list[str | None], max_tokens: int) -> float:
+def seconds(llm: Any, chosen: list[Any], max_tokens: int) -> float:
     """The time of a crowd, which has an adapter for each of its requests."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    package = importlib.import_module(type(llm).__module__.partition(".")[0])
+    params = package.SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
     prompts = [
         torch.randint(10, 1000, (INPUT,), generator=torch.Generator().manual_seed(seed)).tolist()
-        for seed in range(len(names))
+        for seed in range(len(chosen))
     ]
     llm.reset_prefix_cache()
     begun = time.monotonic()
-    llm.generate(prompts, params, lora_request=names)
+    llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        params,
+        use_tqdm=False,
+        lora_request=chosen,
+    )
     return time.monotonic() - begun
 
 
-def measure(llm: LLM, chosen: list[str | None]) -> dict[str, float]:
+def measure(llm: Any, chosen: list[Any]) -> dict[str, float]:
     """Milliseconds of a step, and of the prompts, by number of requests; ``chosen`` in turns."""
     found = {}
     for count in COUNTS:
-        names = [chosen[place % len(chosen)] for place in range(count)]
-        seconds(llm, names, 4)
-        prompts = min(seconds(llm, names, 2) for _ in range(3))
-        whole = min(seconds(llm, names, OUTPUT + 2) for _ in range(3))
+        crowd = [chosen[place % len(chosen)] for place in range(count)]
+        seconds(llm, crowd, 4)
+        prompts = min(seconds(llm, crowd, 2) for _ in range(3))
+        whole = min(seconds(llm, crowd, OUTPUT + 2) for _ in range(3))
         found[f"step of {count}"] = round((whole - prompts) / OUTPUT * 1e3, 3)
         found[f"prompts of {count}"] = round(prompts * 1e3, 1)
     return found
@@ -82,15 +93,20 @@ def measure(llm: LLM, chosen: list[str | None]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--engine", choices=["sametoken", "vllm"], default="sametoken")
+    parser.add_argument("--adapted-only", action="store_true")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    package = importlib.import_module(args.engine)
+    request_module = "vllm.lora.request" if args.engine == "vllm" else "sametoken"
+    request_type = importlib.import_module(request_module).LoRARequest
 
-    def engine(**more: Any) -> LLM:
+    def engine(**more: Any) -> Any:
         begun = time.monotonic()
-        llm = LLM(
+        llm = package.LLM(
             str(args.model),
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -101,22 +117,25 @@ def main() -> None:
         print(f"{more}: started in {time.monotonic() - begun:.1f} s", flush=True)
         return llm
 
-    llm = engine()
-    results = {"no adapters": measure(llm, [None])}
-    # One engine's memory at a time.
-    del llm
-    gc.collect()
-    names = [f"a{index}" for index in range(args.adapters)]
+    results = {}
+    if not args.adapted_only:
+        llm = engine()
+        results["no adapters"] = measure(llm, [None])
+        # One engine's memory at a time.
+        del llm
+        gc.collect()
     llm = engine(enable_lora=True, max_loras=args.adapters, max_lora_rank=args.rank)
     with tempfile.TemporaryDirectory() as folder:
-        for seed, name in enumerate(names):
-            path = write_adapter(Path(folder) / name, config, args.rank, seed)
-            begun = time.monotonic()
-            llm.adapters.load(name, path)
-            print(f"loaded an adapter in {time.monotonic() - begun:.2f} s", flush=True)
-    results["none chosen"] = measure(llm, [None])
-    results["all choose one"] = measure(llm, [names[0]])
-    results[f"{args.adapters} in turns"] = measure(llm, list(names))
+        chosen = []
+        for seed in range(args.adapters):
+            path = write_adapter(Path(folder) / f"a{seed}", config, args.rank, seed)
+            chosen.append(request_type(f"a{seed}", seed + 1, path))
+        begun = time.monotonic()
+        seconds(llm, chosen, 1)
+        print(f"first requests of all adapters in {time.monotonic() - begun:.2f} s", flush=True)
+        results["none chosen"] = measure(llm, [None])
+        results["all choose one"] = measure(llm, chosen[:1])
+        results[f"{args.adapters} in turns"] = measure(llm, chosen)
     for name, found in results.items():
         print(f"{name}: {', '.join(f'{key} {value} ms' for key, value in found.items())}")
     if args.json:

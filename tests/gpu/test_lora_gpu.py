@@ -70,11 +70,11 @@ def test_a_row_has_its_bits_in_any_company(sizes, in_features, rank, dtype):
     # A tile with one adapter, one with many, one with none.
     chosen[:16], chosen[32:48] = 2, 0
     out = before.clone()
-    update.add(out, x, Chosen(chosen))
+    update.begin(x, Chosen(chosen))(out)
     for count, first in ((1, 0), (1, 17), (16, 40), (17, 100), (129, 204), (512, 221)):
         rows = slice(first, first + count)
         alone = before[rows].clone()
-        update.add(alone, x[rows], Chosen(chosen[rows]))
+        update.begin(x[rows], Chosen(chosen[rows]))(alone)
         assert torch.equal(alone, out[rows])
     assert torch.equal(out[chosen == 0], before[chosen == 0])
     assert torch.equal(out[chosen == 2, : sizes[0]], before[chosen == 2, : sizes[0]])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -121,8 +121,12 @@ class Update(Protocol):
         """
         ...
 
-    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
-        """Add each row's adapter to ``out`` [T, N], the weight's product of ``x`` [T, K]."""
+    def begin(self, x: Tensor, chosen: Chosen) -> Callable[[Tensor], None]:
+        """Begin each row's adapter's product of ``x`` [T, K], before the weight's own.
+
+        Returns:
+            What adds it to the weight's product of ``x``, [T, N].
+        """
         ...
 
 
@@ -161,8 +165,10 @@ class AdaptedWeight:
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """See ``Weight``; sums that are not rounded get the adapters' unrounded."""
+        # The weight's kernel starts, and loads its weights, while the first factor's runs.
+        add = self.update.begin(x, self.rows.of(x))
         out = self.weight.matmul(x, bias, out_dtype)
-        self.update.add(out, x, self.rows.of(x))
+        add(out)
         return out
 
     def gated_matmul(self, x: Tensor) -> Tensor:
@@ -227,8 +233,11 @@ class SeparateUpdates:
         """0: of a CPU."""
         return 0
 
-    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
+    def begin(self, x: Tensor, chosen: Chosen) -> Callable[[Tensor], None]:
         """See ``Update``."""
+        return partial(self._add, x, chosen)
+
+    def _add(self, x: Tensor, chosen: Chosen, out: Tensor) -> None:
         for number, index in chosen.groups:
             rows = x if index is None else x[index]
             for part in self.adapters[number - 1]:

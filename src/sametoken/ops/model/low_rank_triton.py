@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Self
 
@@ -93,44 +94,49 @@ class StackedUpdates:
         _, width, in_features = self.down.shape
         return cdiv(in_features, _SPLIT) * width * torch.float32.itemsize
 
-    def add(self, out: Tensor, x: Tensor, chosen: Chosen) -> None:
+    def begin(self, x: Tensor, chosen: Chosen) -> Callable[[Tensor], None]:
         """See ``Update``."""
         x = x.contiguous()
-        assert out.is_contiguous()
         num_rows, in_features = x.shape
         num_adapters, width, _ = self.down.shape
-        num_splits, rank = cdiv(in_features, _SPLIT), self.up.shape[2]
-        if not num_rows:
-            return
+        num_splits = cdiv(in_features, _SPLIT)
         # Rows whose adapter has no factors stay undefined, and are not read.
         sums = torch.empty(num_splits, num_rows, width, dtype=torch.float32, device=x.device)
-        options, block = pdl_options(x), min(triton.next_power_of_2(width), 64)
-        _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_splits, num_adapters)](
-            *(x, chosen.numbers, self.down, sums, num_rows),
-            WIDTH=width,
-            IN_FEATURES=in_features,
-            SPLIT=_SPLIT,
-            ROWS=_ROWS,
-            BLOCK=block,
-            BLOCK_K=128,
-            num_warps=4,
-            **options,
-        )
+        block = min(triton.next_power_of_2(width), 64)
+        if num_rows:
+            _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_splits, num_adapters)](
+                *(x, chosen.numbers, self.down, sums, num_rows),
+                WIDTH=width,
+                IN_FEATURES=in_features,
+                SPLIT=_SPLIT,
+                ROWS=_ROWS,
+                BLOCK=block,
+                BLOCK_K=128,
+                num_warps=4,
+                **pdl_options(x),
+            )
+        return partial(self._add, sums, chosen)
+
+    def _add(self, sums: Tensor, chosen: Chosen, out: Tensor) -> None:
+        assert out.is_contiguous()
+        num_splits, num_rows, width = sums.shape
+        num_adapters, out_features, rank = self.up.shape
         columns = 128
         blocks, tiles = cdiv(max(self.sizes), columns), _TILES if num_rows >= _MANY_ROWS else 1
-        _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
-            *(sums, chosen.numbers, self.up, self.scale, self.borders, out, num_rows),
-            OUT_FEATURES=out.shape[1],
-            PARTS=width // rank,
-            RANK=rank,
-            SPLITS=num_splits,
-            BLOCKS=blocks,
-            TILES=tiles,
-            ROWS=_ROWS,
-            BLOCK=columns,
-            num_warps=4,
-            **options,
-        )
+        if num_rows:
+            _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
+                *(sums, chosen.numbers, self.up, self.scale, self.borders, out, num_rows),
+                OUT_FEATURES=out_features,
+                PARTS=width // rank,
+                RANK=rank,
+                SPLITS=num_splits,
+                BLOCKS=blocks,
+                TILES=tiles,
+                ROWS=_ROWS,
+                BLOCK=columns,
+                num_warps=4,
+                **pdl_options(out),
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

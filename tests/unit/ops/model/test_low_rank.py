@@ -147,12 +147,12 @@ def test_triton_adds_what_the_reference_adds(monkeypatch, in_features, many_rows
         for of in parts
     ]
     update = filled(StackedUpdates.of(in_features, SIZES, room(torch.float32, DEVICE)), on_device)
-    update.add(mine, x.to(DEVICE), Chosen(chosen.to(DEVICE)))
+    update.begin(x.to(DEVICE), Chosen(chosen.to(DEVICE)))(mine)
     assert memory[:5].isnan().all()
     assert memory[28:].isnan().all()
     expected = out.clone()
     separate = filled(SeparateUpdates.of(REFERENCE.pack, SIZES, room(torch.float32)), parts)
-    separate.add(expected, x, Chosen(chosen))
+    separate.begin(x, Chosen(chosen))(expected)
     torch.testing.assert_close(mine.cpu(), expected, rtol=1e-5, atol=1e-4)
     for row, number in enumerate(CHOSEN):
         assert torch.equal(mine[row].cpu(), out[row]) is (number == 0)
@@ -172,7 +172,7 @@ bf16 = torch.bfloat16
 update = StackedUpdates.of(200, [64, 64, 64], Room(1, 1, bf16, torch.device("cpu")))
 for rows, out in ((1, bf16), (40, torch.float32), (600, bf16)):
     x, numbers = torch.zeros(rows, 200, dtype=bf16), torch.zeros(rows, dtype=torch.int64)
-    update.add(torch.zeros(rows, 192, dtype=out), x, Chosen(numbers))
+    update.begin(x, Chosen(numbers))(torch.zeros(rows, 192, dtype=out))
 """,
         tmp_path,
     )

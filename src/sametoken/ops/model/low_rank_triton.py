@@ -25,8 +25,10 @@ from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 _ROWS = 16
 #: Rows from which a program of the second launch takes several tiles, and how many.
 _MANY_ROWS, _TILES = 512, 4
-#: Features that a program of the first launch adds up; the second launch adds their sums in order.
-_SPLIT = 256
+#: Features whose products are added up first, and how many such sums are added up next, both in
+#: order; then their sums are. A program of the first launch ends with the first kind for few rows,
+#: with the second for many; the second launch adds the rest.
+_SPLIT, _GROUP = 256, 4
 #: The least rank of a tensor core's tile.
 _MIN_RANK = 16
 
@@ -99,16 +101,18 @@ class StackedUpdates:
         x = x.contiguous()
         num_rows, in_features = x.shape
         num_adapters, width, _ = self.down.shape
-        num_splits = cdiv(in_features, _SPLIT)
+        group = _GROUP if num_rows >= _MANY_ROWS else 1
+        num_sums = cdiv(in_features, _SPLIT * group)
         # Rows whose adapter has no factors stay undefined, and are not read.
-        sums = torch.empty(num_splits, num_rows, width, dtype=torch.float32, device=x.device)
+        sums = torch.empty(num_sums, num_rows, width, dtype=torch.float32, device=x.device)
         block = min(triton.next_power_of_2(width), 64)
         if num_rows:
-            _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_splits, num_adapters)](
+            _down_kernel[(cdiv(num_rows, _ROWS), cdiv(width, block) * num_sums, num_adapters)](
                 *(x, chosen.numbers, self.down, sums, num_rows),
                 WIDTH=width,
                 IN_FEATURES=in_features,
                 SPLIT=_SPLIT,
+                GROUP=group,
                 ROWS=_ROWS,
                 BLOCK=block,
                 BLOCK_K=128,
@@ -119,17 +123,19 @@ class StackedUpdates:
 
     def _add(self, sums: Tensor, chosen: Chosen, out: Tensor) -> None:
         assert out.is_contiguous()
-        num_splits, num_rows, width = sums.shape
+        num_sums, num_rows, width = sums.shape
         num_adapters, out_features, rank = self.up.shape
         columns = 128
-        blocks, tiles = cdiv(max(self.sizes), columns), _TILES if num_rows >= _MANY_ROWS else 1
+        tiles, group = (_TILES, 1) if num_rows >= _MANY_ROWS else (1, _GROUP)
+        blocks = cdiv(max(self.sizes), columns)
         if num_rows:
             _up_kernel[(cdiv(num_rows, _ROWS * tiles), blocks * (width // rank), num_adapters)](
                 *(sums, chosen.numbers, self.up, self.scale, self.borders, out, num_rows),
                 OUT_FEATURES=out_features,
                 PARTS=width // rank,
                 RANK=rank,
-                SPLITS=num_splits,
+                SUMS=num_sums,
+                GROUP=group,
                 BLOCKS=blocks,
                 TILES=tiles,
                 ROWS=_ROWS,
@@ -144,11 +150,12 @@ def _down_kernel(
     x,  # [num_rows, IN_FEATURES]
     chosen,  # [num_rows] int64
     down,  # [A, WIDTH, IN_FEATURES]
-    sums,  # [splits, num_rows, WIDTH] fp32
+    sums,  # [ceil(IN_FEATURES / (SPLIT * GROUP)), num_rows, WIDTH] fp32
     num_rows,
     WIDTH: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -162,24 +169,28 @@ def _down_kernel(
         return
     num_blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     columns = tl.program_id(1) % num_blocks * BLOCK + tl.arange(0, BLOCK)
-    split = tl.program_id(1) // num_blocks
+    group = tl.program_id(1) // num_blocks
     inside = columns < WIDTH
     x_rows = x + rows[:, None].to(tl.int64) * IN_FEATURES
     down_rows = down + (adapter * WIDTH + columns[None, :]) * IN_FEATURES
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(split * SPLIT, min(split * SPLIT + SPLIT, IN_FEATURES), BLOCK_K):
-        features = first + tl.arange(0, BLOCK_K)
-        known = features < IN_FEATURES
-        left = tl.load(x_rows + features[None, :], own[:, None] & known[None, :], other=0.0)
-        right = tl.load(down_rows + features[:, None], known[:, None] & inside[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    place = (split * num_rows + rows[:, None]).to(tl.int64) * WIDTH + columns[None, :]
+    for split in range(group * GROUP, group * GROUP + GROUP):
+        added = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for first in range(split * SPLIT, min(split * SPLIT + SPLIT, IN_FEATURES), BLOCK_K):
+            features = first + tl.arange(0, BLOCK_K)
+            known = features < IN_FEATURES
+            left = tl.load(x_rows + features[None, :], own[:, None] & known[None, :], other=0.0)
+            both = known[:, None] & inside[None, :]
+            right = tl.load(down_rows + features[:, None], both, other=0.0)
+            added = tl.dot(left, right, added, input_precision="ieee")
+        total += added
+    place = (group * num_rows + rows[:, None]).to(tl.int64) * WIDTH + columns[None, :]
     tl.store(sums + place, total, own[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _up_kernel(
-    sums,  # [SPLITS, num_rows, PARTS * RANK] fp32
+    sums,  # [SUMS, num_rows, PARTS * RANK] fp32
     chosen,  # [num_rows] int64
     up,  # [A, OUT_FEATURES, RANK]
     scales,  # [A, PARTS] fp32
@@ -189,7 +200,8 @@ def _up_kernel(
     OUT_FEATURES: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SUMS: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -215,9 +227,12 @@ def _up_kernel(
         own = tl.load(chosen + rows, rows < num_rows, other=0) == adapter + 1
         at = sums + rows[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + ranks[None, :]
         left = tl.zeros([ROWS, RANK], dtype=tl.float32)
-        for _ in range(SPLITS):
-            left += tl.load(at, own[:, None], other=0.0)
-            at += num_rows * (PARTS * RANK)
+        for begin in range(0, SUMS, GROUP):
+            group = tl.zeros([ROWS, RANK], dtype=tl.float32)
+            for member in tl.static_range(GROUP):
+                group += tl.load(at, own[:, None] & (begin + member < SUMS), other=0.0)
+                at += num_rows * (PARTS * RANK)
+            left += group
         added = tl.dot(left.to(right.dtype), right, input_precision="ieee")
         stored = own[:, None] & inside[None, :]
         place = out + rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]

@@ -1,6 +1,6 @@
 """Requests by which LoRA adapters come and go, with vLLM's paths and fields.
 
-They are answered if ``allow_runtime_lora_updating`` is set (docs/server.md).
+They are answered if ``allow_runtime_lora_updating`` is set (docs/operating.md).
 """
 
 from __future__ import annotations

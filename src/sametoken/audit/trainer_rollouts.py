@@ -1,4 +1,4 @@
-"""Rollouts with a trainer's log-probabilities: of a file, or of a callback (docs/rollouts.md)."""
+"""Rollouts with a trainer's log-probabilities: of a file, or of a callback (docs/audit.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEYS = (
     "weight_version",
     "messages",
 )
-_FORMAT = "docs/rollouts.md has the format"
+_FORMAT = "docs/audit.md has the format"
 
 #: Scores tokens: (prompt and answer, length of the prompt) to a log-probability per answer token.
 Trainer = Callable[[tuple[int, ...], int], Iterable[float]]

@@ -190,7 +190,7 @@ def _trainer_options(
         Path | None,
         typer.Option(
             help="file of rollouts with a trainer's log-probabilities, compared with MODEL's "
-            "(docs/rollouts.md)"
+            "(docs/audit.md)"
         ),
     ] = None,
     checkpoint: Annotated[

@@ -28,7 +28,8 @@ _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
 _FORMS = frozenset((
     "str", "int", "bool", "dict",
-    "NamedTool", "NamedFunctionTool", "FunctionTool", "NamespaceTool", "OtherTool",
+    "NamedTool", "NamedCustomTool",
+    "FunctionTool", "CustomTool", "NamespaceTool", "OtherTool", "TextInput", "GrammarInput",
     "TextBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "OtherBlock",
 ))  # fmt: skip
 _NOT_FINITE = re.compile(rb"[NI]")

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.engine.user_inputs import PromptTokens, content_text
+from sametoken.serving.http.custom_inputs import with_inputs
 from sametoken.serving.http.generation import (
     Generation,
     UsageInStream,
@@ -35,6 +36,7 @@ from sametoken.serving.http.parsed import (
 )
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
 from sametoken.serving.http.responses import (
+    CalledCustomTool,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -49,6 +51,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
+from sametoken.serving.http.tool_schemas import CustomTool
 from sametoken.serving.http.tools import ToolUse, tool_use
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
@@ -84,6 +87,8 @@ async def begin_chat(
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
     params, parser = served.reasons(params, rendered, use)
+    if use.custom:
+        parser = with_inputs(parser, use.custom)
     if request.parallel_tool_calls is False:
         parser = with_one_call(parser)
     return replace(use, parser=parser), await served.begin([prompt], params, request_id, model)
@@ -118,7 +123,10 @@ def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, Sa
     params = chat_params(request, served.defaults, use.structured)
     if syntax is not None:
         params = served.with_calls(params)
-    return replace(use, reasoning=reasoning), params
+    custom = frozenset(
+        tool.function.name for tool in request.tools or () if isinstance(tool, CustomTool)
+    )
+    return replace(use, reasoning=reasoning, custom=custom), params
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +185,14 @@ class _Answer:
             return "tool_calls"
         return completion.finish_reason  # type: ignore[return-value]
 
-    def call_id(self, choice_index: int, call_index: int) -> str:
-        """The globally unique id of a tool call."""
-        return f"call_{self.request_id.removeprefix('chatcmpl-')}_{choice_index}_{call_index}"
+    def call(self, found: FoundCall, choice_index: int, call_index: int) -> ToolCall:
+        """A tool call, whose id is globally unique."""
+        call_id = f"call_{self.request_id.removeprefix('chatcmpl-')}_{choice_index}_{call_index}"
+        if found.name in self.use.custom:
+            called = CalledCustomTool(name=found.name, input=found.arguments)
+            return ToolCall(id=call_id, type="custom", custom=called)
+        function = CalledFunction(name=found.name, arguments=found.arguments)
+        return ToolCall(id=call_id, type="function", function=function)
 
     def logprobs(self, completion: CompletionOutput, start: int) -> ChatLogprobs | None:
         """Log-probabilities of the tokens from ``start`` on, if they were requested."""
@@ -196,12 +209,8 @@ class _Answer:
             message.reasoning = (self.request.include_reasoning and parsed.reasoning) or None
         if parsed.calls:
             message.tool_calls = [
-                ToolCall(
-                    id=self.call_id(completion.index, position),
-                    type="function",
-                    function=CalledFunction(name=call.name, arguments=call.arguments),
-                )
-                for position, call in enumerate(parsed.calls)
+                self.call(found, completion.index, position)
+                for position, found in enumerate(parsed.calls)
             ]
         choice = ChatChoice(
             index=completion.index,
@@ -258,6 +267,8 @@ class _ChoiceWriter:
         self._index = index
         self._text = GrowingAnswer(answer.use.parser)
         self._num_calls = self._num_characters = 0
+        #: Of the newest call.
+        self._is_custom = False
         self._num_tokens = 0
         self._finished = False
 
@@ -294,26 +305,25 @@ class _ChoiceWriter:
         deltas = []
         for part in parts:
             if isinstance(part, FoundCall):
-                call = self._first(self._num_calls, part.name, part.arguments)
+                call = self._answer.call(part, self._index, self._num_calls)
+                call.index = self._num_calls
                 self._num_calls += 1
+                self._is_custom = call.custom is not None
                 deltas.append(ChatMessage(tool_calls=[call]))
             elif not isinstance(part, FoundText):
-                function = CalledFunction(arguments=part.text)
-                call = ToolCall(index=self._num_calls - 1, function=function)
-                deltas.append(ChatMessage(tool_calls=[call]))
+                deltas.append(ChatMessage(tool_calls=[self._more(part.text)]))
             elif part.kind == "content":
                 deltas.append(ChatMessage(content=part.text))
             elif self._answer.request.include_reasoning:
                 deltas.append(ChatMessage(reasoning=part.text))
         return deltas
 
-    def _first(self, position: int, name: str, arguments: str) -> ToolCall:
-        return ToolCall(
-            index=position,
-            id=self._answer.call_id(self._index, position),
-            type="function",
-            function=CalledFunction(name=name, arguments=arguments),
-        )
+    def _more(self, text: str) -> ToolCall:
+        """What the newest call has grown by."""
+        index = self._num_calls - 1
+        if self._is_custom:
+            return ToolCall(index=index, custom=CalledCustomTool(input=text))
+        return ToolCall(index=index, function=CalledFunction(arguments=text))
 
     def _add_tokens(self, piece: ChatChunkChoice, completion: CompletionOutput) -> None:
         piece.logprobs = self._answer.logprobs(completion, self._num_tokens)

@@ -14,6 +14,11 @@ _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
 # Followed by what may follow a string in an object or a list.
 _WHOLE_STRING = rf"{_STRING.pattern}(?=[{_SPACE}]*+[:,}}\]])"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = rf'{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]'
+# What the rest of a text may make another one of, at its end.
+_BEGUN = r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z"
+_WHOLE_ESCAPES, _ESCAPES = re.compile(_ESCAPE), re.compile(rf"({_BEGUN})|{_ESCAPE}")
 _SPACES = re.compile(rf"[{_SPACE}]*")
 _AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
 
@@ -151,6 +156,22 @@ def string_value(text: str, member: Member) -> str | None:
     if member.end is None or text[member.start] != '"':
         return None
     return _decoded(text[member.start : member.end])
+
+
+def text_so_far(text: str, member: Member) -> str:
+    """What there is of a member's string. What is no escape of JSON is text.
+
+    The result for a prefix of a text is a prefix of its result for the text.
+    """
+
+    def character(escape: re.Match[str]) -> str:
+        return "" if escape.lastindex else str(json.loads(f'"{escape[0]}"'))
+
+    if member.end is None:
+        found = _ESCAPES.sub(character, text[member.start + 1 :])
+    else:
+        found = _WHOLE_ESCAPES.sub(character, text[member.start + 1 : member.end - 1])
+    return _SURROGATE.sub("\ufffd", found)
 
 
 def _decoded(quoted: str) -> str:

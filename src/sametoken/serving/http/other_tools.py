@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator
+from pydantic import BaseModel, ConfigDict
 
 from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
@@ -21,20 +20,6 @@ class OtherTool(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: str
-
-
-def by_type(other: str, /, **models: str) -> Discriminator:
-    """Chooses the model of an object by its type: ``other`` for one that is not named.
-
-    One without a type should be of the first of the models.
-    """
-    first = next(iter(models.values()))
-
-    def name(given: Any) -> str:
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-        return models.get(kind, other) if isinstance(kind, str) else first
-
-    return Discriminator(name)
 
 
 def tell_of_others(tools: Iterable[BaseModel]) -> None:

@@ -123,13 +123,21 @@ class CalledFunction(BaseModel):
     arguments: str
 
 
+class CalledCustomTool(BaseModel):
+    """A custom tool's name, and the text that it is called with."""
+
+    name: str | None = None
+    input: str
+
+
 class ToolCall(BaseModel):
     """A tool call of the model, or its new part in a stream."""
 
     index: int | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
 
 
 class ChatMessage(BaseModel):

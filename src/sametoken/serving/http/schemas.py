@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
+from sametoken.serving.http.tool_schemas import EarlierCall, NamedChoice, Tools
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,
@@ -24,7 +25,7 @@ from sametoken.types.sampling_params import (
 
 #: Limits of a request's lists, and of its unknown fields.
 MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 8192, 8192, 1024
-MAX_TOOLS, MAX_CHOICES, MAX_EXTRA = 128, 4096, 64
+MAX_CHOICES, MAX_EXTRA = 4096, 64
 
 #: Fields of other servers that change no token; accepted and ignored.
 IGNORED_FIELDS = frozenset(
@@ -276,25 +277,6 @@ class CompletionRequest(SamplingFields):
     request_id: RequestId | None = None
 
 
-class FunctionCall(BaseModel):
-    """A function call of an earlier assistant message."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str
-    arguments: str = ""
-
-
-class MessageToolCall(BaseModel):
-    """A tool call of an earlier message."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class Message(BaseModel):
     """One message; other fields are passed to the model's chat template."""
 
@@ -308,46 +290,12 @@ class Message(BaseModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: (
-        Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+        Annotated[list[EarlierCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
     tool_call_id: str | None = None
 
 
-class FunctionDefinition(BaseModel):
-    """A function that the model may call; ``parameters`` is a JSON Schema."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """A tool that the model may call."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class NamedFunction(Strict):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(Strict):
-    """The tool that must be called."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
 
 
 def thinking_variables(thinks: bool) -> dict[str, Any]:
@@ -365,7 +313,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

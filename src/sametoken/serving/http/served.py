@@ -24,7 +24,7 @@ from sametoken.serving.http.reasoning_parsers import (
     with_marks,
 )
 from sametoken.serving.http.responses import ChatLogprobs, ModelCard
-from sametoken.serving.http.schemas import Message, Tool
+from sametoken.serving.http.schemas import Message
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.http.tool_parsers import (
     CALL_MARKS,
@@ -33,6 +33,7 @@ from sametoken.serving.http.tool_parsers import (
     CallSyntax,
     parser_of_template,
 )
+from sametoken.serving.http.tool_schemas import Tool
 from sametoken.serving.http.tools import ToolUse, template_messages
 from sametoken.types.lora_modules import LoRAModule
 from sametoken.types.outputs import CompletionOutput

@@ -13,15 +13,10 @@ from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.json_calls import parse_required
 from sametoken.serving.http.params import json_schema
 from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
-from sametoken.serving.http.schemas import (
-    ChatRequest,
-    Message,
-    MessageToolCall,
-    NamedTool,
-    Tool,
-)
+from sametoken.serving.http.schemas import ChatRequest, Message
 from sametoken.serving.http.tool_media import without_media
 from sametoken.serving.http.tool_parsers import CallSyntax, named_parser
+from sametoken.serving.http.tool_schemas import EarlierCall, Tool
 from sametoken.text.grammar.json_schema import moved
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -43,6 +38,7 @@ class ToolUse:
         parser: finds calls in the answer, and reasoning once the prompt is known.
         structured: the answer's constraint.
         reports_calls: whether an answer with calls has finish reason "tool_calls".
+        custom: names of the tools that take a text.
         reasoning: the name of the parser of reasoning; None if messages have no field for it.
     """
 
@@ -50,6 +46,7 @@ class ToolUse:
     parser: Parser
     structured: StructuredOutputs | None
     reports_calls: bool = True
+    custom: frozenset[str] = frozenset()
     reasoning: str | None = None
 
     @property
@@ -90,7 +87,7 @@ def tool_use(
             "response_format, which a call leaves aside",
             "tool_choice",
         )
-    if isinstance(choice, NamedTool):
+    if choice is not None and not isinstance(choice, str):
         chosen = _named(request.tools, choice.function.name)
         form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
@@ -170,24 +167,25 @@ def _rename_calls(messages: Sequence[dict[str, Any]], form: str) -> None:
 def _template_message(message: Message) -> dict[str, Any]:
     values = message.model_dump(exclude_unset=True)
     if message.tool_calls:
-        values["tool_calls"] = [_bounded(call).model_dump() for call in message.tool_calls]
+        values["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     if message.role == "tool" and isinstance(message.content, list):
         values["content"] = without_media(message.content)
     _spread_reasoning(message, values)
     return values
 
 
-def _bounded(call: MessageToolCall) -> MessageToolCall:
-    """The call, whose arguments are JSON in a string, which the limits of bodies leave out."""
+def _template_call(call: EarlierCall) -> dict[str, Any]:
+    """The call. Its arguments are JSON in a string, which the limits of bodies leave out."""
+    function = call.function
     try:
-        require_bounded(call.function.arguments.encode())
+        require_bounded(function.arguments.encode())
     except ValueError as error:
         raise invalid(
             f"a tool call of an earlier message has arguments that cannot be read: {error}. Send "
             "less",
             "messages",
         ) from error
-    return call
+    return {"id": call.id, "type": "function", "function": function.model_dump()}
 
 
 def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:

@@ -304,6 +304,60 @@ def test_forced_calls(serve):
     assert (choice["finish_reason"], calls_of(choice["message"])) == ("stop", [("add", '{"a": 2}')])
 
 
+WEATHER = {"type": "custom", "custom": {"name": "weather", "description": "Tells it."}}
+ASKED = 'of "Zürich"\n\\d 🙂'
+
+
+@pytest.mark.parametrize(
+    ("said", "body"),
+    [
+        (f'<tool_call>{{"name": "weather", "arguments": {json.dumps({"input": ASKED})}}}', {}),
+        (
+            json.dumps([{"name": "weather", "parameters": {"input": ASKED}}]),
+            {"tool_choice": "required"},
+        ),
+        (
+            json.dumps({"input": ASKED}),
+            {"tool_choice": {"type": "custom", "custom": {"name": "weather"}}},
+        ),
+    ],
+)
+def test_a_custom_tool_takes_a_text(serve, said, body):
+    whole, chunks = both(serve, said, tools=[ADD, WEATHER], **body)
+    ChatCompletion.model_validate(whole)
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "weather", "input": ASKED})
+    deltas = [
+        one
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for one in choice["delta"].get("tool_calls", ())
+    ]
+    assert (deltas[0]["type"], deltas[0]["custom"]["name"]) == ("custom", "weather")
+    assert "".join(one["custom"]["input"] for one in deltas) == ASKED
+    assert len(deltas) > 1
+    assert not any("function" in one for one in (call, *deltas))
+
+
+def test_the_template_sees_a_custom_tool_as_a_function_of_one_text(serve):
+    engine = FakeEngine()
+    call = {"id": "c1", "type": "custom", "custom": {"name": "weather", "input": ASKED}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {"messages": messages, "tools": [WEATHER]}
+    assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    ((prompt, _),) = engine.seen
+    parameters = {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    function = {**WEATHER["custom"], "parameters": parameters}
+    assert json.dumps({"type": "function", "function": function}) in prompt.text
+    shown = json.dumps({"name": "weather", "arguments": {"input": ASKED}}, ensure_ascii=False)
+    assert shown in prompt.text or json.dumps(json.loads(shown)) in prompt.text
+
+
 def test_the_template_sees_tools_and_earlier_calls(serve):
     engine = FakeEngine()
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -11,6 +11,7 @@ from sametoken.serving.http.json_spans import (
     read_object,
     skip_space,
     string_value,
+    text_so_far,
     value_end,
 )
 
@@ -65,6 +66,28 @@ def test_only_whole_strings_have_a_value():
     assert string_value(text, first) == "x\n\ny"
     assert string_value(text, second) is None
     assert string_value(text, third) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("a\\n\\\\n\\u00e9", "a\n\\n\u00e9"),
+        ("\\ud83d\\ude00 \\ud83d. \\ud83dx", "\U0001f600 \ufffd. \ufffdx"),
+        ("\\d+ \\u00 .", "\\d+ \\u00 ."),
+    ],
+)
+def test_a_growing_string_has_a_growing_value(written, value):
+    text = f'{{"a": "{written}'
+    told = ""
+    for length in range(len('{"a": "'), len(text) + 1):
+        (member,) = read_object(text[:length], 0).members
+        found = text_so_far(text[:length], member)
+        assert found.startswith(told)
+        told = found
+    closed = f'{text}"}}'
+    (member,) = read_object(closed, 0).members
+    assert text_so_far(closed, member) == value
+    assert value.startswith(told)
 
 
 def test_half_of_a_surrogate_pair_is_no_text():

@@ -26,8 +26,20 @@ GROUP = {"type": "namespace", "name": "mcp__sums", "description": "Sums.", "tool
 OTHERS = [
     {"type": "web_search", "external_web_access": False},
     {"type": "local_shell"},
-    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+    {"type": "image_generation", "name": "paint"},
 ]
+#: As Codex sends its own, by which a model edits files.
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH = {"type": "custom", "name": "patch", "format": LARK}
+PATCHED = '+é "🙂"\n+done'
+
+
+def call_of(name: str, text: str) -> str:
+    """A call of a custom tool as a model writes it, characters beyond ASCII escaped."""
+    function = {"name": name, "arguments": {"input": text}}
+    return f"<tool_call>\n{json.dumps(function)}\n</tool_call>"
+
+
 TEXT = "héllo wörld 🙂 done"
 
 
@@ -79,6 +91,7 @@ def built(events) -> list[dict]:
                 "response.output_text.delta"
                 | "response.reasoning_text.delta"
                 | "response.function_call_arguments.delta"
+                | "response.custom_tool_call_input.delta"
             ):
                 assert event.item_id == items[event.output_index]["id"]
                 items[event.output_index]["text"] += event.delta
@@ -88,6 +101,8 @@ def built(events) -> list[dict]:
 def text_of(item) -> str:
     if item.type == "function_call":
         return item.arguments
+    if item.type == "custom_tool_call":
+        return item.input
     (part,) = item.content
     return part.text
 
@@ -105,6 +120,16 @@ CASES = {
         CALL.replace("add", "mcp__sums__add"),
         {"tool_call_parser": "hermes"},
         {"tools": [GROUP]},
+    ),
+    "a call of a custom tool": (
+        f"Sure.{call_of('patch', PATCHED)}",
+        {"tool_call_parser": "hermes"},
+        {"tools": [PATCH]},
+    ),
+    "a forced call of a custom tool": (
+        json.dumps({"input": PATCHED}),
+        {},
+        {"tools": [PATCH], "tool_choice": {"type": "custom", "name": "patch"}},
     ),
     "calls": (CALL + CALL, {"tool_call_parser": "hermes"}, {"tools": [ADD]}),
     "a call or a format": (CALL, {}, {"tools": [ADD], **FORMAT}),
@@ -317,9 +342,48 @@ def test_tools_that_are_no_functions_are_left_out(serve, caplog, monkeypatch):
     assert answer.json()["tools"] == [ADD, GROUP]
     sent = prompt_of(engine)
     assert "add" in sent
-    assert "apply_patch" not in sent
-    assert "'custom, local_shell, web_search'" in caplog.text
+    assert "paint" not in sent
+    assert "'image_generation, local_shell, web_search'" in caplog.text
     assert whole(serve, TEXT, tools=OTHERS, tool_choice="auto").tools == []
+
+
+@pytest.mark.parametrize("case", ["a call of a custom tool", "a forced call of a custom tool"])
+def test_a_custom_tool_is_called_with_a_text(serve, case):
+    said, server, body = CASES[case]
+    engine = FakeEngine(said)
+    answer = whole(serve, engine, server, **body)
+    (call,) = (one for one in answer.output if one.type == "custom_tool_call")
+    assert (call.name, call.input) == ("patch", PATCHED)
+    assert LARK["definition"] in prompt_of(engine).replace("\\", "")
+    assert answer.tools[0].model_dump(exclude_none=True) == PATCH
+    events = streamed(serve, said, server, **body)
+    deltas = [one for one in events if one.type == "response.custom_tool_call_input.delta"]
+    assert len(deltas) > 1
+    (done,) = (one for one in events if one.type == "response.custom_tool_call_input.done")
+    assert (done.input, done.item_id) == (PATCHED, deltas[0].item_id)
+    added = [one.item for one in events if one.type == "response.output_item.added"]
+    assert [one.input for one in added if one.type == "custom_tool_call"] == [""]
+
+
+def test_a_call_of_a_custom_tool_can_be_sent_back():
+    (found, returned) = rendered(
+        input=[
+            {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": PATCHED},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
+        ]
+    )
+    (call,) = found["tool_calls"]
+    assert call["function"] == {"name": "patch", "arguments": {"input": PATCHED}}
+    assert (returned["role"], returned["content"]) == ("tool", "Done.")
+    assert (call["id"], returned["tool_call_id"]) == ("c1", "c1")
+
+
+def test_a_custom_tool_in_a_namespace_has_a_name_of_its_own(serve):
+    said = call_of("mcp__sums__patch", PATCHED)
+    server, group = {"tool_call_parser": "hermes"}, GROUP | {"tools": [PATCH]}
+    (call,) = whole(serve, said, server, tools=[group]).output
+    assert call.type == "custom_tool_call"
+    assert (call.namespace, call.name) == ("mcp__sums", "patch")
 
 
 def test_functions_in_a_namespace_have_names_of_their_own(serve):
@@ -395,6 +459,16 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "input.0.type"),
         ({"input": [{"content": "x"}]}, "input", "lacks 'role'"),
+        (
+            {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]},
+            "input",
+            "lacks 'input'",
+        ),
+        (
+            {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "ebnf"}}]},
+            "tools",
+            "tools.0.format.definition",
+        ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks 'call_id'"),
         ({"input": [{"type": "function_call_output"}]}, "input", "lacks 'call_id'"),
         (

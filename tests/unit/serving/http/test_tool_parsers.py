@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.chat_model import CHAT_TEMPLATE
 from helpers.parsing import assert_adds_up
+from sametoken.serving.http.custom_inputs import with_inputs
 from sametoken.serving.http.gemma_calls import GEMMA_MARKS, parse_gemma4
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
 from sametoken.serving.http.named_calls import (
@@ -403,6 +404,9 @@ PIECES = st.sampled_from(
         "1",
         '"',
         "\\",
+        "\\u00",
+        "\\ud83d",
+        '{"input": ',
         "text",
         "<",
         "<function=f>",
@@ -420,9 +424,34 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=250)
-@given(st.sampled_from(sorted(TOOL_PARSERS)), st.lists(PIECES, max_size=10).map("".join))
-def test_a_stream_of_anything_adds_up(name, text):
-    assert_adds_up(TOOL_PARSERS[name]({"f": SCHEMA}), text)
+@given(
+    st.sampled_from(sorted(TOOL_PARSERS)),
+    st.lists(PIECES, max_size=10).map("".join),
+    st.sampled_from([(), ("f",)]),
+)
+def test_a_stream_of_anything_adds_up(name, text, custom):
+    assert_adds_up(with_inputs(TOOL_PARSERS[name]({"f": SCHEMA}), custom), text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ('{"input": "a\\n\\ud83d\\ude00\\d"}', "a\n😀\\d"),
+        ('{"why": {}, "input": "a"', "a"),
+        ('{"input": "cut \\', "cut "),
+        ("{}", ""),
+        # Not as the schema says.
+        ('{"text": 1}', '{"text": 1}'),
+        ('{"input": 1}', '{"input": 1}'),
+        ('{"a" "b"}', '{"a" "b"}'),
+        ("*** Begin", "*** Begin"),
+    ],
+)
+def test_the_text_of_a_custom_tool(arguments, taken):
+    parser = with_inputs(named_parser("f"), ("f",))
+    assert parser(arguments, True).calls == (FoundCall("f", taken),)
+    assert with_inputs(named_parser("f"), ())(arguments, True).calls[0].arguments == arguments
+    assert_adds_up(parser, arguments)
 
 
 def test_arguments_are_shown_as_they_come():

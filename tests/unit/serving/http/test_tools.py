@@ -61,6 +61,14 @@ def test_a_forced_call_is_no_text_and_has_no_response_format(choice, kind):
     assert found.structured == use(**forced).structured
 
 
+def test_a_regular_expression_of_a_custom_tool_binds_a_forced_call():
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a+"}}
+    tool = {"type": "custom", "custom": {"name": "say", "format": regex}}
+    choice = {"type": "custom", "custom": {"name": "say"}}
+    form = json.loads(use(tools=[tool], tool_choice=choice).structured.json_schema)
+    assert form["properties"] == {"input": {"type": "string", "pattern": "a+"}}
+
+
 def test_auto_uses_the_model_s_own_syntax():
     found = use(tools=[ADD, NOW])
     assert found.tools == [ADD, NOW]

@@ -26,16 +26,19 @@ from sametoken.serving.http.messages_api.request import (
 from sametoken.serving.http.other_tools import tell_of_others
 from sametoken.serving.http.schemas import (
     ChatRequest,
-    FunctionDefinition,
     Message,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
     SamplingFields,
-    Tool,
     thinking_variables,
 )
 from sametoken.serving.http.tool_media import without_media
+from sametoken.serving.http.tool_schemas import (
+    FunctionDefinition,
+    FunctionTool,
+    NamedTool,
+    Tool,
+    ToolName,
+)
 
 #: Begins a block that Claude Code puts before its instructions. It differs between requests, so
 #: that no prefix would be found again.
@@ -136,12 +139,12 @@ def _tools(tools: Sequence[MessageTool]) -> list[Tool]:
             "unsupported",
         )
     tell_of_others(tools)
-    found = []
+    found: list[Tool] = []
     for tool in tools:
         if isinstance(tool, CustomTool):
             fields = tool.model_dump(exclude_unset=True, exclude={"type", "input_schema"})
             function = FunctionDefinition(parameters=tool.input_schema, **fields)
-            found.append(Tool(type="function", function=function))
+            found.append(FunctionTool(type="function", function=function))
     return found
 
 
@@ -150,7 +153,7 @@ def _choice(choice: ToolChoice) -> str | NamedTool:
         return _CHOICES[choice.type]
     if choice.name is None:
         raise invalid("tool_choice of type tool lacks 'name'. Add it", "tool_choice")
-    return NamedTool(function=NamedFunction(name=choice.name))
+    return NamedTool(function=ToolName(name=choice.name))
 
 
 def _messages(request: CountTokensRequest) -> list[Message]:

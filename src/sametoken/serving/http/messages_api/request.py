@@ -10,12 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
-from sametoken.serving.http.other_tools import OtherTool, by_type
+from sametoken.serving.http.other_tools import OtherTool
 from sametoken.serving.http.schemas import (
     IGNORED_FIELDS,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
     Effort,
@@ -25,6 +24,8 @@ from sametoken.serving.http.schemas import (
     StopText,
     null_is,
 )
+from sametoken.serving.http.tool_schemas import MAX_TOOLS
+from sametoken.serving.http.unions import by_type
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import MAX_STOPS
 

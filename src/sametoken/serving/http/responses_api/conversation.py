@@ -6,10 +6,10 @@ from typing import Any
 
 from sametoken.engine.user_inputs import TEXT_PARTS
 from sametoken.errors import shown
+from sametoken.serving.http.custom_inputs import input_arguments
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.responses_api.request import (
     InputItem,
-    NamedFunctionTool,
     Parts,
     ResponsesRequest,
     TextFormat,
@@ -19,12 +19,11 @@ from sametoken.serving.http.schemas import (
     ChatRequest,
     JsonSchemaFormat,
     Message,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
     SamplingFields,
 )
 from sametoken.serving.http.tool_media import without_media
+from sametoken.serving.http.tool_schemas import NamedTool, ToolName
 
 #: Roles whose messages instruct the model.
 _INSTRUCTING = ("system", "developer")
@@ -40,8 +39,8 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     """
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     choice: Any = request.tool_choice
-    if isinstance(choice, NamedFunctionTool):
-        choice = NamedTool(function=NamedFunction(name=choice.name))
+    if choice is not None and not isinstance(choice, str):
+        choice = NamedTool(function=ToolName(name=choice.name))
     values: dict[str, Any] = sampling | {
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,
@@ -108,14 +107,14 @@ class _MessageWriter:
             text = _text(item.content, place) or _text(item.summary, place)
             if text:
                 self._of_assistant("reasoning", "content", "tool_calls")["reasoning"] = text
-        elif item.type == "function_call":
+        elif item.type in ("function_call", "custom_tool_call"):
             name = CalledName(_needed(item.name, "name", place), item.namespace)
             call = {
                 "id": _needed(item.call_id, "call_id", place),
                 "type": "function",
                 "function": {
                     "name": name.shown_to_model,
-                    "arguments": item.arguments or "",
+                    "arguments": _arguments(item, place),
                 },
             }
             self._of_assistant().setdefault("tool_calls", []).append(call)
@@ -148,6 +147,13 @@ class _MessageWriter:
         if last["role"] != "assistant" or any(name in last for name in missing):
             self.add("assistant")
         return self._written[-1]
+
+
+def _arguments(item: InputItem, place: str) -> str:
+    """The arguments of a call as the model has written them."""
+    if item.type == "custom_tool_call":
+        return input_arguments(_needed(item.input, "input", place))
+    return item.arguments or ""
 
 
 def _needed(value: str | None, name: str, place: str) -> str:

@@ -10,6 +10,7 @@ from sametoken.serving.http.parsed import FoundCall, GrowingAnswer, MoreArgument
 from sametoken.serving.http.responses import TokenLogprob
 from sametoken.serving.http.responses_api.objects import (
     CallItem,
+    CustomCallItem,
     MessageItem,
     OutputItem,
     OutputText,
@@ -102,17 +103,44 @@ class _Call(_Item):
 
     call_id: str
     function: CalledName
+    name: ClassVar[str] = "function_call_arguments"
 
-    def object(self, status: Status) -> CallItem:
+    def object(self, status: Status) -> CallItem | CustomCallItem:
         """The item; one in progress has no arguments yet."""
-        return CallItem(
-            id=self.item_id,
-            call_id=self.call_id,
-            name=self.function.name,
-            namespace=self.function.namespace,
-            arguments="" if status == "in_progress" else self.text,
-            status=status,
-        )
+        return CallItem(arguments=self.text_in(status), **self.fields(status))
+
+    def text_in(self, status: Status) -> str:
+        """The text that an item shows."""
+        return "" if status == "in_progress" else self.text
+
+    def fields(self, status: Status) -> dict[str, Any]:
+        """The fields of an item that functions and custom tools have."""
+        return {
+            "id": self.item_id,
+            "call_id": self.call_id,
+            "name": self.function.name,
+            "namespace": self.function.namespace,
+            "status": status,
+        }
+
+    def done(self) -> dict[str, str]:
+        """The fields of the event that ends it."""
+        return {"name": self.function.name, "arguments": self.text}
+
+
+@dataclass(slots=True)
+class _CustomCall(_Call):
+    """A call of a custom tool whose text grows."""
+
+    name: ClassVar[str] = "custom_tool_call_input"
+
+    def object(self, status: Status) -> CustomCallItem:
+        """The item; one in progress has no text yet."""
+        return CustomCallItem(input=self.text_in(status), **self.fields(status))
+
+    def done(self) -> dict[str, str]:
+        """The fields of the event that ends it."""
+        return {"input": self.text}
 
 
 class ItemWriter:
@@ -189,14 +217,15 @@ class ItemWriter:
         number = f"{self._key}_{self._num_calls}"
         self._num_calls += 1
         name = self._names.get(call.name, CalledName(call.name))
-        yield from self._begin(_Call(f"fc_{number}", f"call_{number}", name))
+        kind, prefix = (_CustomCall, "ctc") if name.is_custom else (_Call, "fc")
+        yield from self._begin(kind(f"{prefix}_{number}", f"call_{number}", name))
         yield from self._grow_call(call.arguments)
 
     def _grow_call(self, added: str) -> Events:
         if added:
             assert isinstance(self._open, _Call)
             self._open.pieces.append(added)
-            yield self._placed("function_call_arguments.delta", delta=added)
+            yield self._placed(f"{self._open.name}.delta", delta=added)
 
     def _grow_text(self, added: str, logprobs: Logprobs) -> Events:
         item = self._open
@@ -217,8 +246,7 @@ class ItemWriter:
         item = self._open
         assert item is not None
         if isinstance(item, _Call):
-            done = {"name": item.function.name, "arguments": item.text}
-            yield self._placed("function_call_arguments.done", **done)
+            yield self._placed(f"{item.name}.done", **item.done())
         else:
             logprobs = item.logprobs if isinstance(item, _Message) else []
             more = item.of_tokens(list(logprobs))

@@ -59,7 +59,19 @@ class CallItem(Sent):
     status: Status
 
 
-OutputItem = ReasoningItem | MessageItem | CallItem
+class CustomCallItem(Sent):
+    """A call of a custom tool, with the text that it takes."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: Status
+
+
+OutputItem = ReasoningItem | MessageItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(Sent):
@@ -143,6 +155,7 @@ class ResponseEvent(BaseModel):
     text: str | None = None
     logprobs: list[TokenLogprob] | None = None
     arguments: str | None = None
+    input: str | None = None
     name: str | None = None
     code: str | None = None
     message: str | None = None

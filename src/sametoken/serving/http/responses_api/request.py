@@ -14,7 +14,6 @@ from sametoken.serving.http.schemas import (
     IGNORED_FIELDS,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
     Effort,
@@ -23,6 +22,7 @@ from sametoken.serving.http.schemas import (
     Strict,
     null_is,
 )
+from sametoken.serving.http.tool_schemas import MAX_TOOLS
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -39,7 +39,13 @@ class InputItem(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal[
-        "message", "reasoning", "function_call", "function_call_output", "item_reference"
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "item_reference",
     ] = "message"
     role: str | None = None
     content: str | Parts | None = None
@@ -47,14 +53,15 @@ class InputItem(BaseModel):
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
 
 
-class NamedFunctionTool(Strict):
-    """The function that must be called."""
+class NamedTool(Strict):
+    """The function or custom tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -125,7 +132,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -83,7 +83,9 @@ async def begin_chat(
     """
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
+    most = served.num_kept(request.truncate_prompt_tokens, params)
     prompt = await chat_prompt(served, request, use.tools)
+    prompt = await asyncio.to_thread(served.last, prompt, most)
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued)
     params, parser = served.reasons(params, rendered, use)

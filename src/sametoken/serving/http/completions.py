@@ -64,8 +64,9 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
         lambda: completion_params(request, served.defaults, structured_outputs(request))
     )
     served.check(len(given), params)
+    most = served.num_kept(request.truncate_prompt_tokens, params)
     prompts = [
-        await served.tokenize(prompt, add_special_tokens=request.add_special_tokens)
+        await served.tokenize(prompt, most, add_special_tokens=request.add_special_tokens)
         for prompt in given
     ]
     _require_few_candidates(prompts, params)

@@ -96,6 +96,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 #: Of the answer in a conversation.
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
+#: Tokens that are kept of a prompt; -1: all that fit.
+Kept = Annotated[int, Field(ge=-1, lt=2**31)]
 # fail_fast: an invalid list costs no more than a valid one.
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_N, fail_fast=True)]
@@ -274,6 +276,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
+    truncate_prompt_tokens: Kept | None = None
     request_id: RequestId | None = None
 
 
@@ -320,6 +323,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
+    truncate_prompt_tokens: Kept | None = None
     request_id: RequestId | None = None
 
     @property

@@ -164,18 +164,56 @@ class Served:
         adapter = None if name in self.names else name
         return await Generation.begin(self.engine, prompts, params, request_id, self.times, adapter)
 
+    def num_kept(self, asked: int | None, params: SamplingParams) -> int | None:
+        """How many tokens are kept of each prompt; None: all, and one that is too long is refused.
+
+        Args:
+            asked: ``truncate_prompt_tokens``.
+            params: of the request.
+
+        Raises:
+            ApiError: all that fit are asked for, and ``max_tokens`` leaves room for none.
+        """
+        if asked != -1:
+            return asked
+        most = self.engine.resolved.max_model_len - (params.max_tokens or 1)
+        if most < 1:
+            raise invalid(
+                f"max_tokens={params.max_tokens} leaves no room for a prompt in the context. Lower "
+                "it, or say how many tokens truncate_prompt_tokens keeps",
+                "max_tokens",
+            )
+        return most
+
+    def last(self, prompt: PromptTokens, most: int | None) -> PromptTokens:
+        """The last ``most`` tokens of a prompt, or all."""
+        num_cut = 0 if most is None else len(prompt.token_ids) - most
+        if num_cut <= 0:
+            return prompt
+        ids = prompt.token_ids[num_cut:]
+        return PromptTokens(self.engine.get_tokenizer().decode(ids, skip_special_tokens=False), ids)
+
     async def tokenize(
-        self, prompt: str | list[int], *, add_special_tokens: bool = True
+        self,
+        prompt: str | list[int],
+        most: int | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> PromptTokens:
-        """A prompt's token ids, computed off the event loop.
+        """A prompt's token ids, or the last ``most``, computed off the event loop.
 
         Raises:
             RequestError: it is a text that is too long, or there is no tokenizer for it.
         """
-        given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        return await asyncio.to_thread(
-            self.engine.tokenize, given, add_special_tokens=add_special_tokens
-        )
+        if not isinstance(prompt, str):
+            kept = prompt if most is None else prompt[max(len(prompt) - most, 0) :]
+            return await asyncio.to_thread(self.engine.tokenize, {"prompt_token_ids": kept})
+
+        def tokens() -> PromptTokens:
+            found = self.engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+            return self.last(found, most)
+
+        return await asyncio.to_thread(tokens)
 
     async def render(
         self, messages: Sequence[Message], given: dict[str, Any] | None, **options: Any

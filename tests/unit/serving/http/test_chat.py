@@ -405,6 +405,18 @@ def test_what_is_no_json_in_an_earlier_call_is_no_infinity(serve):
     assert '<tool_call>{"name": "add", "arguments": {}}</tool_call>' in prompt.text
 
 
+def test_the_end_of_a_conversation_is_kept(serve):
+    whole, sent = FakeEngine(), {"messages": USER, "return_token_ids": True}
+    ids = serve(whole).post("/v1/chat/completions", json=sent).json()["prompt_token_ids"]
+    body = sent | {"truncate_prompt_tokens": 20}
+    kept = serve(FakeEngine()).post("/v1/chat/completions", json=body).json()
+    assert kept["prompt_token_ids"] == ids[-20:]
+    long = [{"role": "user", "content": "x" * 600}]
+    body = {"messages": long, "truncate_prompt_tokens": -1, "max_tokens": 12}
+    answer = serve(FakeEngine()).post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == 500
+
+
 def test_the_first_chunk_names_the_role_and_the_last_the_reason(serve):
     _, chunks = both(serve, "hi", stream_options=None)
     first, *_, last = chunks

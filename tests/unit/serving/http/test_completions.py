@@ -167,6 +167,39 @@ def test_a_prompt_beyond_the_context_has_openai_s_code(serve):
         assert error["param"] == next(iter(prompt))
 
 
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ({"prompt": "abc", "truncate_prompt_tokens": 2}, [65, 66]),
+        ({"prompt": "abc", "truncate_prompt_tokens": 9}, [64, 65, 66]),
+        ({"prompt": [1] * 600 + [2, 3], "truncate_prompt_tokens": 3}, [1, 2, 3]),
+        ({"prompt": [2] * 104 + [1] * 496, "truncate_prompt_tokens": -1}, [1] * 496),
+        ({"prompt": [1] * 600 + [2], "truncate_prompt_tokens": -1, "max_tokens": 510}, [1, 2]),
+        # The engine makes one token.
+        ({"prompt": "x" * 600, "truncate_prompt_tokens": -1, "max_tokens": None}, [87] * 511),
+    ],
+)
+def test_the_last_tokens_of_a_prompt_are_kept(serve, body, kept):
+    """As with vLLM."""
+    engine = FakeEngine()
+    answer = serve(engine).post("/v1/completions", json={"return_token_ids": True} | body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["prompt_token_ids"] == kept
+    assert list(engine.seen[0][0].token_ids) == kept
+
+
+def test_echo_is_of_what_is_kept(serve):
+    body = {"prompt": "héllo", "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 0}
+    (choice,) = serve(FakeEngine()).post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == "llo"
+
+
+def test_all_that_fits_is_nothing_beside_an_answer_that_fills_the_context(serve):
+    body = {"prompt": "abc", "truncate_prompt_tokens": -1, "max_tokens": 512}
+    answer = serve(FakeEngine()).post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
 @pytest.mark.parametrize("prompt", ["", [], ["a", ""], [[1], []]])
 def test_an_empty_prompt_is_named(serve, prompt):
     answer = serve(FakeEngine()).post("/v1/completions", json={"prompt": prompt})

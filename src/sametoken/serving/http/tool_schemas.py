@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from sametoken.serving.http.custom_inputs import INPUT, input_arguments
 from sametoken.serving.http.unions import by_type
 
-MAX_TOOLS = 128
-
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -157,7 +155,7 @@ Tools = Annotated[
             by_type("FunctionTool", function="FunctionTool", custom="CustomTool"),
         ]
     ],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
+    Field(fail_fast=True),
 ]
 
 

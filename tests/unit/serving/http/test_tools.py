@@ -10,8 +10,12 @@ from sametoken.errors import RequestError
 from sametoken.serving.http import tool_media
 from sametoken.serving.http.errors import ApiError, as_api_error
 from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
+from sametoken.serving.http.messages_api import conversation as messages_api
+from sametoken.serving.http.messages_api.request import MessagesRequest
 from sametoken.serving.http.params import structured_outputs
 from sametoken.serving.http.parsed import parse_nothing
+from sametoken.serving.http.responses_api import conversation as responses_api
+from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tool_parsers import CallSyntax
 from sametoken.serving.http.tools import template_messages, tool_use
@@ -67,6 +71,21 @@ def test_a_regular_expression_of_a_custom_tool_binds_a_forced_call():
     choice = {"type": "custom", "custom": {"name": "say"}}
     form = json.loads(use(tools=[tool], tool_choice=choice).structured.json_schema)
     assert form["properties"] == {"input": {"type": "string", "pattern": "a+"}}
+
+
+def test_there_may_be_many_tools():
+    """As an agent with several MCP servers has them: a body's size is what bounds them."""
+    names = [f"f{i}" for i in range(300)]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    assert use(tools=tools).functions == names
+    flat = [{"type": "function", "name": name} for name in names]
+    grouped = {"type": "namespace", "name": "m", "tools": flat}
+    for given in (flat, [grouped]):
+        request = ResponsesRequest.model_validate({"input": "x", "tools": given})
+        assert len(responses_api.chat_request(request).tools) == 300
+    bare = [{"name": name, "input_schema": {}} for name in names]
+    request = MessagesRequest.model_validate({"messages": USER, "max_tokens": 1, "tools": bare})
+    assert len(messages_api.chat_request(request).tools) == 300
 
 
 def test_auto_uses_the_model_s_own_syntax():

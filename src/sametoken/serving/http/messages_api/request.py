@@ -24,7 +24,6 @@ from sametoken.serving.http.schemas import (
     StopText,
     null_is,
 )
-from sametoken.serving.http.tool_schemas import MAX_TOOLS
 from sametoken.serving.http.unions import by_type
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import MAX_STOPS
@@ -192,7 +191,7 @@ class CountTokensRequest(SamplingFields):
     stop_sequences: (
         Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
     ) = None
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[MessageTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -22,7 +22,6 @@ from sametoken.serving.http.schemas import (
     Strict,
     null_is,
 )
-from sametoken.serving.http.tool_schemas import MAX_TOOLS
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -131,7 +130,7 @@ class ResponsesRequest(SamplingFields):
     )
     instructions: str | None = None
     max_output_tokens: Limit | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

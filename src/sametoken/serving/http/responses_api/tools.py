@@ -16,7 +16,6 @@ from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.other_tools import OtherTool, tell_of_others
 from sametoken.serving.http.tool_schemas import (
-    MAX_TOOLS,
     CustomDefinition,
     FunctionDefinition,
     GrammarInput,
@@ -75,7 +74,7 @@ class NamespaceTool(BaseModel):
                 by_type("OtherTool", function="FunctionTool", custom="CustomTool"),
             ]
         ],
-        Field(max_length=MAX_TOOLS, fail_fast=True),
+        Field(fail_fast=True),
     ]
 
 
@@ -127,7 +126,7 @@ def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
     """The tools of a chat request. A line in the log tells of tools that are left out.
 
     Raises:
-        ApiError: there are too many, or the model would see two under one name.
+        ApiError: the model would see two under one name.
     """
     members = [one for tool in tools if isinstance(tool, NamespaceTool) for one in tool.tools]
     tell_of_others((*tools, *members))
@@ -141,8 +140,6 @@ def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool]:
                 "tools",
             )
         found.append(_chat_tool(tool, name))
-    if len(found) > MAX_TOOLS:
-        raise invalid(f"tools have {len(found)} functions. Send at most {MAX_TOOLS}", "tools")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sametoken.errors import RequestError, shown
 from sametoken.text.grammar.one_of import disjoint, listed_values
+from sametoken.text.grammar.property_names import find_clash
 from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
@@ -230,6 +231,14 @@ def _check(
     if unknown:
         raise _refused(
             "required", f"names {shown(unknown[0])}, no property", "add it to properties"
+        )
+    clash = find_clash(schema, _OTHERS, _MEANINGFUL)
+    if clash is not None:
+        raise _refused(
+            "patternProperties",
+            f"has {shown(clash.pattern)}, which may apply where {shown(clash.other)} does",
+            "give both the same schema, or let the pattern begin with other characters than the "
+            "name, behind ^; additionalProperties can be left out",
         )
     if not disjoint([_resolve(branch, root) for branch in schema.get("oneOf", ())]):
         raise _refused("oneOf", "has branches that may overlap", "use anyOf")

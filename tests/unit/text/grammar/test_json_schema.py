@@ -11,7 +11,7 @@ from sametoken.text.grammar.json_schema import MAX_DEPTH, check_schema, compilab
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
-INTEGER = {"type": "integer"}
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 OF_NO_FORM = {"type": "object", "properties": {"a": {"type": 5}}, "required": ["a"]}
 
 
@@ -95,6 +95,24 @@ def test_what_is_honoured_passes(schema):
             {"propertyNames": {"const": "a"}, "unevaluatedProperties": False},
             "propertyNames excludes this unevaluatedProperties",
         ),
+        (
+            {"properties": {"ab": TEXT}, "patternProperties": {"^a": INTEGER}},
+            "patternProperties has '\\^a', which may apply where 'ab' does",
+        ),
+        ({"properties": {"ab": TEXT}, "patternProperties": {"b": INTEGER}}, "where 'ab' does"),
+        ({"properties": {"ab": TEXT}, "patternProperties": {"a.*": {}}}, "where 'ab' does"),
+        ({"properties": {"ab": {}}, "patternProperties": {"a.*": TEXT}}, "where 'ab' does"),
+        ({"patternProperties": {"a.*": TEXT, ".*b": INTEGER}}, r"where '\.\*b' does"),
+        ({"patternProperties": {"^a+": TEXT, "^ab": INTEGER}}, r"where '\^ab' does"),
+        ({"patternProperties": {"^a|c": TEXT, "^b": INTEGER}}, r"where '\^b' does"),
+        (
+            {
+                "properties": {"b": {}},
+                "patternProperties": {"^a": TEXT},
+                "additionalProperties": INTEGER,
+            },
+            "where 'additionalProperties' does",
+        ),
         ({"type": ["integer", "null"], "multipleOf": 2.5}, "multipleOf is 2.5"),
         ({"type": "array", "minItems": 2}, "minItems needs items"),
         ({"type": "array", "maxItems": 2}, "maxItems needs items"),
@@ -142,6 +160,23 @@ def test_what_would_be_ignored_is_refused_by_name(schema, cause):
 def test_what_is_no_schema_is_refused(text, cause):
     with pytest.raises(RequestError, match=cause):
         check_schema(text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "properties": {"ab": TEXT | {"description": "A name."}, "id": INTEGER},
+            "patternProperties": {"^a": TEXT, "^xy*": INTEGER},
+            "additionalProperties": False,
+        },
+        # The compiler makes only "a" of it.
+        {"properties": {"ab": TEXT}, "patternProperties": {"^a": True}},
+        {"patternProperties": {"a.*": TEXT}, "additionalProperties": INTEGER},
+    ],
+)
+def test_a_pattern_of_names_may_apply_where_it_asks_the_same(schema):
+    assert check_schema(json.dumps(schema)) == tuple(schema["patternProperties"])
 
 
 def test_a_format_beside_a_pattern_is_an_annotation():

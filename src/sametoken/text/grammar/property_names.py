@@ -1,0 +1,84 @@
+"""Which properties of a JSON Schema a pattern of names applies to.
+
+The compiler takes one schema for each property. By JSON Schema all that apply to a name hold, and a
+pattern applies where it is found in a name, so what differs there is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+#: What a pattern with ``^`` begins every name with.
+_FIXED = re.compile(r"\^([^\\.\[\](){}*+?|^$]*)(?![*?+{])")
+
+
+class Clash(NamedTuple):
+    """Two that may apply to one name, and whose schemas differ.
+
+    Attributes:
+        pattern: of names.
+        other: a property, another pattern, or the keyword for all other properties.
+    """
+
+    pattern: str
+    other: str
+
+
+def find_clash(
+    schema: Mapping[str, Any], others: tuple[str, ...], meaningful: frozenset[str]
+) -> Clash | None:
+    """The first clash of a schema's ``patternProperties``, if there is one.
+
+    Args:
+        schema: of an object.
+        others: the keywords for properties without a name.
+        meaningful: the keywords that do not only annotate.
+    """
+    patterns = schema.get("patternProperties", {})
+    asked = {pattern: _asked(one, meaningful) for pattern, one in patterns.items()}
+    for one, other in itertools.combinations(patterns, 2):
+        if asked[one] != asked[other] and not _apart(one, other):
+            return Clash(one, other)
+    properties = schema.get("properties", {})
+    for pattern, name in itertools.product(patterns, properties):
+        if asked[pattern] != _asked(properties[name], meaningful) and _applies(
+            pattern, name, is_any=asked[pattern] == {}
+        ):
+            return Clash(pattern, name)
+    # Without properties the compiler allows no names but those of the patterns.
+    for key in others if properties else ():
+        if schema.get(key, False) is not False:
+            for pattern in patterns:
+                if asked[pattern] != _asked(schema[key], meaningful):
+                    return Clash(pattern, key)
+    return None
+
+
+def _asked(schema: Any, meaningful: frozenset[str]) -> Any:
+    """What a schema asks of a value."""
+    if isinstance(schema, dict):
+        return {key: value for key, value in schema.items() if key in meaningful}
+    return {} if schema is True else schema
+
+
+def _applies(pattern: str, name: str, *, is_any: bool) -> bool:
+    """Whether a pattern may apply to a name; one of any value, whether the compiler makes it so."""
+    try:
+        known = re.compile(pattern.replace("(?<", "(?P<"), re.ASCII)
+    except re.error:
+        return True
+    return (known.fullmatch(name) if is_any else known.search(name)) is not None
+
+
+def _apart(one: str, other: str) -> bool:
+    """Whether no name has both patterns, as far as their beginnings tell."""
+    first, second = _beginning(one), _beginning(other)
+    return not (first.startswith(second) or second.startswith(first))
+
+
+def _beginning(pattern: str) -> str:
+    found = None if "|" in pattern else _FIXED.match(pattern)
+    return found[1] if found else ""

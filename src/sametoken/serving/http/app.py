@@ -161,6 +161,8 @@ def _openai_routes(served: Served) -> APIRouter:
         return await answer_response(served, body, request)
 
     @router.get("/models")
+    # Other paths lead from one to the other by themselves. Here it would be a model without a name.
+    @router.get("/models/", include_in_schema=False)
     async def models() -> ModelList:
         """The model under each of its names, and its adapters."""
         return ModelList(data=served.cards())

@@ -23,6 +23,7 @@ def test_models(serve):
         ("tiny", "org/small"),
     ]
     assert client.get("/v1/models/org/small").json() == cards[0]
+    assert client.get("/v1/models/").json()["data"] == cards
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert [card["id"] for card in serve().get("/v1/models").json()["data"]] == ["toy"]
 

@@ -28,7 +28,7 @@ _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
 _FORMS = frozenset((
     "str", "int", "bool", "dict",
-    "NamedTool", "NamedCustomTool",
+    "NamedTool", "NamedCustomTool", "AllowedTools",
     "FunctionTool", "CustomTool", "NamespaceTool", "OtherTool", "TextInput", "GrammarInput",
     "TextBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "OtherBlock",
 ))  # fmt: skip

@@ -52,7 +52,7 @@ from sametoken.serving.http.responses import (
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tool_schemas import CustomTool
-from sametoken.serving.http.tools import ToolUse, tool_use
+from sametoken.serving.http.tools import ToolUse, tool_use, with_allowed
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -81,6 +81,7 @@ async def begin_chat(
     Raises:
         ApiError, SametokenError: the request cannot be served.
     """
+    request = with_allowed(request)
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     most = served.num_kept(request.truncate_prompt_tokens, params)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
-from sametoken.serving.http.tool_schemas import EarlierCall, NamedChoice, Tools
+from sametoken.serving.http.tool_schemas import AllowedTools, EarlierCall, NamedChoice, Tools
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,
@@ -329,12 +329,17 @@ class ChatRequest(SamplingFields):
     @property
     def may_call(self) -> bool:
         """Whether the model decides about calls."""
-        return self.tool_choice in (None, "auto")
+        return self._mode in (None, "auto")
 
     @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a call of a tool."""
-        return self.tool_choice not in (None, "none", "auto")
+        return self._mode not in (None, "none", "auto")
+
+    @property
+    def _mode(self) -> Any:
+        choice = self.tool_choice
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -184,7 +184,30 @@ class NamedCustomTool(_Exact):
         return self.custom
 
 
+_NAMED = Annotated[NamedTool, Tag("NamedTool")] | Annotated[NamedCustomTool, Tag("NamedCustomTool")]
+_Named = Annotated[_NAMED, by_type("NamedTool", function="NamedTool", custom="NamedCustomTool")]
+
+
+class AllowedNames(_Exact):
+    """The tools that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_Named], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(_Exact):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 NamedChoice = Annotated[
-    Annotated[NamedTool, Tag("NamedTool")] | Annotated[NamedCustomTool, Tag("NamedCustomTool")],
-    by_type("NamedTool", function="NamedTool", custom="NamedCustomTool"),
+    _NAMED | Annotated[AllowedTools, Tag("AllowedTools")],
+    by_type(
+        "NamedTool",
+        function="NamedTool",
+        custom="NamedCustomTool",
+        allowed_tools="AllowedTools",
+    ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
 from sametoken.serving.http.schemas import ChatRequest, Message
 from sametoken.serving.http.tool_media import without_media
 from sametoken.serving.http.tool_parsers import CallSyntax, named_parser
-from sametoken.serving.http.tool_schemas import EarlierCall, Tool
+from sametoken.serving.http.tool_schemas import AllowedTools, EarlierCall, Tool
 from sametoken.text.grammar.json_schema import moved
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -55,13 +55,32 @@ class ToolUse:
         return [tool["function"]["name"] for tool in self.tools or ()]
 
 
+def with_allowed(request: ChatRequest) -> ChatRequest:
+    """The request with those of its tools that may be called, if its choice says which.
+
+    The model does not see the others.
+
+    Raises:
+        ApiError: a tool that may be called is not among them.
+    """
+    choice = request.tool_choice
+    if not isinstance(choice, AllowedTools):
+        return request
+    known = {tool.function.name: tool for tool in request.tools or ()}
+    for one in choice.allowed_tools.tools:
+        _named(known, one.function.name)
+    names = {one.function.name for one in choice.allowed_tools.tools}
+    tools = [tool for name, tool in known.items() if name in names]
+    return request.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
+
+
 def tool_use(
     request: ChatRequest, structured: StructuredOutputs | None, syntax: CallSyntax | None
 ) -> ToolUse:
     """Resolve a request's ``tools`` and ``tool_choice``.
 
     Args:
-        request: the request.
+        request: the request, ``with_allowed``.
         structured: the request's own constraint.
         syntax: of the model's calls, if it is known and the model decides about them.
 
@@ -69,6 +88,7 @@ def tool_use(
         ApiError: the choice is impossible or contradicts something else.
     """
     choice = request.tool_choice
+    assert not isinstance(choice, AllowedTools)
     if not request.tools:
         # Agents without a tool send an empty list with what they always choose.
         asks_for_nothing = choice == "auto" and request.tools is not None
@@ -88,7 +108,8 @@ def tool_use(
             "tool_choice",
         )
     if choice is not None and not isinstance(choice, str):
-        chosen = _named(request.tools, choice.function.name)
+        known = {tool.function.name: tool for tool in request.tools}
+        chosen = _named(known, choice.function.name)
         form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
     return ToolUse(tools, parse_required, json_schema(_any_call(request)))
@@ -202,10 +223,9 @@ def _spread_reasoning(message: Message, values: dict[str, Any]) -> None:
         values["thinking"] = ""
 
 
-def _named(tools: Sequence[Tool], name: str) -> Tool:
-    for tool in tools:
-        if tool.function.name == name:
-            return tool
+def _named(tools: Mapping[str, Tool], name: str) -> Tool:
+    if name in tools:
+        return tools[name]
     raise invalid(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
 
 

@@ -339,6 +339,16 @@ def test_a_custom_tool_takes_a_text(serve, said, body):
     assert not any("function" in one for one in (call, *deltas))
 
 
+def test_the_model_sees_the_tools_that_it_may_call(serve):
+    engine = FakeEngine(CALL)
+    allowed = {"mode": "auto", "tools": [NAMED]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    whole, _ = both(serve, engine, tools=[WEATHER, ADD], tool_choice=choice)
+    assert calls_of(whole["choices"][0]["message"]) == [("add", '{"a": 1}')]
+    assert json.dumps(ADD) in engine.seen[0][0].text
+    assert "weather" not in engine.seen[0][0].text
+
+
 def test_the_template_sees_a_custom_tool_as_a_function_of_one_text(serve):
     engine = FakeEngine()
     call = {"id": "c1", "type": "custom", "custom": {"name": "weather", "input": ASKED}}

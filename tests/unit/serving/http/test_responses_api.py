@@ -453,6 +453,11 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: Input should be"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"tool_choice": "required"}, "tool_choice", "Send tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+            "allows no function",
+        ),
         ({"tool_choice": {"name": "f"}}, "tool_choice", "tool_choice.type: Field required"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "'schema'"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),

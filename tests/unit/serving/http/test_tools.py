@@ -18,7 +18,7 @@ from sametoken.serving.http.responses_api import conversation as responses_api
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.tool_parsers import CallSyntax
-from sametoken.serving.http.tools import template_messages, tool_use
+from sametoken.serving.http.tools import template_messages, tool_use, with_allowed
 from sametoken.types.structured_outputs import StructuredOutputs
 
 ADD = {
@@ -86,6 +86,29 @@ def test_there_may_be_many_tools():
     bare = [{"name": name, "input_schema": {}} for name in names]
     request = MessagesRequest.model_validate({"messages": USER, "max_tokens": 1, "tools": bare})
     assert len(messages_api.chat_request(request).tools) == 300
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_may_be_among_some_of_the_tools(mode):
+    custom = {"type": "custom", "custom": {"name": "say"}}
+    allowed = [NAMED, {"type": "custom", "custom": {"name": "say"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+    fields = {"messages": USER, "tools": [NOW, ADD, custom]}
+    request = with_allowed(ChatRequest(**fields, tool_choice=choice))
+    assert [tool.function.name for tool in request.tools] == ["add", "say"]
+    assert (request.tool_choice, request.may_call) == (mode, mode == "auto")
+    flat = [{"type": "function", "name": "add"}, {"type": "custom", "name": "say"}]
+    body = {
+        "input": "x",
+        "tools": [ADD["function"] | {"type": "function"}, {"type": "custom", "name": "say"}],
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [*flat, {"type": "mcp"}]},
+    }
+    found = responses_api.chat_request(ResponsesRequest.model_validate(body))
+    assert [one.function.name for one in found.tool_choice.allowed_tools.tools] == ["add", "say"]
+    assert found.forces_call == (mode == "required")
+    del fields["tools"][0], fields["tools"][0]
+    with pytest.raises(ApiError, match="tool_choice names 'add', which is not among the tools"):
+        with_allowed(ChatRequest(**fields, tool_choice=choice))
 
 
 def test_auto_uses_the_model_s_own_syntax():

@@ -8,6 +8,7 @@ from sametoken.engine.user_inputs import TEXT_PARTS
 from sametoken.errors import shown
 from sametoken.serving.http.custom_inputs import input_arguments
 from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.responses_api.request import AllowedTools as ResponseAllowedTools
 from sametoken.serving.http.responses_api.request import (
     InputItem,
     Parts,
@@ -23,7 +24,13 @@ from sametoken.serving.http.schemas import (
     SamplingFields,
 )
 from sametoken.serving.http.tool_media import without_media
-from sametoken.serving.http.tool_schemas import NamedTool, ToolName
+from sametoken.serving.http.tool_schemas import (
+    AllowedNames,
+    AllowedTools,
+    NamedCustomTool,
+    NamedTool,
+    ToolName,
+)
 
 #: Roles whose messages instruct the model.
 _INSTRUCTING = ("system", "developer")
@@ -38,14 +45,11 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         ApiError: an item lacks a field, or holds other parts than text; or see ``chat_tools``.
     """
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
-    choice: Any = request.tool_choice
-    if choice is not None and not isinstance(choice, str):
-        choice = NamedTool(function=ToolName(name=choice.name))
     values: dict[str, Any] = sampling | {
         "messages": _messages(request),
         "max_completion_tokens": request.max_output_tokens,
         "tools": None if request.tools is None else chat_tools(request.tools),
-        "tool_choice": choice,
+        "tool_choice": _choice(request),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request.text.format if request.text else None),
         "logprobs": request.wants_logprobs,
@@ -55,6 +59,25 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     }
     # All values have been validated.
     return ChatRequest.model_construct(**values)
+
+
+def _choice(request: ResponsesRequest) -> str | NamedTool | AllowedTools | None:
+    choice = request.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice
+    if not isinstance(choice, ResponseAllowedTools):
+        return NamedTool(function=ToolName(name=choice.name))
+    # Tools of other types are none of the model's.
+    known: list[NamedTool | NamedCustomTool] = [
+        NamedTool(function=ToolName(name=CalledName(one.name, one.namespace).shown_to_model))
+        for one in choice.tools
+        if one.type in ("function", "custom") and one.name is not None
+    ]
+    if not known:
+        fault = 'tool_choice allows no function and no custom tool. Name one, or use "none"'
+        raise invalid(fault, "tool_choice")
+    allowed = AllowedNames(mode=choice.mode, tools=known)
+    return AllowedTools(type="allowed_tools", allowed_tools=allowed)
 
 
 def _response_format(asked: TextFormat | None) -> ResponseFormat | None:

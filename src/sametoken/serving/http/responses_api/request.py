@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
@@ -22,6 +22,7 @@ from sametoken.serving.http.schemas import (
     Strict,
     null_is,
 )
+from sametoken.serving.http.unions import by_type
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -64,6 +65,24 @@ class NamedTool(Strict):
     name: str
 
 
+class AllowedTool(BaseModel):
+    """A tool that may be called. Those of other types than functions and custom ones never are."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class AllowedTools(Strict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True)]
+
+
 class TextFormat(BaseModel):
     """The constraint of the answer's text."""
 
@@ -89,6 +108,12 @@ class ReasoningOptions(Strict):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+Choice = Annotated[
+    Annotated[NamedTool, Tag("NamedTool")] | Annotated[AllowedTools, Tag("AllowedTools")],
+    by_type("NamedTool", function="NamedTool", custom="NamedTool", allowed_tools="AllowedTools"),
+]
 
 
 class ResponsesRequest(SamplingFields):
@@ -131,7 +156,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -483,6 +483,10 @@ def test_usage_throughout_a_stream(serve):
         {"tools": [], "tool_choice": "auto"},
         {"seed": -1},
         {"stream_options": None},
+        {"thinking_token_budget": -1, "truncation_side": "left", "return_mm_kwargs": True},
+        {"routed_experts_prompt_start": 0, "return_prompt_text": False, "vllm_xargs": None},
+        # What concerns images, or changes no token.
+        {"mm_processor_kwargs": {"max_pixels": 9}, "session_id": "s", "stream_interval": 8},
     ],
 )
 def test_what_asks_for_nothing_is_served(serve, body):

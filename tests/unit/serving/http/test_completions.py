@@ -322,8 +322,13 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
         ("enable_thinking", "chat_template_kwargs"),
         ("guided_decoding_backend", "xgrammar"),
         ("guided_whitespace_pattern", "grammar"),
+        ("logprob_token_ids", "use logprobs"),
         ("max_new_tokens", "use max_tokens"),
         ("num_speculative_tokens", "speculative"),
+        ("prompt_embeds", "token ids"),
+        ("repetition_detection", "repetition_penalty"),
+        ("thinking_token_budget", "reasoning_effort"),
+        ("vllm_xargs", "leave it out"),
     ],
 )
 def test_a_known_name_of_another_engine_is_refused_with_the_right_one(serve, field, remedy):

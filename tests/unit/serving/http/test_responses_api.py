@@ -436,7 +436,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"n": 2}, "n", "should be 1"),
         ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
         ({"return_token_ids": True}, "return_token_ids", "/v1/chat/completions"),
-        ({"include": ["file_search_call.results"]}, "include", "message.output_text.logprobs"),
+        ({"include": ["usage"]}, "include", "message.output_text.logprobs"),
         ({"tools": [{"name": "f"}]}, "tools", "tools.0.type: Field required"),
         (
             {"tools": [GROUP | {"tools": [{"type": "function"}]}]},
@@ -510,6 +510,9 @@ def test_what_cannot_be_served_is_refused_by_name(serve, body, param, words):
         # Codex sends it.
         {"client_metadata": {"x-codex-installation-id": "i"}},
         {"background": False, "truncation": "disabled", "previous_response_id": None},
+        # As OpenAI's Agents SDK and Vercel's AI SDK may send them.
+        {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
+        {"reasoning": {"mode": "standard", "context": "auto"}, "previous_response": None},
         {"include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "service_tier": "auto"},
         {"reasoning": {"effort": None, "summary": "auto"}, "n": 1, "top_k": 3, "seed": 1},
     ],

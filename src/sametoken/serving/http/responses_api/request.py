@@ -26,8 +26,20 @@ from sametoken.serving.http.unions import by_type
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
-#: What ``include`` may name; reasoning is never encrypted, so its second value adds nothing.
-INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+#: What ``include`` may name. The others add nothing: reasoning is never encrypted, the server runs
+#: no tools, and reads no images.
+INCLUDED = frozenset(
+    {
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 _STATELESS = "nothing is stored; send the earlier items as input"
 
 Parts = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -105,7 +117,9 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """Options of reasoning; summaries are not made."""
 
+    context: Literal["auto"] | None = None
     effort: Effort | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -122,10 +136,14 @@ class ResponsesRequest(SamplingFields):
     refused: ClassVar[Mapping[str, str]] = {
         **REFUSED_FIELDS,
         "background": "leave it out; the answer comes with the request",
+        "context_management": "shorten the input",
         "conversation": _STATELESS,
         "max_new_tokens": "use max_output_tokens",
         "max_tokens": "use max_output_tokens",
         "messages": "use input",
+        "enable_response_messages": "use /v1/chat/completions with return_token_ids",
+        "previous_input_messages": _STATELESS,
+        "previous_response": _STATELESS,
         "previous_response_id": _STATELESS,
         "prompt": "prompts are not stored; send their text as instructions",
         "reasoning_effort": "use reasoning.effort",
@@ -135,6 +153,7 @@ class ResponsesRequest(SamplingFields):
     neutral: ClassVar[Mapping[str, Any]] = {
         **NEUTRAL_VALUES,
         "background": False,
+        "enable_response_messages": False,
         "truncation": "disabled",
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -178,6 +197,6 @@ class ResponsesRequest(SamplingFields):
             raise invalid(f"text.verbosity is not supported: {remedy}", "text", "unsupported")
         for name in self.include or ():
             if name not in INCLUDED:
-                known = " or ".join(sorted(INCLUDED))
-                raise invalid(f"include names {shown(name)}. Use {known}", "include", "unsupported")
+                remedy = f"Use {LOGPROBS}, or leave it out"
+                raise invalid(f"include names {shown(name)}. {remedy}", "include", "unsupported")
         super().check_fields(num_prompts)

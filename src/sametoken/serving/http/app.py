@@ -55,6 +55,7 @@ from sametoken.serving.http.responses_api.objects import ResponseObject
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.rollouts import rollout_routes
 from sametoken.serving.http.schemas import (
+    TEMPLATE_WRITES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -203,6 +204,11 @@ def _token_routes(served: Served) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send exactly one of prompt and messages", "prompt")
         if body.messages is not None:
+            if "add_special_tokens" in body.model_fields_set and body.add_special_tokens:
+                raise invalid(
+                    f"add_special_tokens is not supported with messages: {TEMPLATE_WRITES}",
+                    "add_special_tokens",
+                )
             prompt = await served.render(
                 body.messages,
                 body.chat_template_kwargs,

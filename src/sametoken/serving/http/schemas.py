@@ -48,9 +48,10 @@ IGNORED_FIELDS = frozenset(
 )
 #: Value of ``include_speculation_stats`` that adds the drafts of every step.
 DETAILED: Literal["detailed"] = "detailed"
+TEMPLATE_WRITES = "the chat template writes them"
 #: Known fields that are refused, with what to do instead.
 REFUSED_FIELDS: Mapping[str, str] = {
-    "add_special_tokens": "the chat template writes them",
+    "add_special_tokens": TEMPLATE_WRITES,
     "audio": "only text is supported; leave it out",
     "best_of": "leave it out; n is the number of answers",
     "cache_salt": "turn the prefix cache off where times may reveal prompts",

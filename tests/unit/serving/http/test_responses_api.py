@@ -216,6 +216,15 @@ def test_a_response_says_what_was_asked(serve):
     assert plain["store"] is False
 
 
+def test_a_response_has_the_id_that_the_client_gave(serve):
+    """As with vLLM. Items have ids of their own."""
+    response = whole(serve, TEXT, request_id="mine")
+    assert response.id == "mine"
+    assert "mine" not in response.output[0].id
+    events = streamed(serve, TEXT, request_id="mine")
+    assert {events[0].response.id, events[-1].response.id} == {"mine"}
+
+
 def test_log_probabilities_are_those_of_the_text(serve):
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     (item,) = whole(serve, TEXT, **logprobs).output

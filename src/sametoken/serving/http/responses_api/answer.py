@@ -196,7 +196,7 @@ class _Answer:
         choice = request.tool_choice or "auto"
         temperature, top_p = request.temperature, request.top_p
         return ResponseObject(
-            id=f"resp_{self.key}",
+            id=request.request_id or f"resp_{self.key}",
             created_at=self.created,
             status="in_progress",
             model=self.model,

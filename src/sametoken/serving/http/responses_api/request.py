@@ -18,6 +18,7 @@ from sametoken.serving.http.schemas import (
     REFUSED_FIELDS,
     Effort,
     Limit,
+    RequestId,
     SamplingFields,
     Strict,
     null_is,
@@ -183,6 +184,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_PARTS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    request_id: RequestId | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -14,7 +14,7 @@ from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.adapted import AdaptedModel, Adapter
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.adapter import read_adapter, read_adapter_config
+from sametoken.models.load.adapter import Stamps, changed, open_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
 from sametoken.ops.model.low_rank import Room
 from sametoken.types.speculative_methods import EXTRACT
@@ -39,9 +39,23 @@ def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> E
     return replace(config, lora_modules=tuple(found))
 
 
-def read_adapters(config: EngineConfig) -> list[Adapter]:
-    """Read the adapters of a config that is resolved; errors as ``read_adapter``."""
-    return [read_adapter(Path(one.path)) for one in config.lora_modules]
+def read_adapters(
+    config: EngineConfig, of_rank_0: Callable[[list[Stamps]], list[Stamps]] = lambda own: own
+) -> list[Adapter]:
+    """Read the adapters of a config that is resolved.
+
+    Args:
+        config: resolved.
+        of_rank_0: of several ranks, the stamps that rank 0 gave to its call.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``read_adapter``, or ranks read different files.
+    """
+    found = [open_adapter(Path(one.path)) for one in config.lora_modules]
+    for one, stamps in zip(found, of_rank_0([one.stamps for one in found]), strict=True):
+        if one.stamps != stamps:
+            raise changed(one.location)
+    return [one.read() for one in found]
 
 
 def adapted(

@@ -269,7 +269,7 @@ def load(
     if architecture.also_sees:
         announce(f"{architecture.architecture}: only the text decoder is loaded")
     # Before the weights, which may take minutes.
-    adapters = read_adapters(config)
+    adapters = read_adapters(config, ranks.broadcast_object)
     target, drafter, backend = _load_models(requested, ranks)
     model = adapted(target, adapters, config, ranks.parallel, dtype, device)
     widest = widest_of(target, model)

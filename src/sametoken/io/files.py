@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import uuid
@@ -43,6 +44,19 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextlib.contextmanager
+def copied(path: Path) -> Iterator[Path]:
+    """A copy of a regular file in memory, by a path of this process, until the block ends.
+
+    Raises:
+        OSError: as ``open_regular``, or there is not so much memory.
+    """
+    with open_regular(path) as file, open(os.memfd_create(path.name), "wb") as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        yield Path(f"/proc/self/fd/{copy.fileno()}")
 
 
 def read_json(path: Path) -> Any:

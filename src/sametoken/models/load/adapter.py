@@ -11,20 +11,30 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError, shown
+from sametoken.errors import (
+    CheckpointError,
+    UnsupportedError,
+    WeightUpdateError,
+    in_words,
+    shown,
+)
+from sametoken.io.files import copied
 from sametoken.models.adapted import Adapter
 from sametoken.models.load.files import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     PICKLED,
     choose_adapter_weights,
     read_json_object,
 )
 from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.load.pickled import PickledSource
+from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.settings import Settings, compiled, require_known, unsupported
 from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.ops.model.low_rank import Factors
@@ -74,6 +84,10 @@ _NAME = re.compile(
 )
 _MERGE = "merge it into its model with PEFT's merge_and_unload, or use another adapter"
 _CONVERT = f"save it with path_initial_model_for_weight_conversion, {_MERGE}"
+#: Of an adapter's files: they differ once one of them is written; None: it is not there.
+Stamps = tuple[tuple[int, int, int] | None, ...]
+#: Where an adapter is that has no directory.
+_SENT = "of the trainer"
 _AGAIN = "save the adapter again, with all shards of its tensors gathered, or download it again"
 
 
@@ -112,31 +126,128 @@ class _Module:
     tensors: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter as PEFT has it.
+
+    Attributes:
+        location: its directory, for messages; or what came from a trainer.
+        config: of its factors.
+        tensors: by PEFT's names.
+        stamps: of its files as they were read; (): it has none.
+    """
+
+    location: str
+    config: AdapterConfig
+    tensors: TensorSource
+    stamps: Stamps = ()
+
+    def read(self) -> Adapter:
+        """The adapter, in memory of its own.
+
+        Raises:
+            CheckpointError: a factor lacks its other half, has another shape than the config gives
+                it, or is not finite.
+            UnsupportedError: a tensor is not implemented.
+        """
+        source, config = self.tensors, self.config
+        modules = _modules(source)
+        for module in modules.values():
+            _require_rank(source, module, config.rank_of(module.name))
+        factors = {
+            at: Factors(
+                _read(source, module.tensors["A"]),
+                _read(source, module.tensors["B"]),
+                config.scale_of(module.name),
+            )
+            for at, module in modules.items()
+        }
+        return Adapter(self.location, factors)
+
+
 def read_adapter(path: Path) -> Adapter:
-    """Read an adapter's files from their directory.
+    """Read an adapter's files from their directory; errors as ``open_adapter`` and ``read``."""
+    return open_adapter(path).read()
+
+
+def open_adapter(path: Path) -> StoredAdapter:
+    """An adapter whose files were read once, from their directory.
 
     Raises:
-        CheckpointError: a file is missing or corrupt, a setting is impossible, or a factor lacks
-            its other half, has another shape than the config gives it, or is not finite.
-        UnsupportedError: a setting or a tensor is not implemented.
+        CheckpointError: a file is missing, corrupt, or written meanwhile, or a setting is
+            impossible.
+        UnsupportedError: a setting is not implemented.
     """
-    names = [file.name for file in path.iterdir()] if path.is_dir() else []
-    weights = path / choose_adapter_weights(names, path)
-    config = read_adapter_config(path)
-    kind = PickledSource if weights.suffix in PICKLED else SafetensorsSource
-    source = kind(str(weights), [weights])
-    modules = _modules(source)
-    for module in modules.values():
-        _require_rank(source, module, config.rank_of(module.name))
-    factors = {
-        at: Factors(
-            _read(source, module.tensors["A"]),
-            _read(source, module.tensors["B"]),
-            config.scale_of(module.name),
+    stamps = _stamps(path)
+    try:
+        names = [file.name for file in path.iterdir()] if path.is_dir() else []
+        weights = path / choose_adapter_weights(names, path)
+        config = read_adapter_config(path)
+        return StoredAdapter(str(path), config, _whole(weights), stamps)
+    finally:
+        if _stamps(path) != stamps:
+            raise changed(path)
+
+
+def sent_adapter(
+    tensors: Mapping[str, Tensor] | None, config: Mapping[str, Any] | None
+) -> StoredAdapter:
+    """An adapter in a trainer's memory, which stays as it is until it is read.
+
+    Args:
+        tensors: as PEFT's ``get_peft_model_state_dict`` returns them.
+        config: as ``LoraConfig.to_dict`` returns it.
+
+    Raises:
+        CheckpointError: a setting is impossible.
+        UnsupportedError: a setting is not implemented.
+        WeightUpdateError: one of them is no such object.
+    """
+    if not isinstance(config, Mapping) or not isinstance(tensors, Mapping):
+        raise WeightUpdateError(
+            "an adapter is a mapping of tensors, and one of its settings",
+            "give get_peft_model_state_dict(model) and LoraConfig.to_dict()",
         )
-        for at, module in modules.items()
-    }
-    return Adapter(str(path), factors)
+    return StoredAdapter(_SENT, _config(config, "config"), SentTensors(tensors.items()))
+
+
+def changed(path: object) -> CheckpointError:
+    """The error of files that were written while they were read."""
+    return CheckpointError(
+        f"the adapter in {path} was written while it was read",
+        "write each adapter to a directory of its own, and load it when it is whole",
+    )
+
+
+def _stamps(path: Path) -> Stamps:
+    return tuple(_stamp(path / name) for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS))
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _whole(file: Path) -> TensorSource:
+    """All tensors of a file.
+
+    Read from a copy: a file that is cut short while it is mapped ends the process.
+    """
+    kind = PickledSource if file.suffix in PICKLED else SafetensorsSource
+    try:
+        with copied(file) as copy:
+            try:
+                source = kind(str(file), [copy])
+                tensors = {name: _copy(source, name) for name in source.names()}
+            except (CheckpointError, UnsupportedError) as error:
+                cause = error.cause.replace(str(copy), str(file))
+                raise type(error)(cause, error.remedy) from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({in_words(error)})", _AGAIN) from error
+    return SentTensors(tensors.items(), str(file))
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
@@ -151,17 +262,21 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path} holds no {ADAPTER_CONFIG}", "give the directory of an adapter in PEFT's format"
         )
-    read = read_json_object(file)
+    return _config(read_json_object(file), str(file))
+
+
+def _config(read: Mapping[str, Any], location: str) -> AdapterConfig:
     # Each version of PEFT writes new switches, which are off.
     values = {key: value for key, value in read.items() if key in _USED or value is not False}
-    config = Settings(values, str(file))
+    config = Settings(values, location)
     if config.get("peft_type") is None:
-        raise CheckpointError(f"{file} names no peft_type", "give an adapter in PEFT's format")
+        raise CheckpointError(f"{location} names no peft_type", "give an adapter in PEFT's format")
     require_known(config, used=_USED, only=_ONLY, unused=_UNUSED, remedy=_MERGE)
     if config.get("init_lora_weights") not in _INITS:
         raise unsupported(config, "init_lora_weights", _CONVERT)
     ranks, alphas = (
-        Settings(config.nested(key), f"{file}: {key}") for key in ("rank_pattern", "alpha_pattern")
+        Settings(config.nested(key), f"{location}: {key}")
+        for key in ("rank_pattern", "alpha_pattern")
     )
     return AdapterConfig(
         _rank(config, "r", _DEFAULT),
@@ -228,7 +343,13 @@ def _require_rank(source: TensorSource, module: _Module, rank: int) -> None:
 
 
 def _read(source: TensorSource, name: str) -> Tensor:
-    """A tensor, copied out of its file."""
-    tensor = torch.cat(list(source.chunks(name)))
+    """A finite tensor, which a trainer's next step does not change."""
+    tensor = _copy(source, name)
     require_finite(tensor, name, source)
     return tensor
+
+
+def _copy(source: TensorSource, name: str) -> Tensor:
+    """A copy of a tensor, on the host."""
+    own = [chunk.cpu() for chunk in source.chunks(name)]
+    return torch.cat(own) if own else torch.empty(source.shape(name))

@@ -18,13 +18,14 @@ class SentTensors(TensorsByName):
 
     Args:
         tensors: names and tensors; all of them are taken, and none is copied.
+        location: where they are, for messages.
 
     Raises:
         WeightUpdateError: there are no items, one is no name with a tensor, or a name comes
             twice.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], location: str = "the update") -> None:
         found: dict[str, Tensor] = {}
         if not isinstance(tensors, Iterable):
             raise WeightUpdateError(
@@ -38,7 +39,7 @@ class SentTensors(TensorsByName):
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
                 )
             found[name] = tensor.detach()
-        super().__init__("the update", found)
+        super().__init__(location, found)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Views of the tensor's rows; see ``TensorSource.chunks``."""

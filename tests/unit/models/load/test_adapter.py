@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.load import adapter
 from sametoken.models.load.adapter import read_adapter, read_adapter_config
 from sametoken.models.safetensors_file import write_safetensors
 
@@ -54,6 +56,7 @@ def factors(*modules: str, rank: int = 4, prefix: str = "model.", adapter: str =
 
 
 def write(path: Path, tensors: dict[str, Tensor] | None = None, **settings) -> Path:
+    path.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | settings
     (path / "adapter_config.json").write_text(json.dumps(config))
     tensors = factors(Q, V) if tensors is None else tensors
@@ -81,6 +84,30 @@ def test_pickled_factors_are_the_same(tmp_path):
     found = read_adapter(path).modules[Q]
     assert torch.equal(found.down, tensors[DOWN])
     assert torch.equal(found.up, tensors[UP])
+
+
+def test_files_that_are_written_meanwhile_are_refused(tmp_path, monkeypatch):
+    """A trainer saves its next step: between the two files, or over tensors that are mapped."""
+    for suffix in ("safetensors", "bin"):
+        path = write(tmp_path / suffix)
+        weights = path / f"adapter_model.{suffix}"
+        if suffix == "bin":
+            torch.save(load_file(path / "adapter_model.safetensors"), weights)
+            (path / "adapter_model.safetensors").unlink()
+        again = weights.read_bytes()
+        for name, left in (("read_adapter_config", again), ("_copy", b"")):
+            own = getattr(adapter, name)
+
+            def overtaken(*given, own=own, left=left, weights=weights):
+                weights.write_bytes(left)
+                return own(*given)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(adapter, name, overtaken)
+                with pytest.raises(CheckpointError, match="written while it was read"):
+                    read_adapter(path)
+            weights.write_bytes(again)
+        assert read_adapter(path).modules.keys() == {Q, V}
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class LLM(NotCopied):
         tokenized = [self.inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_of(given, len(tokenized))
-        adapters = self.adapters.numbers(lora_request, len(tokenized))
+        adapters = self.adapters.chosen(lora_request, len(tokenized))
         requests = [
             self.inputs.process(next(self._request_ids), *one).prepared()
             for one in zip(tokenized, params, adapters, strict=True)
@@ -235,7 +235,7 @@ class LLM(NotCopied):
         """
         tokens = self.inputs.tokenize(prompt)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (adapter,) = self.adapters.numbers(lora_request, 1)
+        (adapter,) = self.adapters.chosen(lora_request, 1)
         request = self.inputs.process(next(self._request_ids), tokens, params, adapter)
         return self._stream(request.prepared())
 

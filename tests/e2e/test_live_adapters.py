@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from shutil import copytree, rmtree
+
 import httpx
 import pytest
+import torch
 
-from helpers.adapters import ATTENTION, MLP, write_adapter
+from helpers.adapters import ATTENTION, MLP, in_memory, write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.checkpoints import write_llama
 from helpers.http_server import TOY_ENGINE, running_server
 from helpers.updates import NGRAM, PROMPTS, engine, params
-from sametoken import LLM, LoRARequest, SamplingParams
-from sametoken.errors import RequestError
+from sametoken import LLM, LoRARequest, RequestOutput, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.engine import live_adapters
+from sametoken.engine.adapters import read_adapters
+from sametoken.errors import CheckpointError, RequestError
+from sametoken.models.load.adapter import StoredAdapter, open_adapter
+from sametoken.types.lora_modules import LoRAModule
 
 #: Sizes that two ranks divide.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 24}
@@ -48,6 +58,27 @@ def truth(files):
     return found
 
 
+def load_a(llm: LLM, path: Path, way: str) -> None:
+    """Load an adapter as "a"; nothing that it came from is there any more."""
+    if way == "path":
+        with pytest.MonkeyPatch.context() as patch:
+            gone = copytree(path, path.with_name("gone"))
+
+            def opened(at: Path) -> StoredAdapter:
+                found = open_adapter(at)
+                rmtree(at)
+                return found
+
+            # Before any other rank could read it.
+            patch.setattr(live_adapters, "open_adapter", opened)
+            llm.adapters.load("a", gone)
+        return
+    own = in_memory(path)
+    llm.adapters.load("a", **own)
+    for tensor in own["tensors"].values():
+        tensor.fill_(torch.nan)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_come_and_go_and_leave_nothing_behind(files, truth, ranks):
     """Names and places are used again: no KV, factor or number of the adapter before is read."""
@@ -55,8 +86,8 @@ def test_adapters_come_and_go_and_leave_nothing_behind(files, truth, ranks):
     with engine(files["llama"], NGRAM, **ROOM | divided) as llm:
         plain = truth[None] if ranks == 1 else said(llm)
         expected = {None: plain}
-        for name in ("all", "few", "down", "all"):
-            llm.adapters.load("a", files[name])
+        for name, way in (("all", "path"), ("few", "memory"), ("down", "path"), ("all", "memory")):
+            load_a(llm, files[name], way)
             found = said(llm, "a")
             # Two ranks have bits of their own, which are those of the first time.
             assert found == expected.setdefault(name, truth[name] if ranks == 1 else found)
@@ -129,24 +160,32 @@ def test_a_request_that_runs_keeps_its_adapter(files, truth):
         assert said(llm, "b") == truth["few"]
 
 
-@pytest.mark.parametrize("room", [1, 2])
-def test_a_request_on_its_way_has_the_adapter_that_it_chose(files, truth, room):
-    """While another one comes in its place; unless there is no room for both, or it is unloaded."""
-    with engine(files["llama"], **ROOM | {"max_loras": room}) as llm:
+def test_a_request_on_its_way_has_the_adapter_that_is_there_when_it_comes(files, truth):
+    """Without a spare place too; unless there is none any more."""
+    with engine(files["llama"], **ROOM | {"max_loras": 1}) as llm:
         llm.adapters.load("a", files["all"])
         stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
         llm.adapters.load("a", files["few"])
-        if room == 1:
-            with pytest.raises(RequestError, match=r"another one came in its place.*max_loras"):
-                next(stream)
-        else:
-            *_, last = stream
-            assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
-        assert said(llm, "a") == truth["few"]
+        *_, last = stream
+        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["few"][0]
         stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
         llm.adapters.unload("a")
-        with pytest.raises(RequestError, match="the adapter was removed"):
+        with pytest.raises(RequestError, match="there is no adapter 'a'"):
             next(stream)
+
+
+def test_a_request_that_waits_keeps_its_adapter(files, truth):
+    """The engine took it before another one came in its place, and begins it after that."""
+    with engine(files["llama"], **ROOM | {"max_num_seqs": 1}) as llm:
+        llm.adapters.load("a", files["all"])
+
+        def replaced(index: int, output: RequestOutput) -> None:
+            llm.adapters.load("a", files["few"])
+
+        outputs = llm.generate(PROMPTS, params(), lora_request="a", on_finished=replaced)
+        found = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+        assert found == truth["all"]
+        assert said(llm, "a") == truth["few"]
 
 
 def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
@@ -167,12 +206,41 @@ def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
         for name in ("", "a=b", "a\n", 5):
             with pytest.raises(RequestError, match="is no adapter"):
                 llm.adapters.load(name, files["all"])
+        own = in_memory(files["few"])
+        first = next(iter(own["tensors"]))
+        for why, bad in (
+            ("both a path and tensors", {"path": files["few"]}),
+            ("neither a path nor tensors", {"tensors": None, "config": None}),
+            ("is a mapping of tensors", {"config": None}),
+            ("is a mapping of tensors", {"tensors": None}),
+            (
+                "config: use_dora=True is not supported",
+                {"config": own["config"] | {"use_dora": True}},
+            ),
+            ("with the r of 4", {"config": own["config"] | {"r": 4}}),
+            ("on the meta device", {"tensors": {first: own["tensors"][first].to("meta")}}),
+            (f"{first} without its pair", {"tensors": {first: own["tensors"][first]}}),
+            (
+                "of torch.int8",
+                {"tensors": {k: v.to(torch.int8) for k, v in own["tensors"].items()}},
+            ),
+        ):
+            with pytest.raises(RequestError, match=why) as caught:
+                llm.adapters.load("a", **own | bad)
+            assert caught.value.param == "lora_path"
         assert said(llm, "a") == truth["all"]
     with (
         engine(files["llama"], lora_modules={"a": files["all"]}) as llm,
         pytest.raises(RequestError, match="start with enable_lora"),
     ):
         llm.adapters.load("b", files["few"])
+
+
+def test_ranks_that_read_different_files_at_the_start_refuse_them(files):
+    config = EngineConfig(lora_modules=(LoRAModule("a", str(files["all"])),))
+    assert [one.location for one in read_adapters(config)] == [str(files["all"])]
+    with pytest.raises(CheckpointError, match="written while it was read"):
+        read_adapters(config, lambda own: [((0, 0, 0), *stamps[1:]) for stamps in own])
 
 
 def test_adapters_come_and_go_over_http(tmp_path):
@@ -227,5 +295,9 @@ def test_adapters_come_and_go_over_http(tmp_path):
             assert why in refused.json()["error"]["message"]
         assert post("unload_lora_adapter", lora_name="sql").status_code == 200
         assert listed() == ["toy"]
+        sent = server.engine.adapters.load("sql", **in_memory(path))
+        asyncio.run_coroutine_threadsafe(sent, server._loop).result(120)
+        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
+        assert post("unload_lora_adapter", lora_name="sql").status_code == 200
         assert ask().status_code == 404
         assert post("unload_lora_adapter", lora_name="sql").status_code == 400

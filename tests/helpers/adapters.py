@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -37,6 +38,14 @@ def write_files(directory: Path, tensors: dict[str, torch.Tensor], config: dict)
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+def in_memory(adapter: Path) -> dict:
+    """An adapter as a trainer has it: PEFT's tensors, and a config with sets and an enumeration."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    kind = StrEnum("PeftType", {config["peft_type"]: config["peft_type"]})
+    config |= {"peft_type": kind[config["peft_type"]], "target_modules": {"q_proj", "v_proj"}}
+    return {"tensors": load_file(adapter / "adapter_model.safetensors"), "config": config}
 
 
 def write_merged(directory: Path, target: Path, adapter: Path) -> Path:

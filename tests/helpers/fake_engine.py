@@ -100,7 +100,7 @@ class FakeEngine:
         self.adapters = ServedAdapters(AdapterNames(adapters), self.command)
         self.commands: list[object] = []
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
-        self.chosen: list[int] = []
+        self.chosen: list[str | None] = []
         self.aborted: list[str] = []
         self._tasks: set[asyncio.Task] = set()
         self._inputs = InputProcessor(
@@ -125,7 +125,7 @@ class FakeEngine:
         return ServerDefaults(SamplingParams(temperature=0.5, max_tokens=None))
 
     async def prepare(self, prompts, params: SamplingParams, request_id: str, lora_request=None):
-        given = prompts, params, self.adapters.named.number(lora_request)
+        given = prompts, params, self.adapters.named.name(lora_request)
         return await asyncio.to_thread(self._inputs.process_all, request_id, *given)
 
     async def command(self, command: object) -> int:
@@ -142,7 +142,7 @@ class FakeEngine:
         if self.refuse is not None:
             raise self.refuse
         self.seen.append((request.prompt, request.params))
-        self.chosen += {one.adapter for one in request.completions}
+        self.chosen += {one.lora_name for one in request.completions}
         stream = RequestStream(request.request_id, self.aborted.append)
         task = asyncio.get_running_loop().create_task(self._answer(request, stream))
         self._tasks.add(task)

@@ -98,7 +98,8 @@ def test_each_request_has_the_adapter_that_it_names(scripted, resolved):
     llm.generate("a", GREEDY, lora_request="sql")
     llm.chat([hi, hi], GREEDY, lora_request=["sql", "chat"])
     list(llm.generate_stream("a", GREEDY, lora_request="chat"))
-    assert [one.adapter for one in engine.requests] == [2, 0, 1, 1, 1, 2, 2]
+    names = ["chat", None, "sql", "sql", "sql", "chat", "chat"]
+    assert [one.lora_name for one in engine.requests] == names
     with pytest.raises(RequestError, match="2 adapters were given for 1 prompts"):
         llm.generate("a", GREEDY, lora_request=["sql", "chat"])
     for bad in (5, {}, [["sql"]]):

@@ -10,7 +10,6 @@ from sametoken.bench.datasets import DatasetItem
 from sametoken.bench.measure import Window
 from sametoken.errors import ConfigError
 from sametoken.text.tokenizer import Tokenizer
-from sametoken.types.lora_modules import NO_ADAPTER
 from sametoken.types.sampling_params import derive_seed
 
 
@@ -21,7 +20,7 @@ def make_requests(
     temperatures: Sequence[float],
     max_tokens: int,
     templated: bool,
-    adapter: int = NO_ADAPTER,
+    adapter: str | None = None,
 ) -> list[AuditRequest]:
     """Make one request per item and temperature; items have different seeds.
 
@@ -78,7 +77,7 @@ class AuditRequest:
         prompt_token_ids: the prompt; empty if no tokenizer is known.
         text: the prompt, for servers without ids.
         temperature, seed, max_tokens: sampling parameters.
-        adapter: as in ``EngineRequest``; a server's is named by its served model.
+        adapter: as ``lora_name`` in ``EngineRequest``; a server's is named by its served model.
     """
 
     name: str
@@ -87,7 +86,7 @@ class AuditRequest:
     temperature: float
     seed: int
     max_tokens: int
-    adapter: int = NO_ADAPTER
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,5 +151,5 @@ def engine_request(request: AuditRequest, settings: RunSettings) -> EngineReques
         len(request.prompt_token_ids) + request.max_tokens,
         num_speculative_tokens=settings.max_drafts,
         use_prefix_cache=False,
-        adapter=request.adapter,
+        lora_name=request.adapter,
     )

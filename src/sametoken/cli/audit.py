@@ -18,7 +18,7 @@ from sametoken.cli.report import announce
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.files import require_writable, write_text
-from sametoken.types.lora_modules import adapter_number, parse_modules
+from sametoken.types.lora_modules import parse_modules, require_adapter
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class _Prompts:
     max_tokens: int
     raw: bool
     adapter: str | None
-    number: int
 
     @classmethod
     def of(
@@ -68,11 +67,11 @@ class _Prompts:
         """
         from sametoken.bench.datasets import load_dataset
 
-        number = adapter_number(parse_modules(lora_modules), lora_request)
+        require_adapter(parse_modules(lora_modules), lora_request)
         items = load_dataset(dataset, path=prompts, limit=limit)
         name = dataset if prompts is None else f"{dataset} from {prompts.name}"
         temperatures = _temperatures(temperature)
-        return cls(name, items, temperatures, max_tokens, raw, lora_request, number)
+        return cls(name, items, temperatures, max_tokens, raw, lora_request)
 
     def requests(self, tokenizer: Tokenizer | None, *, templated: bool) -> list[AuditRequest]:
         """Make the requests, with token ids if there is a tokenizer."""
@@ -84,7 +83,7 @@ class _Prompts:
             temperatures=self.temperatures,
             max_tokens=self.max_tokens,
             templated=templated,
-            adapter=self.number,
+            adapter=self.adapter,
         )
 
     def as_chosen(self, tokenizer: Tokenizer | None) -> list[AuditRequest]:

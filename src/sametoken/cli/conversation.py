@@ -31,7 +31,7 @@ from sametoken.serving.http.reasoning_parsers import (
     with_marks,
 )
 from sametoken.serving.http.tool_parsers import parser_of_template
-from sametoken.types.lora_modules import adapter_number
+from sametoken.types.lora_modules import require_adapter
 from sametoken.types.option_values import NO_FILE, suggestion
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
@@ -86,7 +86,7 @@ class Chat:
         *,
         interactive: bool,
     ) -> None:
-        adapter_number(config.lora_modules, adapter)
+        require_adapter(config.lora_modules, adapter)
         self._config, self._adapter = config, adapter
         self._sampling = sampling
         self._reasoning = reasoning

@@ -16,7 +16,7 @@ from sametoken.cli.options import AsJson, engine_options, options_of, take, with
 from sametoken.cli.report import status_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig, option
 from sametoken.errors import ConfigError
-from sametoken.types.lora_modules import adapter_number
+from sametoken.types.lora_modules import require_adapter
 
 if TYPE_CHECKING:
     from sametoken.bench.accuracy import EvalSettings, Evaluation
@@ -83,7 +83,7 @@ def evaluate(
         raise ConfigError("there is no speculation to compare", "give --speculative-config")
     # Before the model is looked at: options, tasks and their data.
     config = EngineConfig.from_options(model=model, **options)
-    adapter_number(config.lora_modules, settings.lora_request)
+    require_adapter(config.lora_modules, settings.lora_request)
     status = status_console(markup=False)
     status.print(f"loading the data of {task}")
     tasks = load_tasks(settings)

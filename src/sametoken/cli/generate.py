@@ -23,7 +23,7 @@ from sametoken.cli.options import (
 from sametoken.cli.report import announce, as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import in_words
-from sametoken.types.lora_modules import adapter_number
+from sametoken.types.lora_modules import require_adapter
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def generate(
     if compare and (json_output or not engine.get("speculative_config")):
         raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
     config = EngineConfig.from_options(model=model, **engine)
-    adapter_number(config.lora_modules, adapter)
+    require_adapter(config.lora_modules, adapter)
     unloaded = _look_at(config)
     asked = _ask(unloaded, text, chat, sampling) if is_asked else None
     plain = None

@@ -125,7 +125,9 @@ def _weights(loaded: Loaded, ranks: Ranks) -> Weights:
 def _live_adapters(loaded: Loaded, ranks: Ranks) -> LiveAdapters | None:
     if loaded.adapted is None:
         return None
-    return AdapterPlaces(loaded.adapted, ranks, come=loaded.resolved.config.enable_lora)
+    config = loaded.resolved.config
+    names = [one.name for one in config.lora_modules]
+    return AdapterPlaces(loaded.adapted, ranks, names, come=config.enable_lora)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
@@ -69,14 +70,15 @@ class EngineCore:
         return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._ready)
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request.
+        """Queue a request; it keeps the adapter that has its ``lora_name`` now.
 
         Raises:
             RequestError: the request can never run; other requests are not affected.
             EngineDeadError: the engine has failed.
         """
         self.require_alive()
-        self.adapters.require(request.adapter)
+        if request.lora_name is not None:
+            request = replace(request, adapter=self.adapters.number(request.lora_name))
         self.scheduler.add(request)
 
     def release(

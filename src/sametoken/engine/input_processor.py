@@ -113,23 +113,27 @@ class InputProcessor:
         self._draws = itertools.count(1)
 
     def process(
-        self, request_id: str, prompt: PromptTokens, params: SamplingParams, adapter: int = 0
+        self,
+        request_id: str,
+        prompt: PromptTokens,
+        params: SamplingParams,
+        lora_name: str | None = None,
     ) -> ProcessedRequest:
-        """Check one prompt with its parameters and create its requests, of an adapter's number.
+        """Check one prompt with its parameters and create its requests, of an adapter's name.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served.
             OverloadedError: other grammars take up the compiler or the memory.
         """
         self._check_prompt(prompt.token_ids)
-        return self._make(request_id, prompt, self._resolve(params), adapter)
+        return self._make(request_id, prompt, self._resolve(params), lora_name)
 
     def process_all(
         self,
         request_id: str,
         prompts: Sequence[PromptTokens],
         params: SamplingParams,
-        adapter: int = 0,
+        lora_name: str | None = None,
     ) -> list[ProcessedRequest]:
         """``process`` for several prompts with the same parameters; prompt i is ``ID-i``.
 
@@ -139,7 +143,7 @@ class InputProcessor:
             self._check_prompt(prompt.token_ids)
         resolved = self._resolve(params)
         return [
-            self._make(f"{request_id}-{index}", prompt, resolved, adapter)
+            self._make(f"{request_id}-{index}", prompt, resolved, lora_name)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -153,7 +157,11 @@ class InputProcessor:
         return ResolvedParams(params, stop_ids, bad_words, self._grammar(params), stops)
 
     def _make(
-        self, request_id: str, prompt: PromptTokens, resolved: ResolvedParams, adapter: int
+        self,
+        request_id: str,
+        prompt: PromptTokens,
+        resolved: ResolvedParams,
+        lora_name: str | None,
     ) -> ProcessedRequest:
         params = resolved.given
         limit = self._max_model_len
@@ -168,7 +176,7 @@ class InputProcessor:
             bad_words_token_ids=resolved.bad_words_token_ids,
             grammar=resolved.grammar,
             num_speculative_tokens=params.num_speculative_tokens,
-            adapter=adapter,
+            lora_name=lora_name,
         )
         seed = derive_seed(self._seed, next(self._draws)) if params.seed is None else params.seed
         completions = tuple(

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from sametoken.distributed.ranks import Ranks
-from sametoken.engine.shared_weights import LoadFactors, UseFactors, UseShare, agreed
-from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from sametoken.engine.shared_weights import (
+    LoadFactors,
+    UseFactors,
+    UseShare,
+    adapter_in_memory,
+    agreed,
+)
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    RequestError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from sametoken.models.adapted import AdaptedModel
-from sametoken.models.load.adapter import read_adapter
+from sametoken.models.load.adapter import StoredAdapter, open_adapter
 from sametoken.models.names import resolve_adapter
 from sametoken.ops.out_of_memory import out_of_memory_as
-from sametoken.types.lora_modules import NO_ADAPTER
+from sametoken.types.lora_modules import no_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +36,18 @@ class NewAdapter:
     """An adapter that fits, read and not in use yet.
 
     Attributes:
+        name: of the adapter; later requests of this name have it.
         write: writes it to a place, between two steps.
         drop: forgets it; it will not be written.
-        replaces: the number of an adapter that goes as this one comes.
     """
 
+    name: str
     write: Callable[[int], None]
     drop: Callable[[], None]
-    replaces: int = NO_ADAPTER
 
 
 class LiveAdapters(Protocol):
-    """The adapters of a running engine, by numbers of which none is given twice."""
+    """The adapters of a running engine, by name. Each has a number; none is given twice."""
 
     @property
     def come(self) -> bool:
@@ -45,41 +59,36 @@ class LiveAdapters(Protocol):
         """How many there may be at once."""
         ...
 
-    def require(self, number: int) -> None:
-        """Check that a request may have an adapter; ``NO_ADAPTER`` is none.
+    def number(self, name: str) -> int:
+        """The number that a request of this name has from now on.
 
         Raises:
-            RequestError: it is not there.
+            RequestError: there is none.
         """
         ...
 
-    def load(self, number: int, path: str, replaces: int = NO_ADAPTER) -> NewAdapter:
+    def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
         """Read an adapter, beside the steps; nothing that runs is changed.
 
         Args:
-            number: of the adapter.
-            path: its directory or hub id.
-            replaces: as in ``NewAdapter``.
+            name: of the adapter, which may be that of another one.
+            given: its directory or hub id, or what a trainer has sent.
 
         Raises:
             RequestError: it cannot be read, does not fit the model, or none can come here.
         """
         ...
 
-    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
-        """Where one more may be written; over what requests may still choose last.
+    def place(self, name: str, in_use: Collection[int]) -> int | None:
+        """Where an adapter of this name may be written; None if there is no room.
 
         Args:
-            replaces: as in ``NewAdapter``.
+            name: of the adapter, which may be that of another one.
             in_use: the numbers that unfinished requests have.
         """
         ...
 
-    def replaced(self, number: int) -> None:
-        """Another one came in its place; requests that chose it before have it, if it is there."""
-        ...
-
-    def remove(self, number: int) -> None:
+    def remove(self, name: str) -> None:
         """No further request may have it; unfinished ones keep it until they end."""
         ...
 
@@ -91,23 +100,19 @@ class NoLiveAdapters:
     come: ClassVar[bool] = False
     count: ClassVar[int] = 0
 
-    def require(self, number: int) -> None:
-        """See ``LiveAdapters``."""
-        if number != NO_ADAPTER:
-            raise RequestError(f"adapter {number} is not there", "start with lora_modules")
+    def number(self, name: str) -> int:
+        """Refuse; see ``LiveAdapters``."""
+        raise no_adapter(name, ())
 
-    def load(self, number: int, path: str, replaces: int = NO_ADAPTER) -> NewAdapter:
+    def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
         """Refuse; see ``LiveAdapters``."""
         raise _none_comes()
 
-    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
+    def place(self, name: str, in_use: Collection[int]) -> int | None:
         """None; see ``LiveAdapters``."""
-        return []
+        return None
 
-    def replaced(self, number: int) -> None:
-        """None is there."""
-
-    def remove(self, number: int) -> None:
+    def remove(self, name: str) -> None:
         """None is there."""
 
 
@@ -115,83 +120,88 @@ def _none_comes() -> RequestError:
     return RequestError("no adapter can come to this engine", "start with enable_lora")
 
 
-@dataclass(frozen=True, slots=True)
 class AdapterPlaces:
     """``LiveAdapters`` of a model with room for them.
 
-    Attributes:
+    Args:
         model: of this rank, which leads the others.
         ranks: all of them.
+        names: of the adapters that the model has, whose numbers begin with 1.
         come: see ``LiveAdapters``.
     """
 
-    model: AdaptedModel
-    ranks: Ranks
-    come: bool
-    # The oldest first.
-    _replaced: list[int] = field(default_factory=list)
-    _removed: list[int] = field(default_factory=list)
+    def __init__(
+        self, model: AdaptedModel, ranks: Ranks, names: Sequence[str], *, come: bool
+    ) -> None:
+        self.come = come
+        self._model, self._ranks = model, ranks
+        self._numbers = dict(zip(names, count(1)))
+        self._next = count(1 + len(names))
 
     @property
     def count(self) -> int:
         """See ``LiveAdapters``."""
-        return self.model.room.count
+        return self._model.room.count
 
-    def require(self, number: int) -> None:
+    def number(self, name: str) -> int:
         """See ``LiveAdapters``."""
-        there = number in self.model.places and number not in self._removed
-        if number != NO_ADAPTER and not there:
-            raise RequestError(
-                "the adapter was removed, or another one came in its place",
-                "choose one that is there; with a larger max_loras replaced ones stay longer",
-            )
+        number = self._numbers.get(name)
+        if number is None:
+            raise no_adapter(name, self._numbers)
+        return number
 
-    def load(self, number: int, path: str, replaces: int = NO_ADAPTER) -> NewAdapter:
-        """See ``LiveAdapters``; every rank reads its share."""
+    def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
+        """See ``LiveAdapters``; every rank takes its share of what this one read."""
         if not self.come:
             raise _none_comes()
-        try:
-            found = str(resolve_adapter(path, lambda text: None))
-            with agreed(self.ranks, lambda update: LoadFactors(update, number, found)):
-                write = load_factors(self.model, number, found)
-        except (CheckpointError, ConfigError, UnsupportedError) as error:
-            raise RequestError(error.cause, error.remedy, param="lora_path") from error
+        number = next(self._next)
+        with adapter_errors():
+            write = self._loaded(_opened(given) if isinstance(given, str) else given, number)
 
         def write_all(place: int) -> None:
-            self.ranks.tell(UseFactors(place))
+            self._ranks.tell(UseFactors(place))
             write(place)
+            self._numbers[name] = number
 
-        return NewAdapter(write_all, lambda: self.ranks.tell(UseShare(write=False)), replaces)
+        return NewAdapter(name, write_all, lambda: self._ranks.tell(UseShare(write=False)))
 
-    def places(self, replaces: int, in_use: Collection[int]) -> list[int]:
+    def _loaded(self, stored: StoredAdapter, number: int) -> Callable[[int], None]:
+        if self._ranks.parallel.size == 1:
+            return load_factors(self._model, stored, number)
+        _kept, shared = adapter_in_memory(stored)
+        with agreed(self._ranks, lambda update: LoadFactors(update, number, shared)):
+            return load_factors(self._model, shared.stored(), number)
+
+    def place(self, name: str, in_use: Collection[int]) -> int | None:
         """See ``LiveAdapters``."""
-        held = self.model.places
-        free = set(range(1, self.count + 1)) - set(held.values())
-        going = (*self._removed, *self._replaced, replaces)
-        return sorted(free) + [held[one] for one in going if one in held and one not in in_use]
+        kept = {*in_use, *(number for one, number in self._numbers.items() if one != name)}
+        taken = {place for number, place in self._model.places.items() if number in kept}
+        return next((one for one in range(1, self.count + 1) if one not in taken), None)
 
-    def replaced(self, number: int) -> None:
+    def remove(self, name: str) -> None:
         """See ``LiveAdapters``."""
-        self._forget()
-        self._replaced.append(number)
-
-    def remove(self, number: int) -> None:
-        """See ``LiveAdapters``."""
-        self._forget()
-        self._removed.append(number)
-
-    def _forget(self) -> None:
-        """Forget what was overwritten."""
-        for numbers in (self._replaced, self._removed):
-            numbers[:] = [one for one in numbers if one in self.model.places]
+        self._numbers.pop(name, None)
 
 
-def load_factors(model: AdaptedModel, number: int, path: str) -> Callable[[int], None]:
+@contextmanager
+def adapter_errors() -> Iterator[None]:
+    """Errors of reading an adapter, as those of the request that brings it."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, UnsupportedError, WeightUpdateError) as error:
+        raise RequestError(error.cause, error.remedy, param="lora_path") from error
+
+
+def load_factors(model: AdaptedModel, stored: StoredAdapter, number: int) -> Callable[[int], None]:
     """Read this rank's share of an adapter; what is returned writes it to a place.
 
     Raises:
-        CheckpointError, UnsupportedError: as ``read_adapter`` and ``AdaptedModel.prepare``.
+        CheckpointError, UnsupportedError: as ``StoredAdapter.read`` and ``AdaptedModel.prepare``.
         RequestError: there is no memory for it.
     """
     with out_of_memory_as(RequestError, "no memory for an adapter", "use one of a smaller rank"):
-        return model.prepare(read_adapter(Path(path)), number)
+        return model.prepare(stored.read(), number)
+
+
+def _opened(path: str) -> StoredAdapter:
+    return open_adapter(Path(resolve_adapter(path, lambda text: None)))

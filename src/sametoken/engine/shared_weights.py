@@ -23,6 +23,7 @@ from sametoken.distributed.ranks import Ranks
 from sametoken.engine.weights import NewWeights, Weights, update_errors
 from sametoken.errors import SametokenError, WeightUpdateError
 from sametoken.models.in_place import Replacement
+from sametoken.models.load.adapter import AdapterConfig, StoredAdapter
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.sources import TensorSource
 from sametoken.types.units import in_units
@@ -74,18 +75,36 @@ class LoadShare:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedAdapter:
+    """An adapter in another process's memory.
+
+    Attributes:
+        location, config: as in ``StoredAdapter``.
+        memory: its tensors.
+    """
+
+    location: str
+    config: AdapterConfig
+    memory: LoadShare
+
+    def stored(self) -> StoredAdapter:
+        """The adapter, while that process keeps its memory."""
+        return StoredAdapter(self.location, self.config, self.memory.source())
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFactors:
     """Read this rank's share of an adapter, and answer with ``ShareLoaded``.
 
     Attributes:
         number: of the update, as in ``LoadShare``.
         adapter: its number.
-        path: its directory.
+        shared: the adapter in rank 0's memory.
     """
 
     number: int
     adapter: int
-    path: str
+    shared: SharedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +132,8 @@ class ShareLoaded:
     error: SametokenError | None
 
 
-#: Reads this rank's share of an adapter, by its number and path; returns what writes it to a place.
-LoadAdapter = Callable[[int, str], Callable[[int], None]]
+#: Reads this rank's share of an adapter, which has a number; returns what writes it to a place.
+LoadAdapter = Callable[[StoredAdapter, int], Callable[[int], None]]
 
 #: Of the updates that this process leads.
 _numbers = itertools.count()
@@ -253,7 +272,7 @@ class FollowingWeights:
             loaded: NewWeights | Callable[[int], None]
             if isinstance(message, LoadFactors):
                 assert self._load_factors is not None
-                loaded = self._load_factors(message.adapter, message.path)
+                loaded = self._load_factors(message.shared.stored(), message.adapter)
             else:
                 loaded = self._own.load(message.source(), MODEL)
             with self._lock:
@@ -266,6 +285,12 @@ class FollowingWeights:
                 f"a rank cannot load the new weights: {failure!r}", "see its log"
             )
         return None
+
+
+def adapter_in_memory(stored: StoredAdapter) -> tuple[HostMemory, SharedAdapter]:
+    """A copy that other processes can read while the memory is kept; errors as an update's."""
+    memory, share = _in_memory(stored.tensors)
+    return memory, SharedAdapter(stored.location, stored.config, share)
 
 
 def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:

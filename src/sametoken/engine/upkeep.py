@@ -63,27 +63,25 @@ class Upkeep:
             RequestError: there is no place for it; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
+        adapters = self.engine.adapters
         try:
             self.engine.require_alive()
-            in_use = self.engine.scheduler.adapters_in_use
-            places = self.engine.adapters.places(new.replaces, in_use)
-            if not places:
+            place = adapters.place(new.name, self.engine.scheduler.adapters_in_use)
+            if place is None:
                 raise RequestError(
-                    f"there is room for {self.engine.adapters.count} adapters, and requests or "
-                    "their names hold all of it",
+                    f"there is room for {adapters.count} adapters, and requests or their names "
+                    "hold all of it",
                     "remove one, let its requests end, or start with a larger max_loras",
                     param="lora_name",
                 )
         except BaseException:
             new.drop()
             raise
-        self.engine.at_rest(partial(new.write, places[0]))
-        if new.replaces:
-            self.engine.adapters.replaced(new.replaces)
+        self.engine.at_rest(partial(new.write, place))
 
-    def remove_adapter(self, number: int) -> None:
+    def remove_adapter(self, name: str) -> None:
         """No further request may have an adapter; unfinished ones keep it until they end."""
-        self.engine.adapters.remove(number)
+        self.engine.adapters.remove(name)
 
     @property
     def is_sleeping(self) -> bool:

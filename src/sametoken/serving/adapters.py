@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import RequestError, shown
 from sametoken.serving.messages import Command, LoadAdapter, RemoveAdapter
 from sametoken.types.lora_modules import AdapterNames, LoRAModule, module_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sametoken.distributed.host_memory import HostMemory
+    from sametoken.engine.shared_weights import SharedAdapter
+
+    _Sent = tuple[Mapping[str, Tensor] | None, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +26,7 @@ class ServedAdapters:
     """The adapters that requests may choose. An engine that restarts has those of its start.
 
     Attributes:
-        named: their names and numbers.
+        named: their names.
         command: has the engine carry out a command.
     """
 
@@ -32,19 +40,30 @@ class ServedAdapters:
         """All of them."""
         return self.named.modules
 
-    async def load(self, name: str, path: str | Path, *, in_place: bool = True) -> None:
+    async def load(
+        self,
+        name: str,
+        path: str | Path | None = None,
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        config: Mapping[str, Any] | None = None,
+        in_place: bool = True,
+    ) -> None:
         """Read an adapter in PEFT's format, in place of one of its name; requests go on.
 
         Args:
             name: by which requests choose it.
-            path: its directory or hub id, as the engine process finds it.
+            path: its directory or hub id, as the engine process finds it; or instead of one:
+            tensors, config: as in ``LLM.adapters``; the engine process reads a copy in memory.
             in_place: whether one of its name may be there.
 
         Raises:
             RequestError: it is there, cannot be read, does not fit the model, or has no room.
             DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
         """
-        await self._change(self._load, module_of(name, path), in_place)
+        sent = None if tensors is None and config is None else (tensors, config)
+        module = module_of(name, path, sent=sent is not None)
+        await self._change(self._load, module, sent, in_place)
 
     async def unload(self, name: str) -> None:
         """No further request has the adapter; unfinished ones keep it until they end.
@@ -63,19 +82,24 @@ class ServedAdapters:
         changing.add_done_callback(self._changed)
         await asyncio.shield(changing)
 
-    async def _load(self, module: LoRAModule, in_place: bool) -> None:
+    async def _load(self, module: LoRAModule, sent: _Sent | None, in_place: bool) -> None:
         if not in_place and self.named.find(module.name) is not None:
             raise RequestError(
                 f"the adapter {shown(module.name)} is there already",
                 "unload it first, or set load_inplace",
                 param="lora_name",
             )
-        number, replaced = self.named.next_number(), self.named.number_of(module.name)
-        await self.command(LoadAdapter(number, module.path, replaced))
-        self.named.add(module, number)
+        if sent is None:
+            await self.command(LoadAdapter(module.name, module.path))
+        else:
+            # Kept until it was read.
+            _memory, shared = await asyncio.to_thread(_in_memory, *sent)
+            await self.command(LoadAdapter(module.name, shared))
+        self.named.add(module)
 
     async def _unload(self, name: str) -> None:
-        await self.command(RemoveAdapter(self.named.number(name)))
+        self.named.name(name)
+        await self.command(RemoveAdapter(name))
         self.named.remove(name)
 
     def _changed(self, changing: asyncio.Future[None]) -> None:
@@ -83,3 +107,15 @@ class ServedAdapters:
         self._one_by_one.release()
         # Seen, if nobody waits for it any more.
         changing.exception()
+
+
+def _in_memory(
+    tensors: Mapping[str, Tensor] | None, config: Mapping[str, Any] | None
+) -> tuple[HostMemory, SharedAdapter]:
+    # This process loads no tensors but those that are given to it.
+    from sametoken.engine.live_adapters import adapter_errors
+    from sametoken.engine.shared_weights import adapter_in_memory
+    from sametoken.models.load.adapter import sent_adapter
+
+    with adapter_errors():
+        return adapter_in_memory(sent_adapter(tensors, config))

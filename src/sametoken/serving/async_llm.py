@@ -230,7 +230,7 @@ class AsyncLLM(NotCopied):
                 none are from now on.
         """
         self._client.require_ready()
-        adapter = self._client.named.number(lora_request)
+        adapter = self._client.named.name(lora_request)
         process = partial(self._inputs.process_all, request_id, prompts, params, adapter)
         return await self._preparations.run(
             process, has_new_grammar=not self._inputs.knows_grammar(params)
@@ -271,7 +271,7 @@ class AsyncLLM(NotCopied):
         self._client.require_ready()
         require_request_id(request_id)
         tokens = self._inputs.tokenize(prompt)
-        adapter = self._client.named.number(lora_request)
+        adapter = self._client.named.name(lora_request)
         return self.begin(self._inputs.process(request_id, tokens, sampling_params, adapter))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:

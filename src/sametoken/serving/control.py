@@ -95,7 +95,7 @@ class Control:
         if isinstance(command, ForgetPrefixes):
             self._engine.upkeep.forget_prefixes()
         elif isinstance(command, RemoveAdapter):
-            self._engine.upkeep.remove_adapter(command.number)
+            self._engine.upkeep.remove_adapter(command.name)
         elif isinstance(command, CheckSleep):
             self._engine.upkeep.require_sleep(command.level)
         elif isinstance(command, FallAsleep):
@@ -124,8 +124,16 @@ class Control:
             self._paused = bool(self._held)
             self._engine.scheduler.admits = not self._held
 
-    def _answer(self, ticket: int, version: int = 0, error: SametokenError | None = None) -> None:
-        self._send(Answer(ticket, version, error, self._paused, self._engine.upkeep.is_sleeping))
+    def _answer(
+        self,
+        ticket: int,
+        version: int = 0,
+        error: SametokenError | None = None,
+        *,
+        adapted: bool = False,
+    ) -> None:
+        sleeps = self._engine.upkeep.is_sleeping
+        self._send(Answer(ticket, version, error, self._paused, sleeps, adapted))
 
     def note_step(self) -> None:
         """Begin and answer pauses that need not wait any longer; call it after each step."""
@@ -139,7 +147,7 @@ class Control:
                 self._carry_out(ticket, command)
 
     def _use(self, done: Done) -> None:
-        command, result, version = done.order.command, done.result, 0
+        command, result, version, adapted = done.order.command, done.result, 0, False
         is_wanted = done.order.ticket in self._wanted
         self._wanted.discard(done.order.ticket)
         if isinstance(result, NewWeights | NewAdapter) and not is_wanted:
@@ -148,7 +156,7 @@ class Control:
         elif isinstance(result, NewAdapter):
             try:
                 self._engine.upkeep.use_adapter(result)
-                result = None
+                result, adapted = None, True
             except RequestError as error:
                 result = error
         elif isinstance(result, NewWeights):
@@ -158,4 +166,4 @@ class Control:
                     version, result = self._engine.upkeep.use_weights(result, command.version), None
             except WeightUpdateError as error:
                 result = error
-        self._answer(done.order.ticket, version, result)
+        self._answer(done.order.ticket, version, result, adapted=adapted)

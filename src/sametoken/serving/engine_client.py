@@ -224,10 +224,11 @@ class EngineClient:
         # A paused engine reports nothing, and is not hung.
         self._stopped, self.is_sleeping = message.paused, message.sleeps
         load = self._queue.load
-        if message.error is None and message.version > load.weight_version:
+        if message.adapted or (message.error is None and message.version > load.weight_version):
             # The report that has it follows the answer.
-            self._queue.note_load(replace(load, weight_version=message.version))
-            self._release_replay(self._audit.begin_weights())
+            version = max(message.version, load.weight_version)
+            self._queue.note_load(replace(load, weight_version=version))
+            self._release_replay(self._audit.change(self._num_submits))
         answer = self._answers.get(message.ticket)
         if answer is not None and not answer.done():
             if message.error is None:
@@ -245,10 +246,7 @@ class EngineClient:
         self.named.restart()
         for ticket in list(self._answers):
             self._take_answer(Answer(ticket, error=copy.copy(cause)))
-        self._audit.abandon()
-        if self._queue.load.weight_version:
-            # The next process has the weights as loaded.
-            self._audit.begin_weights()
+        self._audit.restart(self._queue.load.weight_version)
         self._queue.reset()
         self._num_submits = 0
         for request_id in list(self._requests):
@@ -321,11 +319,12 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
             if output.finished:
+                number = self._submits[output.request_id]
                 self._remove(output.request_id)
                 self._collector.count_finished(output)
                 self._queue.note_finished(time.monotonic())
                 if output.weight_versions == (self._queue.load.weight_version,) * 2:
-                    self._audit.note_finished(unfinished.request, output)
+                    self._audit.note_finished(unfinished.request, output, number)
         self._use_idle_time()
 
     def _fail(self, request_id: str, error: SametokenError) -> None:

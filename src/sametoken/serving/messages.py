@@ -16,6 +16,7 @@ from sametoken.types.weight_updates import MemoryHandle, Rendezvous
 
 if TYPE_CHECKING:
     from sametoken.engine.core import EngineCore
+    from sametoken.engine.shared_weights import SharedAdapter
 
 #: Makes an engine; pickled by name. The function argument reports slow work in words.
 Build = Callable[[EngineConfig, Callable[[str], None]], "EngineCore"]
@@ -170,18 +171,22 @@ class NameWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Read an adapter and give it a place; as ``LiveAdapters.load``."""
+    """Read an adapter and give it a place; as ``LiveAdapters.load``.
 
-    number: int
-    path: str
-    replaces: int
+    Attributes:
+        name: by which requests choose it.
+        given: its directory or hub id, or where it is in the serving process's memory.
+    """
+
+    name: str
+    given: str | SharedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveAdapter:
-    """No further request may have an adapter."""
+    """No further request may have the adapter of this name."""
 
-    number: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +272,7 @@ class Answer:
         ticket: the order's.
         version: of the weights, after they or it have changed; else 0.
         paused, sleeps: whether the engine is paused, and sleeps, now.
+        adapted: whether a name has a new adapter.
     """
 
     ticket: int
@@ -274,6 +280,7 @@ class Answer:
     error: SametokenError | None = None
     paused: bool = False
     sleeps: bool = False
+    adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class ShadowAudit:
         self._running: _Replay | None = None
         self._stats = AuditStats()
         self._num_begun = 0
+        # Of the ``Submit`` before the newest weights or adapter; -1: all are those of the start.
+        self._changed_after = -1
 
     @property
     def stats(self) -> AuditStats:
@@ -57,12 +59,20 @@ class ShadowAudit:
         """Whether a replay is in the engine."""
         return self._running is not None
 
-    def note_finished(self, request: ProcessedRequest, output: RequestOutput) -> None:
+    def note_finished(
+        self, request: ProcessedRequest, output: RequestOutput, num_submits: int
+    ) -> None:
         """Queue the completions of a finished request for replay if it is chosen.
 
-        Aborted and failed completions are left out.
+        Aborted and failed completions are left out, and those whose adapter may be gone.
+
+        Args:
+            request, output: the request, which the present weights served.
+            num_submits: the number of its ``Submit``.
         """
-        if not is_chosen(request.request_id, self._rate):
+        is_old = num_submits <= self._changed_after
+        has_adapter = request.completions[0].lora_name is not None
+        if (is_old and has_adapter) or not is_chosen(request.request_id, self._rate):
             return
         for completion, result in zip(request.completions, output.outputs, strict=True):
             if result.finish_reason not in ("stop", "length") or not result.token_ids:
@@ -92,8 +102,22 @@ class ShadowAudit:
         self._pending.appendleft(case)
         return case.replay.request_id
 
-    def begin_weights(self) -> str | None:
-        """Drop what other weights served; returns the id of a running replay, to release."""
+    def restart(self, weight_version: int) -> None:
+        """Drop what weights of this version served, unless the next process begins with them."""
+        self.abandon()
+        if weight_version or self._changed_after >= 0:
+            self.change(-1)
+
+    def change(self, num_submits: int) -> str | None:
+        """Drop what other weights, or perhaps another adapter of a name, served.
+
+        Args:
+            num_submits: the number of the newest ``Submit``.
+
+        Returns:
+            The id of a running replay, to release.
+        """
+        self._changed_after = num_submits
         interrupted = self.interrupt()
         dropped = self._stats.num_dropped + len(self._pending)
         self._stats = replace(self._stats, num_dropped=dropped)

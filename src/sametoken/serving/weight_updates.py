@@ -116,7 +116,10 @@ class WeightUpdates:
         if isinstance(command, NameWeights):
             return NewWeights.same()
         if isinstance(command, LoadAdapter):
-            return self._adapters.load(command.number, command.path, command.replaces)
+            given = command.given
+            return self._adapters.load(
+                command.name, given if isinstance(given, str) else given.stored()
+            )
         if isinstance(command, FinishUpdate):
             update, self._update = self._begun(), None
             return self._weights.load(update.source(), update.target)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from sametoken.errors import ConfigError, RequestError, shown
@@ -14,6 +13,7 @@ from sametoken.types.option_values import choice
 
 _REMEDY = "give NAME=PATH, as in sql=./sql-adapter"
 _CHOICE = "give the name of an adapter, or a LoRARequest"
+_MEMORY = "a trainer's memory"
 #: The number of requests without an adapter.
 NO_ADAPTER = 0
 
@@ -23,7 +23,7 @@ class LoRAModule(NamedTuple):
 
     Attributes:
         name: by which requests choose it.
-        path: its directory or hub id.
+        path: its directory or hub id; empty if it came from a trainer's memory.
     """
 
     name: str
@@ -81,85 +81,81 @@ def parse_modules(given: Any) -> tuple[LoRAModule, ...]:
 
 
 class AdapterNames:
-    """The adapters that requests may choose, and the numbers by which the engine has them.
-
-    No number is given twice, so that no request reads the KV of another adapter.
+    """The adapters that requests may choose.
 
     Args:
-        modules: those of the engine's start, numbered from 1 on.
+        modules: those of the engine's start.
     """
 
     def __init__(self, modules: Sequence[LoRAModule]) -> None:
-        self._given = dict(zip(modules, count(NO_ADAPTER + 1)))
-        self._next = count(NO_ADAPTER + 1 + len(modules))
-        self._numbers = dict(self._given)
-        self._brought: set[LoRAModule] = set()
+        self._given = tuple(modules)
+        # By name, the oldest first.
+        self._there: dict[str, LoRAModule] = {}
+        self._brought: set[str] = set()
+        self.restart()
 
     def restart(self) -> None:
         """The engine starts again, with the adapters of its start."""
-        self._numbers = dict(self._given)
+        self._there = {one.name: one for one in self._given}
 
     @property
     def modules(self) -> tuple[LoRAModule, ...]:
         """All that are there."""
-        return tuple(self._numbers)
+        return tuple(self._there.values())
 
     @property
     def brought(self) -> tuple[str, ...]:
         """The names of those that requests brought, the oldest first."""
-        return tuple(one.name for one in self._numbers if one in self._brought)
+        return tuple(name for name in self._there if name in self._brought)
 
     def find(self, name: str) -> LoRAModule | None:
         """The adapter of this name, if it is there."""
-        return next((one for one in self._numbers if one.name == name), None)
+        return self._there.get(name)
 
-    def next_number(self) -> int:
-        """The number of an adapter that is to come."""
-        return next(self._next)
-
-    def add(self, module: LoRAModule, number: int, *, brought: bool = False) -> None:
+    def add(self, module: LoRAModule, *, brought: bool = False) -> None:
         """Requests may choose an adapter, in place of one with its name; one of them brought it."""
         self.remove(module.name)
-        self._numbers[module] = number
+        # Others read it meanwhile.
+        self._there = self._there | {module.name: module}
         if brought:
-            self._brought.add(module)
+            self._brought.add(module.name)
 
     def remove(self, name: str) -> None:
         """Requests may not choose an adapter any more."""
-        self._numbers = {one: number for one, number in self._numbers.items() if one.name != name}
-        self._brought.intersection_update(self._numbers)
+        self._there = {one: module for one, module in self._there.items() if one != name}
+        self._brought.discard(name)
 
-    def number_of(self, name: str) -> int:
-        """The number of an adapter by its name; ``NO_ADAPTER`` if it is not there."""
-        module = self.find(name)
-        return NO_ADAPTER if module is None else self._numbers[module]
-
-    def number(self, chosen: AdapterChoice) -> int:
-        """The number by which a request's rows choose an adapter; ``NO_ADAPTER`` for None.
+    def name(self, chosen: AdapterChoice) -> str | None:
+        """The name of the adapter that a request chooses; None for the model itself.
 
         Raises:
             RequestError: it names no adapter, or one that was loaded from another path.
         """
         if chosen is None:
-            return NO_ADAPTER
+            return None
         name, path = named_by(chosen)
         module = self.find(name)
         if module is None:
-            names = [one.name for one in self._numbers]
-            remedy = choice(name, names) if names else "start the engine with lora_modules"
-            raise _refusal(f"there is no adapter {shown(name)}", remedy)
+            raise no_adapter(name, self._there)
         if path and not _is_same(path, module.path):
             raise _refusal(
-                f"the adapter {shown(name)} was loaded from {shown(module.path)}, not from "
-                f"{shown(path)}",
+                f"the adapter {shown(name)} was loaded from "
+                f"{shown(module.path) if module.path else _MEMORY}, not from {shown(path)}",
                 "give that path, or the name alone",
             )
-        return self._numbers[module]
+        return name
 
 
-def adapter_number(modules: Sequence[LoRAModule], chosen: AdapterChoice) -> int:
-    """``AdapterNames.number`` among the adapters of a start."""
-    return AdapterNames(modules).number(chosen)
+def no_adapter(name: str, there: Iterable[str]) -> RequestError:
+    """The refusal of a name that is not there, among those that are."""
+    names = list(there)
+    remedy = choice(name, names) if names else "start the engine with lora_modules"
+    return _refusal(f"there is no adapter {shown(name)}", remedy)
+
+
+def require_adapter(modules: Sequence[LoRAModule], chosen: AdapterChoice) -> None:
+    """Refuse a choice that is not among the adapters of a start; errors as ``AdapterNames``."""
+    AdapterNames(modules).name(chosen)
 
 
 def named_by(chosen: str | NamesAdapter) -> tuple[str, Any]:
@@ -196,20 +192,32 @@ def choices_of(
     return chosen
 
 
-def module_of(name: object, path: object) -> LoRAModule:
-    """An adapter of this name and path, given while the engine runs.
+def module_of(name: object, path: object, *, sent: bool = False) -> LoRAModule:
+    """An adapter of this name, given while the engine runs.
+
+    Args:
+        name: by which requests choose it.
+        path: its directory or hub id; None if its tensors are given.
+        sent: whether they are.
 
     Raises:
-        RequestError: one of them is impossible.
+        RequestError: one of them is impossible, or not one of both is given.
     """
-    try:
-        return _module((name, path), name, path)
-    except ConfigError:
+    if sent == (path is not None):
+        raise RequestError(
+            f"the adapter {shown(name)} has "
+            f"{'both a path and' if sent else 'neither a path nor'} tensors",
+            "give a path, or tensors with their config",
+            param="lora_path",
+        )
+    module = _made(name, "" if sent else path, sent=sent)
+    if module is None:
         raise RequestError(
             f"{shown(name)} at {shown(path)} is no adapter",
             "give a printable name without =, and a path",
             param="lora_name",
-        ) from None
+        )
+    return module
 
 
 def _refusal(cause: str, remedy: str) -> RequestError:
@@ -241,10 +249,18 @@ def _parse(given: Any) -> LoRAModule:
 
 
 def _module(given: object, name: object, path: object) -> LoRAModule:
-    path = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not (isinstance(name, str) and isinstance(path, str) and path and _is_name(name)):
+    module = _made(name, path)
+    if module is None:
         raise ConfigError(f"lora_modules={shown(given)} is no adapter", _REMEDY)
-    return LoRAModule(name, path)
+    return module
+
+
+def _made(name: object, path: object, *, sent: bool = False) -> LoRAModule | None:
+    """The adapter; None if its name or path is none. What is sent has an empty path."""
+    path = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not (isinstance(name, str) and _is_name(name) and isinstance(path, str)):
+        return None
+    return LoRAModule(name, path) if path or sent else None
 
 
 def _is_name(text: str) -> bool:

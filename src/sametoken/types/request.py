@@ -29,7 +29,8 @@ class EngineRequest:
         num_speculative_tokens: limit on drafts per step for this request; None means k.
         use_prefix_cache: whether it reads cached blocks and caches its own.
         prompt_temperature: above 0; log-probabilities of the prompt are of softmax(logits / this).
-        adapter: the number of its LoRA adapter, from 1 on; 0: it has none.
+        lora_name: of its LoRA adapter; None: it has none.
+        adapter: the number that ``lora_name`` has as the engine takes the request; 0: none.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class EngineRequest:
     num_speculative_tokens: int | None = None
     use_prefix_cache: bool = True
     prompt_temperature: float = 1.0
+    lora_name: str | None = None
     adapter: int = 0
 
     def __post_init__(self) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mutants.catalogue.planting import mutant
+from sametoken.models.load import adapter
 from sametoken.ops.model.low_rank import SeparateUpdates
 from sametoken.runner.adapters import AdaptedSteps, AdaptedTarget
 from sametoken.scheduler.kv_memory import KVMemory
+from sametoken.scheduler.scheduler import Scheduler
 
 ADAPTERS = "tests/e2e/test_lora.py::test"
 ADAPTED = f"{ADAPTERS}_drafts_chunks_and_other_adapters_change_no_bit[spec1-compact-3]"
 COMING = "tests/e2e/test_live_adapters.py::test_adapters_come_and_go_and_leave_nothing_behind[1]"
+WAITING = "tests/e2e/test_live_adapters.py::test_a_request_that_waits_keeps_its_adapter"
+WRITTEN = (
+    "tests/unit/models/load/test_adapter.py::test_files_that_are_written_meanwhile_are_refused"
+)
 OTHER_PREFIXES = f"{ADAPTERS}_prefixes_are_shared_by_requests_of_one_adapter_alone"
 
 
@@ -66,3 +74,23 @@ def what_an_adapter_lacks_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
         return prepare(self, parts) if any(parts) else lambda place: None
 
     patch.setattr(SeparateUpdates, "prepare", mutant)
+
+
+@mutant("an-adapter-over-that-of-a-request-that-waits", "docs/decisions/0045", WAITING, "tokens")
+def only_requests_that_run_have_places(patch: pytest.MonkeyPatch) -> None:
+    """The others begin with the newest adapter."""
+    admit = AdaptedSteps.admit
+
+    def mutant(self, admission):
+        there = admission.adapter in (0, *self.places)
+        newest = admission if there else replace(admission, adapter=max(self.places))
+        return admit(self, newest)
+
+    running = property(lambda self: {one.request.adapter for one in self._running.values()})
+    patch.setattr(Scheduler, "adapters_in_use", running)
+    patch.setattr(AdaptedSteps, "admit", mutant)
+
+
+@mutant("an-adapter-of-two-steps-of-a-trainer", "docs/decisions/0045", WRITTEN, "guard")
+def files_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(adapter, "_stamps", lambda path: ())

@@ -15,10 +15,12 @@ from sametoken.engine.shared_weights import (
     UseFactors,
     UseShare,
     _in_memory,
+    adapter_in_memory,
 )
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import CheckpointError
 from sametoken.models.in_place import Replacement
+from sametoken.models.load.adapter import AdapterConfig, StoredAdapter
 from sametoken.models.load.sent import SentTensors
 
 
@@ -58,18 +60,23 @@ def test_an_update_is_not_loaded_beside_an_interrupted_one():
 def test_an_adapter_is_written_to_its_place_and_none_after_weights():
     written, sent = [], queue.SimpleQueue()
 
-    def load(number: int, path: str):
-        if path == "bad":
+    def load(stored: StoredAdapter, number: int):
+        if stored.location == "bad":
             raise CheckpointError("bad", "give another")
-        return lambda place: written.append((number, path, place))
+        read = torch.cat(list(stored.tensors.chunks("w"))).tolist()
+        return lambda place: written.append((number, read, place))
 
     following = FollowingWeights(SlowWeights(), load, torch.device("cpu"), sent.put)
     for number, path in enumerate(("./a", "bad", "./b")):
-        assert following.begin(LoadFactors(number, 5 + number, path)) is None
+        tensors = SentTensors([("w", torch.full((2,), float(number)))])
+        _kept, shared = adapter_in_memory(
+            StoredAdapter(path, AdapterConfig(4, 8.0, (), (), by_root=False), tensors)
+        )
+        assert following.begin(LoadFactors(number, 5 + number, shared)) is None
         error = sent.get(timeout=60).error
         assert (error is None) == (path != "bad")
         # Weights are not written where an adapter was loaded, and none where it was refused.
         if number < 2:
             assert following.begin(UseShare(write=True)) is None
     following.begin(UseFactors(2))()
-    assert written == [(7, "./b", 2)]
+    assert written == [(7, [2.0, 2.0], 2)]

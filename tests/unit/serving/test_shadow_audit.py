@@ -19,11 +19,12 @@ from sametoken.types.sampling_params import SamplingParams
 PROMPT = (3, 1, 4)
 
 
-def finish(audit, *completions, request_id="r", reason="length"):
+def finish(audit, *completions, request_id="r", reason="length", adapter=None, number=1):
     """A request that was served these tokens."""
     params = SamplingParams(seed=5, logprobs=1, max_tokens=40)
     requests = tuple(
-        EngineRequest(f"{request_id}.{i}", PROMPT, params, 43) for i in range(len(completions))
+        EngineRequest(f"{request_id}.{i}", PROMPT, params, 43, lora_name=adapter)
+        for i in range(len(completions))
     )
     outputs = tuple(
         CompletionOutput(i, "", tuple(tokens), reason) for i, tokens in enumerate(completions)
@@ -32,6 +33,7 @@ def finish(audit, *completions, request_id="r", reason="length"):
     audit.note_finished(
         ProcessedRequest(request_id, prompt, params, requests, StopStrings(())),
         RequestOutput(request_id, None, PROMPT, outputs, True, RequestMetrics(0.0)),
+        number,
     )
 
 
@@ -108,6 +110,24 @@ def test_an_abandoned_replay_does_not_come_again():
     audit.abandon()
     assert audit.begin() is None
     assert audit.stats.num_dropped == 1
+
+
+def test_a_request_is_replayed_by_the_adapter_that_served_it_or_not_at_all():
+    audit = ShadowAudit(1.0)
+    finish(audit, (7,), adapter="sql", number=3)
+    replay = audit.begin()
+    # Another adapter came, and the engine had taken three requests.
+    assert audit.change(3) == replay.request_id
+    finish(audit, (7,), adapter="sql", number=3)
+    assert audit.begin() is None
+    finish(audit, (7,), number=3)
+    finish(audit, (7,), adapter="sql", number=4)
+    assert audit.stats.num_pending == 2
+    # The next process has the adapter of the start.
+    audit.restart(0)
+    assert audit.stats.num_pending == 0
+    finish(audit, (7,), adapter="sql", number=1)
+    assert audit.begin() is not None
 
 
 @pytest.mark.parametrize(("reason", "tokens"), [("abort", (7,)), ("error", (7,)), ("stop", ())])

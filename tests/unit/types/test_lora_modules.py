@@ -11,9 +11,10 @@ from sametoken.errors import ConfigError, RequestError
 from sametoken.types.lora_modules import (
     AdapterNames,
     LoRAModule,
-    adapter_number,
     choices_of,
+    module_of,
     parse_modules,
+    require_adapter,
 )
 
 SQL, CHAT = LoRAModule("sql", "./a=b"), LoRAModule("chat", "org/chat")
@@ -62,15 +63,16 @@ def test_what_is_no_adapter_is_refused(given, cause):
 
 
 def test_requests_choose_by_name(tmp_path):
-    assert [adapter_number(BOTH, name) for name in (None, "sql", "chat")] == [0, 1, 2]
+    names = AdapterNames(BOTH)
+    assert [names.name(one) for one in (None, "sql", "chat")] == [None, "sql", "chat"]
     for path in ("", "./a=b"):
-        assert adapter_number(BOTH, LoRARequest("sql", 7, path)) == 1
-    assert adapter_number(BOTH, SimpleNamespace(lora_name="chat")) == 2
+        assert names.name(LoRARequest("sql", 7, path)) == "sql"
+    assert names.name(SimpleNamespace(lora_name="chat")) == "chat"
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
-    loaded = parse_modules({"sql": tmp_path / "a"})
+    loaded = AdapterNames(parse_modules({"sql": tmp_path / "a"}))
     for path in (tmp_path / "link", f"{tmp_path}/link/../a"):
-        assert adapter_number(loaded, LoRARequest("sql", 1, path)) == 1
+        assert loaded.name(LoRARequest("sql", 1, path)) == "sql"
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,14 @@ def test_requests_choose_by_name(tmp_path):
 )
 def test_another_choice_is_refused(chosen, message):
     with pytest.raises(RequestError) as refused:
-        adapter_number(BOTH, chosen)
+        require_adapter(BOTH, chosen)
     assert message in str(refused.value)
     assert refused.value.param == "lora_request"
 
 
 def test_without_adapters_the_remedy_is_to_load_one():
     with pytest.raises(RequestError, match="start the engine with lora_modules"):
-        adapter_number((), "sql")
+        require_adapter((), "sql")
 
 
 def test_a_choice_is_for_all_prompts_or_for_each():
@@ -106,17 +108,27 @@ def test_a_choice_is_for_all_prompts_or_for_each():
     with pytest.raises(RequestError, match="2 adapters were given for 1 prompts"):
         choices_of(("sql", None), 1)
     with pytest.raises(RequestError, match="lora_request=5 is not possible"):
-        adapter_number(BOTH, 5)
+        require_adapter(BOTH, 5)
 
 
-def test_no_number_is_given_twice():
+def test_adapters_come_and_go():
     names = AdapterNames(BOTH)
+    again = LoRAModule("sql", "./other")
     for _ in range(2):
-        again = LoRAModule("sql", "./other")
-        names.add(again, names.next_number(), brought=True)
-        assert names.modules == (CHAT, again)
-    assert (names.number("sql"), names.number("chat"), names.brought) == (4, 2, ("sql",))
+        names.add(again, brought=True)
+        assert (names.modules, names.brought) == ((CHAT, again), ("sql",))
     names.remove("chat")
-    assert (names.number_of("chat"), names.number_of("sql")) == (0, 4)
+    names.remove("nowhere")
+    assert names.modules == (again,)
     names.restart()
-    assert (names.modules, names.number("sql"), names.next_number()) == (BOTH, 1, 5)
+    assert names.modules == BOTH
+
+
+def test_an_adapter_has_a_path_or_tensors():
+    assert module_of("a", None, sent=True) == LoRAModule("a", "")
+    for path, sent in (("./a", True), (None, False)):
+        with pytest.raises(RequestError, match=r"(both a path and|neither a path nor) tensors"):
+            module_of("a", path, sent=sent)
+    sent = AdapterNames([LoRAModule("a", "")])
+    with pytest.raises(RequestError, match="loaded from a trainer's memory, not"):
+        sent.name(LoRARequest("a", 1, "./a"))

@@ -110,7 +110,7 @@ class Served:
         return [
             *(made(id=name, root=first) for name in self.names),
             *(
-                made(id=one.name, root=one.path, parent=first)
+                made(id=one.name, root=one.path or one.name, parent=first)
                 for one in self.engine.adapters.modules
             ),
         ]

@@ -230,7 +230,7 @@ def test_a_line_names_its_adapter_as_the_model(engine, source, tmp_path):
     output = tmp_path / "out.jsonl"
     assert run_batch(config, source, output, BATCH) == BatchSummary(1, 0, 1)
     bodies = [json.loads(one)["response"]["body"] for one in output.read_text().splitlines()]
-    assert (bodies[0]["model"], engine.chosen) == ("sql", [1])
+    assert (bodies[0]["model"], engine.chosen) == ("sql", ["sql"])
     assert "the model 'other' does not exist. Use 'toy' or 'sql'" in bodies[1]["error"]["message"]
 
 

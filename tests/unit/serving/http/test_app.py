@@ -57,11 +57,11 @@ def test_adapters_are_models_whose_parent_is_the_model(serve):
 def test_a_request_names_its_adapter_as_the_model(serve, path, body, stream):
     engine = FakeEngine(adapters=ADAPTERS)
     client = serve(engine)
-    for number, name in enumerate(("toy", "sql", "org/chat")):
+    for adapter, name in ((None, "toy"), ("sql", "sql"), ("org/chat", "org/chat")):
         engine.chosen.clear()
         answer = client.post(path, json=body | {"model": name, "stream": stream})
         assert answer.status_code == 200, answer.text
-        assert set(engine.chosen) == {number}
+        assert set(engine.chosen) == {adapter}
         assert f'"model":"{name}"' in answer.text
     engine.chosen.clear()
     answer = client.post(path, json=body | {"model": "sq", "stream": stream})

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from helpers.adapters import ATTENTION, write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
@@ -20,9 +21,11 @@ SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty":
 SAMPLING |= {"logprobs": True, "seed": 3, "ignore_eos": True}
 
 
-def offline(path) -> list[int]:
+def offline(path, adapter=None) -> list[int]:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
-    output = LLM(str(path), **TOY_ENGINE).generate([{"prompt_token_ids": PROMPT}], params)[0]
+    modules = {} if adapter is None else {"own": adapter}
+    llm = LLM(str(path), **TOY_ENGINE, lora_modules=modules)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, lora_request=adapter and "own")
     return list(output.outputs[0].token_ids)
 
 
@@ -70,3 +73,27 @@ async def test_rollouts_updates_and_sleep(tmp_path):
         await held_and_rejected(server, offline(paths[1]))
     finally:
         await server.shutdown()
+
+
+async def test_the_adapter_of_a_trainer_answers_once_it_came(tmp_path):
+    """The weights under it are not sent again, so that they stay through a sleep."""
+    path = write_chat_model(tmp_path / "model")
+    adapters = [write_adapter(tmp_path / str(i), path, ATTENTION, seed=i) for i in range(2)]
+    options = TOY_ENGINE | {"max_model_len": 64, "enable_lora": True, "max_loras": 1}
+    config = EngineConfig.from_options(model=str(path), **options)
+    server = RolloutServer(config, "127.0.0.1", lengths=(12, 8), sleeps=True)
+    await server.launch_server()
+    try:
+        said = [(await server.answer(PROMPT, SAMPLING, "a"))["token_ids"]]
+        for step, adapter in enumerate(adapters):
+            await server.sleep()
+            await server.wake_up(["weights"])
+            await server.update_adapter(str(adapter), step)
+            await server.wake_up(["kv_cache"])
+            answer = await server.answer(PROMPT, SAMPLING, "b")
+            assert answer["extra_fields"]["global_steps"] == step
+            said.append(answer["token_ids"])
+    finally:
+        await server.shutdown()
+    assert said == [offline(path), *(offline(path, one) for one in adapters)]
+    assert len({tuple(one) for one in said}) == 3

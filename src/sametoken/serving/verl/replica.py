@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from sametoken.errors import UnsupportedError
 from sametoken.serving.verl.plugin import NAME
-from sametoken.serving.verl.server import RolloutServer, engine_config
+from sametoken.serving.verl.server import RolloutServer, engine_config, lora_rank_of
 
 
 class Server(RolloutServer):
@@ -58,7 +58,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         """Start the server beside the replica's worker, with its GPU."""
         node_id, devices = await self.workers[0].__ray_call__.remote(_place)
         model = omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)
-        config = engine_config(self.config, model.local_path or model.path)
+        path = model.local_path or model.path
+        config = engine_config(self.config, path, lora_rank_of(model))
         environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices

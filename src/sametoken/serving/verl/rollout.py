@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from sametoken.errors import UnsupportedError
+from sametoken.models.load.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sametoken.serving.verl.plugin import NAME
 
 #: Bytes of a file, so that a trainer's rank holds few tensors on the host at once.
@@ -49,27 +52,31 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         wire_format: str = "named_tensors",
         **more: Any,
     ) -> None:
-        """Replace all weights of the server.
+        """Replace all weights of the server, or its adapter.
 
         Args:
-            weights: names and tensors of the whole checkpoint, plain or asynchronous.
+            weights: names and tensors, plain or asynchronous: of the whole checkpoint, or of an
+                adapter in PEFT's format.
             global_steps: the trainer's step.
             wire_format: "named_tensors".
-            more: ``peft_config`` is None; others are of no meaning here.
+            more: ``peft_config``, the config of an adapter that is not merged; and
+                ``base_sync_done``, whether its tensors come, and not those of its model.
 
         Raises:
-            UnsupportedError: they come as differences, or are those of an adapter.
-            WeightUpdateError: the engine refuses them.
+            UnsupportedError: they come as differences.
+            WeightUpdateError, RequestError: the engine refuses them.
         """
-        if wire_format != "named_tensors" or more.get("peft_config") is not None:
-            raise UnsupportedError(
-                "differences of weights and adapters are not taken",
-                "send named_tensors, and merge adapters (lora.merge)",
-            )
+        if wire_format != "named_tensors":
+            raise UnsupportedError("differences of weights are not taken", "send named_tensors")
+        peft_config = more.get("peft_config") if more.get("base_sync_done") else None
         parent = _SHARED_MEMORY if Path(_SHARED_MEMORY).is_dir() else None
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=parent) as directory:
-            await _write(weights, Path(directory))
-            await self._server().update_weights.remote(directory, global_steps)
+            if peft_config is None:
+                await _write(weights, Path(directory))
+                await self._server().update_weights.remote(directory, global_steps)
+            else:
+                await _write_adapter(weights, peft_config, Path(directory))
+                await self._server().update_adapter.remote(directory, global_steps)
 
     def _server(self) -> Any:
         # It starts after the trainer's workers.
@@ -80,11 +87,24 @@ async def _write(weights: Any, directory: Path) -> None:
     held: dict[str, Tensor] = {}
     count = num_bytes = 0
     async for name, tensor in ensure_async_iterator(weights):
-        # A copy: what a trainer gathers may be in memory that it uses again, or shared.
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        # verl names the weights of a model under an adapter as vLLM's layers do.
+        held[name.replace(".base_layer.", ".")] = _copy(tensor)
         num_bytes += tensor.nbytes
         if num_bytes >= _FILE_BYTES:
             save_file(held, directory / f"part-{count}.safetensors")
             held, count, num_bytes = {}, count + 1, 0
     if held:
         save_file(held, directory / f"part-{count}.safetensors")
+
+
+async def _write_adapter(weights: Any, peft_config: Mapping[str, Any], directory: Path) -> None:
+    """Write an adapter as PEFT saves it, in one file."""
+    held = {name: _copy(tensor) async for name, tensor in ensure_async_iterator(weights)}
+    save_file(held, directory / ADAPTER_WEIGHTS[0])
+    # Modules are a set.
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(dict(peft_config), default=list))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """What a trainer gathers may be in memory that it uses again, or shared."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

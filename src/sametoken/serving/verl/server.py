@@ -17,13 +17,20 @@ from sametoken.types.sampling_params import SamplingParams
 
 #: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
 _LEVELS = {"hybrid": 2, "colocated": 1}
+#: The name of the trainer's adapter.
+_ADAPTER = "policy"
 _NO_TOKENS: dict[str, Any] = {"token_ids": [], "stop_reason": "aborted"}
 
 
-def engine_config(rollout: Any, model_path: str) -> EngineConfig:
+def engine_config(rollout: Any, model_path: str, lora_rank: int = 0) -> EngineConfig:
     """The engine of verl's ``RolloutConfig``; ``engine_kwargs.sametoken`` has further options.
 
     Weights are read from the checkpoint whatever ``load_format`` says, until an update comes.
+
+    Args:
+        rollout: the config.
+        model_path: the checkpoint.
+        lora_rank: see ``lora_rank_of``.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -41,8 +48,19 @@ def engine_config(rollout: Any, model_path: str) -> EngineConfig:
         "logprobs_mode": rollout.logprobs_mode,
         "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
     }
+    if lora_rank:
+        # A place for the next one, while requests have the one before.
+        options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": lora_rank}
     own = rollout.engine_kwargs.get("sametoken") or {}
     return EngineConfig.from_options(model=model_path, **options | dict(own))
+
+
+def lora_rank_of(model: Any) -> int:
+    """The rank of the adapter that a trainer of verl's ``HFModelConfig`` sends; 0: it sends none.
+
+    FSDP's settings have a name of their own, Megatron's are in a mapping.
+    """
+    return 0 if model.lora.get("merge") else max(model.lora_rank, model.lora.get("rank", 0))
 
 
 class RolloutServer:
@@ -67,6 +85,10 @@ class RolloutServer:
     ) -> None:
         self._config, self._server_config = config, ServerConfig(host=host, port=0)
         self._level = _LEVELS.get(mode) if sleeps else None
+        if self._level and config.enable_lora:
+            # The model's weights do not come again.
+            self._level = 1
+        self._adapter: str | None = None
         self._lengths = lengths
         self._global_steps: int | None = None
         self._rejects = False
@@ -101,7 +123,8 @@ class RolloutServer:
         params = self._params(dict(sampling_params), len(prompt_ids))
         asked = {"prompt_token_ids": list(prompt_ids)}
         output: RequestOutput | None = None
-        async for one in self._engine.generate(asked, params, request_id):
+        stream = self._engine.generate(asked, params, request_id, lora_request=self._adapter)
+        async for one in stream:
             # Outputs are cumulative, so only the newest is kept.
             output = one
         assert output is not None
@@ -129,6 +152,12 @@ class RolloutServer:
     async def update_weights(self, directory: str, global_steps: int | None = None) -> None:
         """Replace the weights by those of a directory; errors as in ``AsyncLLM``."""
         await self._engine.update_weights(directory)
+        await self.set_global_steps(global_steps)
+
+    async def update_adapter(self, directory: str, global_steps: int | None = None) -> None:
+        """Replace the adapter that answers by that of a directory; errors as in ``AsyncLLM``."""
+        await self._engine.adapters.load(_ADAPTER, directory)
+        self._adapter = _ADAPTER
         await self.set_global_steps(global_steps)
 
     async def set_global_steps(self, global_steps: int | None) -> None:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.adapters import in_memory, write_adapter
+from helpers.checkpoints import write_llama
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.serving.verl.server import RolloutServer, engine_config
+from sametoken.models.load.adapter import read_adapter
+from sametoken.serving.verl.server import RolloutServer, engine_config, lora_rank_of
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 ROLLOUT = {
@@ -87,31 +90,71 @@ def test_the_rollout_is_registered_by_its_name(rollout):
     assert "sametoken" in Replicas.loaders
 
 
-def test_weights_go_to_the_server_as_files_of_a_directory(rollout, monkeypatch):
+@pytest.fixture
+def trainer(rollout, monkeypatch):
+    """The trainer's side of a server, whose methods read what they are given with a function."""
+
+    def made(**methods):
+        def called(read):
+            async def remote(directory, global_steps):
+                read(Path(directory), global_steps)
+
+            return SimpleNamespace(remote=remote)
+
+        server = SimpleNamespace(**{name: called(read) for name, read in methods.items()})
+        servers = {"sametoken_server_3": server}
+        monkeypatch.setattr(rollout, "ray", SimpleNamespace(get_actor=servers.__getitem__))
+        monkeypatch.setenv("RANK", "3")
+        return rollout.ServerAdapter(SimpleNamespace(**ROLLOUT), None, None)
+
+    return made
+
+
+def test_weights_go_to_the_server_as_files_of_a_directory(rollout, trainer, monkeypatch):
     sent = {f"t{i}": torch.full((5,), float(i)) for i in range(5)}
     received, found = {}, []
 
-    class Method:
-        @staticmethod
-        async def remote(directory, global_steps):
-            files = sorted(Path(directory).iterdir())
-            found.append((len(files), global_steps, directory))
-            for file in files:
-                received.update(load_file(file))
+    def read(directory, global_steps):
+        files = sorted(directory.iterdir())
+        found.append((len(files), global_steps, directory))
+        for file in files:
+            received.update(load_file(file))
 
-    servers = {"sametoken_server_3": SimpleNamespace(update_weights=Method)}
-    monkeypatch.setattr(rollout, "ray", SimpleNamespace(get_actor=servers.__getitem__))
     monkeypatch.setattr(rollout, "_FILE_BYTES", 40)
-    monkeypatch.setenv("RANK", "3")
-    adapter = rollout.ServerAdapter(SimpleNamespace(**ROLLOUT), None, None)
+    adapter = trainer(update_weights=read)
     asyncio.run(adapter.update_weights(iter(sent.items()), global_steps=9, peft_config=None))
     assert received.keys() == sent.keys()
     assert all(torch.equal(received[name], one) for name, one in sent.items())
     ((num_files, steps, directory),) = found
     assert (num_files, steps, Path(directory).exists()) == (3, 9, False)
-    for more in ({"wire_format": "delta_flush"}, {"peft_config": {}}):
-        with pytest.raises(UnsupportedError, match="merge"):
-            asyncio.run(adapter.update_weights(iter(()), **more))
+    with pytest.raises(UnsupportedError, match="differences"):
+        asyncio.run(adapter.update_weights(iter(()), wire_format="delta_flush"))
+
+
+def test_an_adapter_goes_to_the_server_as_peft_saves_it(trainer, tmp_path):
+    """After the weights of its model, if the rollout lacks them."""
+    path = write_adapter(tmp_path / "lora", write_llama(tmp_path / "llama"), ("q_proj",))
+    own, found = in_memory(path), []
+
+    def read_base(directory, global_steps):
+        (file,) = directory.iterdir()
+        found.append([*load_file(file)])
+
+    def read(directory, global_steps):
+        found.append((read_adapter(directory).modules, global_steps))
+
+    adapter = trainer(update_weights=read_base, update_adapter=read)
+    name = "model.layers.0.self_attn.q_proj"
+    base = {f"{name}.base_layer.weight": torch.ones(2, 2), "model.norm.weight": torch.ones(2)}
+    for tensors, done in ((base, False), (own["tensors"], True)):
+        more = {"peft_config": own["config"], "base_sync_done": done, "global_steps": 4}
+        asyncio.run(adapter.update_weights(iter(tensors.items()), **more))
+    assert sorted(found[0]) == [f"{name}.weight", "model.norm.weight"]
+    (modules, steps), expected = found[1], read_adapter(path).modules
+    assert (steps, modules.keys()) == (4, expected.keys())
+    for name, one in expected.items():
+        assert torch.equal(modules[name].down, one.down)
+        assert (modules[name].scale, one.scale) == (0.5, 0.5)
 
 
 def test_the_engine_has_the_rollouts_options_and_its_own():
@@ -119,6 +162,12 @@ def test_the_engine_has_the_rollouts_options_and_its_own():
     assert (config.model, config.max_model_len, config.seed, config.block_size) == ("m", 128, 7, 8)
     assert config.enable_return_routed_experts
     assert config.speculative_config.method == "ngram"
+    assert not config.enable_lora
+    for rank, lora in ((8, {}), (0, {"rank": 8, "merge": False})):
+        adapted = lora_rank_of(SimpleNamespace(lora_rank=rank, lora=lora))
+        config = engine_config(SimpleNamespace(**ROLLOUT), "m", adapted)
+        assert (config.enable_lora, config.max_loras, config.max_lora_rank) == (True, 2, 8)
+    assert lora_rank_of(SimpleNamespace(lora_rank=8, lora={"merge": True})) == 0
     with pytest.raises(ConfigError, match="more"):
         engine_config(
             SimpleNamespace(**ROLLOUT | {"engine_kwargs": {"sametoken": {"more": 1}}}), "m"
@@ -133,7 +182,7 @@ def test_a_rollout_keeps_its_newest_output_alone():
     """Outputs are cumulative: all of them would take memory with the square of its length."""
     made, alive = [], []
 
-    async def outputs(*given):
+    async def outputs(*given, **more):
         for step in range(1, 40):
             reason = "length" if step == 39 else None
             completion = CompletionOutput(0, "", tuple(range(step)), reason)

@@ -257,6 +257,7 @@ def test_adapters_come_and_go_over_http(tmp_path):
             engine={"speculative_config": NGRAM, "enable_lora": True},
             served_model_name=("toy",),
             allow_runtime_lora_updating=True,
+            weight_transfer_config='{"backend": "gloo"}',
         ) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
@@ -295,6 +296,15 @@ def test_adapters_come_and_go_over_http(tmp_path):
             assert why in refused.json()["error"]["message"]
         assert post("unload_lora_adapter", lora_name="sql").status_code == 200
         assert listed() == ["toy"]
+        # TRL loads each version under a name of its own, while the engine pauses.
+        assert client.post("/pause", params={"mode": "keep"}).status_code == 200
+        assert post("load_lora_adapter", **loaded | {"lora_name": "sql-v2"}).status_code == 200
+        assert client.post("/resume").status_code == 200
+        answer = post(
+            "completions", model="sql-v2", prompt=prompt, return_token_ids=True, **sampling
+        )
+        assert answer.json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
+        assert post("unload_lora_adapter", lora_name="sql-v2").status_code == 200
         sent = server.engine.adapters.load("sql", **in_memory(path))
         asyncio.run_coroutine_threadsafe(sent, server._loop).result(120)
         assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)

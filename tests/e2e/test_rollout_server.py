@@ -355,6 +355,7 @@ def test_what_trl_asks_and_reads(by_group):
     """The fields of TRL 1.16's client."""
     info = by_group.get("/server_info?config_format=json")["vllm_config"]
     assert info["weight_transfer_config"] is not None
+    assert info["lora_config"] is None
     assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
     sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     sampling |= {"min_p": 0.0, "max_tokens": 3, "logprobs": 0}

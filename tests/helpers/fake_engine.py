@@ -36,6 +36,8 @@ SUMMARY = EngineSummary(
     num_speculative_tokens=4,
     world_size=1,
     logprobs_mode="raw_logprobs",
+    max_loras=3,
+    max_lora_rank=16,
     synthetic=(),
     settings=(),
 )

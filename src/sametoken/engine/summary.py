@@ -37,6 +37,8 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         num_speculative_tokens=config.num_speculative_tokens,
         world_size=config.tensor_parallel_size,
         logprobs_mode=config.logprobs_mode,
+        max_loras=max(config.max_loras, len(config.lora_modules)) if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank,
         synthetic=config.synthetic,
         settings=explanation(resolved),
     )

@@ -29,6 +29,8 @@ class EngineSummary:
         num_speculative_tokens: k; 0 without speculation.
         world_size: ranks that share the model.
         logprobs_mode: of which distribution log-probabilities are.
+        max_loras: adapters that may be there at once, if any may come; else 0.
+        max_lora_rank: of one that comes.
         synthetic: labels of synthetic parts, to show beside every result.
         settings: every setting with its reason.
     """
@@ -44,5 +46,7 @@ class EngineSummary:
     num_speculative_tokens: int
     world_size: int
     logprobs_mode: str
+    max_loras: int
+    max_lora_rank: int
     synthetic: tuple[str, ...]
     settings: tuple[Setting, ...]

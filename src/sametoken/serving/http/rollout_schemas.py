@@ -165,9 +165,18 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ParallelInfo:
-    """Ranks, with vLLM's names."""
+    """Ranks, with vLLM's names; a server has one engine."""
 
     tensor_parallel_size: int
+    data_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAInfo:
+    """For which adapters there is room, with vLLM's names."""
+
+    max_loras: int
+    max_lora_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,7 @@ class Settings:
 
     model_config: ModelInfo
     parallel_config: ParallelInfo
+    lora_config: LoRAInfo | None
     weight_transfer_config: TransferInfo
 
 

@@ -25,6 +25,7 @@ from sametoken.serving.http.rollout_schemas import (
     InitRequest,
     IsPaused,
     IsSleeping,
+    LoRAInfo,
     Message,
     ModelInfo,
     NameRequest,
@@ -186,6 +187,7 @@ def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransfer
     async def server_info(config_format: Literal["json"] = "json") -> ServerInfo:
         """The settings that trainers look at."""
         resolved = engine.resolved
+        room = LoRAInfo(resolved.max_loras, resolved.max_lora_rank)
         return ServerInfo(
             vllm_config=Settings(
                 model_config=ModelInfo(
@@ -195,6 +197,7 @@ def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransfer
                     logprobs_mode=resolved.logprobs_mode,
                 ),
                 parallel_config=ParallelInfo(tensor_parallel_size=resolved.world_size),
+                lora_config=room if room.max_loras else None,
                 weight_transfer_config=TransferInfo(backend=config.backend),
             )
         )

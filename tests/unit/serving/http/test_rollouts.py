@@ -213,7 +213,8 @@ def test_what_is_known(serve):
                 "max_model_len": 512,
                 "logprobs_mode": "raw_logprobs",
             },
-            "parallel_config": {"tensor_parallel_size": 1},
+            "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1},
+            "lora_config": {"max_loras": 3, "max_lora_rank": 16},
             "weight_transfer_config": {"backend": "gloo"},
         }
     }

@@ -157,6 +157,9 @@ def test_half_an_update_changes_nothing(llamas, answers):
             live.update_weights(tensors.items(), **wrong)
     with pytest.raises(WeightUpdateError, match="no weights"):
         live.update_weights(tensors.items(), target="drafter")
+    factor = f"base_model.model.{UP.replace('weight', 'lora_A.weight')}"
+    with pytest.raises(WeightUpdateError, match=r"is an adapter's.*load it by adapters\.load"):
+        live.update_weights([(factor, tensors[UP])])
     assert said(live) == answers[0]
 
 

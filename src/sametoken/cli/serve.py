@@ -68,7 +68,7 @@ def serve(
         if ray_config is not None and getattr(server, name):
             raise ConfigError(
                 f"{name} changes one engine, and Ray has several replicas",
-                "serve each engine alone, or leave one of both out",
+                "serve each engine alone, or deploy again with other weights or lora_modules",
             )
     engine_config = EngineConfig.from_options(model=at_revision(model, revision), **options)
     server.require_apart(engine_config)

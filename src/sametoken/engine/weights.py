@@ -198,9 +198,15 @@ class LiveWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 
         If none of the module's tensors are there, it stays as it is. A head's copy of the target's
-        lm_head always comes with the target.
+        lm_head always comes with the target. Factors of an adapter are refused by name.
         """
         self.require_target(target)
+        factor = next((name for name in source.names() if ".lora_A." in name), None)
+        if factor is not None:
+            raise WeightUpdateError(
+                f"{shown(factor)} is an adapter's, and no weight of a model",
+                "load it by adapters.load, or /v1/load_lora_adapter, or merge it",
+            )
         with update_errors():
             return self._load(source, target)
 

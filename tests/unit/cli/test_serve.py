@@ -144,6 +144,15 @@ def test_options_of_ray_need_ray():
     assert (done.exit_code, "add --ray" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [("--allow-runtime-lora-updating",), ("--weight-transfer-config", '{"backend": "gloo"}')],
+)
+def test_what_changes_one_engine_is_refused_with_ray(option):
+    done = run("--ray", *option)
+    assert (done.exit_code, "other weights or lora_modules" in done.output) == (2, True)
+
+
 def test_without_the_extra_ray_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     done = run("--ray")

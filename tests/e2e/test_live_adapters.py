@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from shutil import copytree, rmtree
 
@@ -13,14 +14,15 @@ import torch
 from helpers.adapters import ATTENTION, MLP, in_memory, write_adapter
 from helpers.chat_model import write_chat_model
 from helpers.checkpoints import write_llama
-from helpers.http_server import TOY_ENGINE, running_server
+from helpers.http_server import TOY_ENGINE, RunningServer, running_server
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, LoRARequest, RequestOutput, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.engine import live_adapters
 from sametoken.engine.adapters import read_adapters
-from sametoken.errors import CheckpointError, RequestError
+from sametoken.errors import CheckpointError, RequestError, WeightUpdateError
 from sametoken.models.load.adapter import StoredAdapter, open_adapter
+from sametoken.serving.weight_sender import WeightSender
 from sametoken.types.lora_modules import LoRAModule
 
 #: Sizes that two ranks divide.
@@ -243,14 +245,41 @@ def test_ranks_that_read_different_files_at_the_start_refuse_them(files):
         read_adapters(config, lambda own: [((0, 0, 0), *stamps[1:]) for stamps in own])
 
 
-def test_adapters_come_and_go_over_http(tmp_path):
-    model = write_chat_model(tmp_path / "model")
-    path = write_adapter(tmp_path / "sql", model, ATTENTION, seed=1)
-    sampling = {"temperature": 0.8, "seed": 5, "max_tokens": 24, "ignore_eos": True}
-    prompt = "the inner the other the inner the other"
-    with LLM(str(model), **TOY_ENGINE, lora_modules={"sql": path}) as llm:
-        (output,) = llm.generate(prompt, SamplingParams(**sampling), lora_request="sql")
+SAMPLING = {"temperature": 0.8, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+PROMPT = "the inner the other the inner the other"
 
+
+class Client(httpx.Client):
+    """Of a server without adapters, and of one whose files are at ``path``."""
+
+    def __init__(self, server: RunningServer, path: Path, tokens: list[int]) -> None:
+        super().__init__(base_url=server.url, timeout=120)
+        self.server, self.path, self.tokens = server, path, tokens
+
+    def ask(self, name: str = "sql") -> httpx.Response:
+        more = {"prompt": PROMPT, "return_token_ids": True}
+        return self.send_json("completions", model=name, **more, **SAMPLING)
+
+    def send_json(self, route: str, **body) -> httpx.Response:
+        return self.post(f"/v1/{route}", json=body)
+
+    def names(self) -> list[str]:
+        return [one["id"] for one in self.get("/v1/models").json()["data"]]
+
+    def answers_and_goes(self, name: str = "sql") -> None:
+        """The adapter says what one of the start says, and then none has its name."""
+        assert self.ask(name).json()["choices"][0]["token_ids"] == self.tokens
+        assert self.send_json("unload_lora_adapter", lora_name=name).status_code == 200
+        assert self.ask(name).status_code == 404
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("http")
+    model = write_chat_model(folder / "model")
+    path = write_adapter(folder / "sql", model, ATTENTION, seed=1)
+    with LLM(str(model), **TOY_ENGINE, lora_modules={"sql": path}) as llm:
+        (output,) = llm.generate(PROMPT, SamplingParams(**SAMPLING), lora_request="sql")
     with (
         running_server(
             model,
@@ -259,55 +288,68 @@ def test_adapters_come_and_go_over_http(tmp_path):
             allow_runtime_lora_updating=True,
             weight_transfer_config='{"backend": "gloo"}',
         ) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
+        Client(server, path, list(output.outputs[0].token_ids)) as client,
     ):
+        yield client
 
-        def post(route: str, **body) -> httpx.Response:
-            return client.post(f"/v1/{route}", json=body)
 
-        def ask() -> httpx.Response:
-            more = {"prompt": prompt, "return_token_ids": True}
-            return post("completions", model="sql", **more, **sampling)
+def test_adapters_come_and_go_over_http(client, tmp_path):
+    assert client.ask().status_code == 404
+    loaded = {"lora_name": "sql", "lora_path": str(client.path)}
+    answer = client.send_json("load_lora_adapter", **loaded)
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'sql' added successfully.",
+    )
+    assert client.names() == ["toy", "sql"]
+    assert client.ask().json()["choices"][0]["token_ids"] == client.tokens
+    again = client.send_json("load_lora_adapter", **loaded)
+    assert again.status_code == 400
+    assert "set load_inplace" in again.json()["error"]["message"]
+    again = client.send_json("load_lora_adapter", **loaded, load_inplace=True)
+    assert again.status_code == 200
+    for bad, why in (
+        ({"lora_name": "toy"}, "is a name of the model"),
+        ({"lora_name": "a=b"}, "is no adapter"),
+        ({"lora_path": str(tmp_path)}, "holds no adapter_config.json"),
+    ):
+        refused = client.send_json("load_lora_adapter", **loaded | {"lora_name": "b"} | bad)
+        assert refused.status_code == 400, refused.text
+        assert why in refused.json()["error"]["message"]
+    client.answers_and_goes()
+    assert client.names() == ["toy"]
+    assert client.send_json("unload_lora_adapter", lora_name="sql").status_code == 400
 
-        def listed() -> list[str]:
-            return [one["id"] for one in client.get("/v1/models").json()["data"]]
 
-        assert ask().status_code == 404
-        loaded = {"lora_name": "sql", "lora_path": str(path)}
-        answer = post("load_lora_adapter", **loaded)
-        assert (answer.status_code, answer.text) == (
-            200,
-            "Success: LoRA adapter 'sql' added successfully.",
-        )
-        assert listed() == ["toy", "sql"]
-        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
-        again = post("load_lora_adapter", **loaded)
-        assert again.status_code == 400
-        assert "set load_inplace" in again.json()["error"]["message"]
-        assert post("load_lora_adapter", **loaded, load_inplace=True).status_code == 200
-        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
-        for bad, why in (
-            ({"lora_name": "toy"}, "is a name of the model"),
-            ({"lora_name": "a=b"}, "is no adapter"),
-            ({"lora_path": str(tmp_path)}, "holds no adapter_config.json"),
-        ):
-            refused = post("load_lora_adapter", **loaded | {"lora_name": "b"} | bad)
-            assert refused.status_code == 400, refused.text
-            assert why in refused.json()["error"]["message"]
-        assert post("unload_lora_adapter", lora_name="sql").status_code == 200
-        assert listed() == ["toy"]
-        # TRL loads each version under a name of its own, while the engine pauses.
-        assert client.post("/pause", params={"mode": "keep"}).status_code == 200
-        assert post("load_lora_adapter", **loaded | {"lora_name": "sql-v2"}).status_code == 200
-        assert client.post("/resume").status_code == 200
-        answer = post(
-            "completions", model="sql-v2", prompt=prompt, return_token_ids=True, **sampling
-        )
-        assert answer.json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
-        assert post("unload_lora_adapter", lora_name="sql-v2").status_code == 200
-        sent = server.engine.adapters.load("sql", **in_memory(path))
-        asyncio.run_coroutine_threadsafe(sent, server._loop).result(120)
-        assert ask().json()["choices"][0]["token_ids"] == list(output.outputs[0].token_ids)
-        assert post("unload_lora_adapter", lora_name="sql").status_code == 200
-        assert ask().status_code == 404
-        assert post("unload_lora_adapter", lora_name="sql").status_code == 400
+def test_adapters_come_from_trainers(client):
+    """As TRL loads each version under its name; from this process; and over a trainer's group."""
+    assert client.post("/pause", params={"mode": "keep"}).status_code == 200
+    loaded = {"lora_name": "sql-v2", "lora_path": str(client.path)}
+    assert client.send_json("load_lora_adapter", **loaded).status_code == 200
+    assert client.post("/resume").status_code == 200
+    client.answers_and_goes("sql-v2")
+    own = in_memory(client.path)
+    sent = client.server.engine.adapters.load("sql", **own)
+    asyncio.run_coroutine_threadsafe(sent, client.server._loop).result(120)
+    client.answers_and_goes()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    sender = WeightSender([client.server.url], port=port)
+    sender.send_adapter("sql", **own)
+    client.answers_and_goes()
+    for name, bad, why in (
+        ("toy", {}, "is a name of the model"),
+        ("a=b", {}, "is no adapter"),
+        ("sql", {"config": own["config"] | {"use_dora": True}}, "use_dora=True is not supported"),
+        ("sql", {"config": own["config"] | {"r": 4}}, "with the r of 4"),
+    ):
+        with pytest.raises(WeightUpdateError, match=why):
+            sender.send_adapter(name, **own | bad)
+    begun = {"lora_name": "sql", "lora_config": {"peft_type": "LORA"}}
+    for finish, body in (("finish_weight_update", {}), ("finish_lora_update", {"lora_name": "b"})):
+        assert client.post("/start_lora_update", json=begun).status_code == 200
+        refused = client.post(f"/{finish}", json=body)
+        assert refused.status_code == 400
+        assert "the update that has begun is of 'sql'" in refused.json()["error"]["message"]
+    assert client.names() == ["toy"]

@@ -67,6 +67,14 @@ class LiveAdapters(Protocol):
         """
         ...
 
+    def require_room(self) -> int:
+        """The most bytes that a trainer may send of an adapter.
+
+        Raises:
+            RequestError: none can come here.
+        """
+        ...
+
     def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
         """Read an adapter, beside the steps; nothing that runs is changed.
 
@@ -103,6 +111,10 @@ class NoLiveAdapters:
     def number(self, name: str) -> int:
         """Refuse; see ``LiveAdapters``."""
         raise no_adapter(name, ())
+
+    def require_room(self) -> int:
+        """Refuse; see ``LiveAdapters``."""
+        raise _none_comes()
 
     def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
         """Refuse; see ``LiveAdapters``."""
@@ -150,10 +162,15 @@ class AdapterPlaces:
             raise no_adapter(name, self._numbers)
         return number
 
-    def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
-        """See ``LiveAdapters``; every rank takes its share of what this one read."""
+    def require_room(self) -> int:
+        """See ``LiveAdapters``."""
         if not self.come:
             raise _none_comes()
+        return self._model.most_bytes
+
+    def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
+        """See ``LiveAdapters``; every rank takes its share of what this one read."""
+        self.require_room()
         number = next(self._next)
         with adapter_errors():
             write = self._loaded(_opened(given) if isinstance(given, str) else given, number)

@@ -86,6 +86,12 @@ class AdaptedModel:
         self.decoder = copy(target)
         self.decoder.layers = tuple(self._adapted(layer) for layer in target.layers)
 
+    @property
+    def most_bytes(self) -> int:
+        """Of an adapter's factors in the widest dtype, float64."""
+        sizes = (one.in_features + part.rows for one in self._linears for part in one.parts)
+        return sum(sizes) * self.room.rank * 8
+
     def prepare(self, adapter: Adapter, number: int) -> Callable[[int], None]:
         """Bring an adapter to the device; what is returned writes it, between steps, to a place.
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import RequestError, shown
-from sametoken.serving.messages import Command, LoadAdapter, RemoveAdapter
+from sametoken.serving.messages import (
+    ComingAdapter,
+    Command,
+    FinishAdapter,
+    LoadAdapter,
+    RemoveAdapter,
+    StartUpdate,
+)
 from sametoken.types.lora_modules import AdapterNames, LoRAModule, module_of
 
 if TYPE_CHECKING:
@@ -65,6 +72,28 @@ class ServedAdapters:
         module = module_of(name, path, sent=sent is not None)
         await self._change(self._load, module, sent, in_place)
 
+    async def start_update(self, name: str, config: Mapping[str, Any]) -> None:
+        """Begin an update whose tensors a trainer sends, by ``AsyncLLM.take_weights``.
+
+        Args:
+            name: by which requests will choose the adapter.
+            config: as in ``load``, as plain JSON.
+
+        Raises:
+            RequestError: the name or the config is impossible, or no adapter can come.
+            DrainingError, EngineRestartingError, EngineDeadError: there is no engine.
+        """
+        module = module_of(name, None, sent=True)
+        await self.command(StartUpdate(ComingAdapter(module.name, config)))
+
+    async def finish_update(self, name: str) -> None:
+        """Use the adapter whose tensors came; as ``load``.
+
+        Raises:
+            WeightUpdateError: the update that has begun is another one.
+        """
+        await self._change(self._finish, module_of(name, None, sent=True))
+
     async def unload(self, name: str) -> None:
         """No further request has the adapter; unfinished ones keep it until they end.
 
@@ -95,6 +124,10 @@ class ServedAdapters:
             # Kept until it was read.
             _memory, shared = await asyncio.to_thread(_in_memory, *sent)
             await self.command(LoadAdapter(module.name, shared))
+        self.named.add(module)
+
+    async def _finish(self, module: LoRAModule) -> None:
+        await self.command(FinishAdapter(module.name))
         self.named.add(module)
 
     async def _unload(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sametoken.config import EngineConfig
 from sametoken.errors import SametokenError
@@ -139,10 +139,18 @@ class JoinTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class StartUpdate:
-    """Begin an update of "model" or "drafter"; what was sent of another one is dropped."""
+class ComingAdapter:
+    """An adapter whose tensors a trainer sends, with its name and PEFT's config."""
 
-    target: str
+    name: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StartUpdate:
+    """Begin an update of "model", "drafter" or an adapter; what was sent of another is dropped."""
+
+    target: str | ComingAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,13 @@ class FinishUpdate:
     """Replace the weights by those that were taken since ``StartUpdate``."""
 
     version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishAdapter:
+    """Give a place to the adapter of this name, which was taken since ``StartUpdate``."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +220,7 @@ WeightCommand = (
     | FinishUpdate
     | NameWeights
     | LoadAdapter
+    | FinishAdapter
 )
 Command = (
     Pause

@@ -10,7 +10,7 @@ import pickle
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
@@ -120,17 +120,42 @@ class WeightSender:
             WeightUpdateError: one is no dense tensor with its values; a server refuses them, or
                 is gone. After a failure on the way, make a new sender.
         """
+        start = "start_weight_update" if target == "model" else "start_draft_weight_update"
+        self._send((start, {}), weights, ("finish_weight_update", {"weight_version": version}))
+
+    def send_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> None:
+        """Give every server a LoRA adapter, in place of one of its name; otherwise as ``send``.
+
+        Args:
+            name: by which requests choose it.
+            tensors: as PEFT's ``get_peft_model_state_dict`` returns them.
+            config: as ``LoraConfig.to_dict`` returns it.
+        """
+        named = {"lora_name": name}
+        # Modules are a set.
+        plain = json.loads(json.dumps(dict(config), default=list))
+        start = "start_lora_update", named | {"lora_config": plain}
+        self._send(start, tensors.items(), ("finish_lora_update", named))
+
+    def _send(
+        self,
+        start: tuple[str, dict[str, Any]],
+        weights: Iterable[tuple[str, Tensor]],
+        finish: tuple[str, dict[str, Any]],
+    ) -> None:
+        """Send tensors between two requests, each a path and a body, to every server."""
         if self._group is None and not self._shares:
             raise WeightUpdateError("an update failed, and its group is left", "make a new sender")
-        start = "start_weight_update" if target == "model" else "start_draft_weight_update"
         every = len(self._urls)
-        self._post_all(start, [{}] * every)
+        self._post_all(start[0], [start[1]] * every)
         # A tensor that fails between the servers' requests and the group would leave them waiting.
         tensors = map(named_tensor, weights)
         try:
             while part := list(itertools.islice(tensors, _AT_ONCE)):
                 self._send_part(part)
-            self._post_all("finish_weight_update", [{"weight_version": version}] * every)
+            self._post_all(finish[0], [finish[1]] * every)
         finally:
             self._kept.clear()
 

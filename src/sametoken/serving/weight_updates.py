@@ -16,15 +16,18 @@ from torch import Tensor
 
 from sametoken.distributed.shared_memory import open_shared
 from sametoken.distributed.trainer_group import TrainerGroup
-from sametoken.engine.live_adapters import LiveAdapters, NewAdapter
+from sametoken.engine.live_adapters import LiveAdapters, NewAdapter, adapter_errors
 from sametoken.engine.weights import LEAVE_ROOM, NewWeights, Weights
 from sametoken.errors import SametokenError, WeightUpdateError, shown
+from sametoken.models.load.adapter import SENT, AdapterConfig, StoredAdapter, adapter_config
 from sametoken.models.load.sent import SentTensors, source_of
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.serving.messages import (
     ChangeWeights,
+    ComingAdapter,
     Command,
+    FinishAdapter,
     FinishUpdate,
     JoinedTensors,
     JoinTrainer,
@@ -121,19 +124,41 @@ class WeightUpdates:
                 command.name, given if isinstance(given, str) else given.stored()
             )
         if isinstance(command, FinishUpdate):
-            update, self._update = self._begun(), None
+            update = self._ended(None)
             return self._weights.load(update.source(), update.target)
+        if isinstance(command, FinishAdapter):
+            update = self._ended(command.name)
+            assert update.config is not None
+            stored = StoredAdapter(SENT, update.config, update.source())
+            return self._adapters.load(command.name, stored)
         if isinstance(command, JoinTrainer):
             self._group = None
             self._group = TrainerGroup(command.at)
         elif isinstance(command, StartUpdate):
             # A trainer that was started again has nothing to end the one before with.
             self._update = None
-            most_bytes = self._weights.require_target(command.target)
-            self._update = _Update(command.target, most_bytes)
+            self._update = self._started(command.target)
         elif isinstance(command, TakeWeights):
             self._take(command.weights)
         return None
+
+    def _started(self, target: str | ComingAdapter) -> _Update:
+        if isinstance(target, str):
+            return _Update(target, self._weights.require_target(target))
+        most_bytes = self._adapters.require_room()
+        with adapter_errors():
+            return _Update(target.name, most_bytes, adapter_config(target.config))
+
+    def _ended(self, adapter: str | None) -> _Update:
+        """The update that has begun, if it is that of the adapter, or of weights; it ends."""
+        update = self._begun()
+        if adapter != (None if update.config is None else update.target):
+            raise WeightUpdateError(
+                f"the update that has begun is of {shown(update.target)}",
+                "finish it, by the request of its kind, or start another one",
+            )
+        self._update = None
+        return update
 
     def _wait_for_reads(self) -> None:
         """Wait for the copies that were enqueued, which steps in flight come before.
@@ -179,8 +204,9 @@ class _Update:
     """What a trainer has sent of one update.
 
     Attributes:
-        target: "model" or "drafter".
+        target: "model" or "drafter", or the name of an adapter.
         most_bytes: of all its tensors.
+        config: of an adapter; None: these are weights.
         directory: with all of them, if they come so.
         tensors: that were received, or opened.
         buffer: of the trainer's, and its handles: opened once, as it is counted once.
@@ -188,6 +214,7 @@ class _Update:
 
     target: str
     most_bytes: int
+    config: AdapterConfig | None = None
     directory: Path | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     buffer: tuple[Mapping[str, MemoryHandle], Tensor] | None = None
@@ -196,8 +223,12 @@ class _Update:
         """Note a directory.
 
         Raises:
-            WeightUpdateError: there is one already.
+            WeightUpdateError: there is one already, or it would be an adapter's.
         """
+        if self.config is not None:
+            raise WeightUpdateError(
+                "an update of an adapter has a directory", "load it by /v1/load_lora_adapter"
+            )
         if self.directory is not None:
             raise WeightUpdateError(
                 "one update has two directories", "put all tensors of the checkpoint into one"
@@ -256,7 +287,7 @@ class _Update:
         if sent > self.most_bytes:
             raise WeightUpdateError(
                 f"the update has {in_units(sent)} and may have {in_units(self.most_bytes)}",
-                "send each tensor of the checkpoint once",
+                "send each of its tensors once",
             )
         names = Counter([*self.tensors, *(form.name for form in forms)])
         for name, count in names.items():

@@ -87,7 +87,7 @@ _CONVERT = f"save it with path_initial_model_for_weight_conversion, {_MERGE}"
 #: Of an adapter's files: they differ once one of them is written; None: it is not there.
 Stamps = tuple[tuple[int, int, int] | None, ...]
 #: Where an adapter is that has no directory.
-_SENT = "of the trainer"
+SENT = "of the trainer"
 _AGAIN = "save the adapter again, with all shards of its tensors gathered, or download it again"
 
 
@@ -208,7 +208,7 @@ def sent_adapter(
             "an adapter is a mapping of tensors, and one of its settings",
             "give get_peft_model_state_dict(model) and LoraConfig.to_dict()",
         )
-    return StoredAdapter(_SENT, _config(config, "config"), SentTensors(tensors.items()))
+    return StoredAdapter(SENT, adapter_config(config), SentTensors(tensors.items()))
 
 
 def changed(path: object) -> CheckpointError:
@@ -262,10 +262,11 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         raise CheckpointError(
             f"{path} holds no {ADAPTER_CONFIG}", "give the directory of an adapter in PEFT's format"
         )
-    return _config(read_json_object(file), str(file))
+    return adapter_config(read_json_object(file), str(file))
 
 
-def _config(read: Mapping[str, Any], location: str) -> AdapterConfig:
+def adapter_config(read: Mapping[str, Any], location: str = "config") -> AdapterConfig:
+    """A config, from a place that messages name; errors as ``read_adapter_config``."""
     # Each version of PEFT writes new switches, which are off.
     values = {key: value for key, value in read.items() if key in _USED or value is not False}
     config = Settings(values, location)

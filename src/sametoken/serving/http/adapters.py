@@ -11,10 +11,8 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from sametoken.errors import shown
 from sametoken.serving.http.body import JsonRoute
-from sametoken.serving.http.errors import invalid
-from sametoken.serving.http.rollouts import CONTROL_ERRORS, require_no_page
+from sametoken.serving.http.rollouts import CONTROL_ERRORS, require_no_model, require_no_page
 from sametoken.serving.http.schemas import Strict
 from sametoken.serving.http.served import Served
 
@@ -47,8 +45,7 @@ def adapter_routes(served: Served) -> APIRouter:
     @router.post("/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadRequest) -> str:
         """Read an adapter beside the requests that run; later ones may choose it."""
-        if body.lora_name in served.names:
-            raise invalid(f"{shown(body.lora_name)} is a name of the model", "lora_name")
+        require_no_model(served, body.lora_name)
         await adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 

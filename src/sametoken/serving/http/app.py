@@ -114,7 +114,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(page_routes())
     transfer = config.weight_transfer
     if transfer is not None:
-        app.include_router(rollout_routes(engine, transfer, by_key=bool(config.api_key)))
+        app.include_router(rollout_routes(served, transfer))
     if config.allow_runtime_lora_updating:
         app.include_router(adapter_routes(served))
     install_handlers(app)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -42,6 +42,19 @@ class StartRequest(Strict):
     """Begin an update."""
 
     is_checkpoint_format: Literal[True] = True
+
+
+class StartLoRARequest(Strict):
+    """Begin an update of an adapter: its name, and PEFT's adapter_config.json."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_config: dict[str, Any]
+
+
+class FinishLoRARequest(Strict):
+    """Use the adapter of this name, whose tensors were sent."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class InitInfo(Strict):

@@ -20,6 +20,7 @@ from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.ipc_handles import read_handles
 from sametoken.serving.http.responses import ErrorResponse
 from sametoken.serving.http.rollout_schemas import (
+    FinishLoRARequest,
     FinishRequest,
     InitInfo,
     InitRequest,
@@ -36,6 +37,7 @@ from sametoken.serving.http.rollout_schemas import (
     Reset,
     ServerInfo,
     Settings,
+    StartLoRARequest,
     StartRequest,
     TransferInfo,
     UpdateInfo,
@@ -49,6 +51,7 @@ from sametoken.types.weight_updates import DRAFTER, IPC, MODEL, NCCL, NCCL_ID_BY
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
+    from sametoken.serving.http.served import Served
 
 _COLUMNS = "names, dtype_names and shapes"
 CONTROL_ERRORS: dict[int | str, dict[str, Any]] = {
@@ -59,19 +62,15 @@ CONTROL_ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def rollout_routes(engine: AsyncLLM, config: WeightTransferConfig, *, by_key: bool) -> APIRouter:
-    """The routes of pauses, sleep and updates.
-
-    Args:
-        engine: the engine.
-        config: how weights come.
-        by_key: whether every request has shown an API key.
-    """
-    dependencies = [] if by_key else [Depends(require_no_page)]
+def rollout_routes(served: Served, config: WeightTransferConfig) -> APIRouter:
+    """The routes of pauses, sleep and updates, by a config of how weights come."""
+    engine = served.engine
+    dependencies = [] if served.config.api_key else [Depends(require_no_page)]
     router = APIRouter(responses=CONTROL_ERRORS, route_class=JsonRoute, dependencies=dependencies)
     _add_pauses(router, engine)
     _add_sleep(router, engine)
     _add_updates(router, engine, config)
+    _add_adapters(router, served, config)
     _add_versions(router, engine)
     _add_server_info(router, engine, config)
     return router
@@ -162,6 +161,26 @@ def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConf
         return Message(message="Weight update finished")
 
 
+def _add_adapters(router: APIRouter, served: Served, config: WeightTransferConfig) -> None:
+    """Updates of adapters, whose tensors ``/update_weights`` takes."""
+    adapters = served.engine.adapters
+
+    @router.post("/start_lora_update")
+    async def start_lora_update(body: StartLoRARequest) -> Message:
+        """Begin an update of an adapter; what was sent of another one is dropped."""
+        require_no_model(served, body.lora_name)
+        if config.backend == FILES:
+            raise invalid("files of an adapter are loaded by /v1/load_lora_adapter", "lora_name")
+        await adapters.start_update(body.lora_name, body.lora_config)
+        return Message(message="Adapter update started")
+
+    @router.post("/finish_lora_update")
+    async def finish_lora_update(body: FinishLoRARequest) -> Message:
+        """Use the adapter that was sent, in place of one of its name; requests go on."""
+        await adapters.finish_update(body.lora_name)
+        return Message(message="Adapter update finished")
+
+
 def _add_versions(router: APIRouter, engine: AsyncLLM) -> None:
     @router.post("/update_weight_version")
     async def update_weight_version(body: NameRequest) -> NewVersion:
@@ -207,6 +226,12 @@ def _add_server_info(router: APIRouter, engine: AsyncLLM, config: WeightTransfer
         """Empty the prefix cache; updates need no reset, as no KV of other weights is read."""
         await engine.reset_prefix_cache()
         return Reset(success=True)
+
+
+def require_no_model(served: Served, name: str) -> None:
+    """Refuse an adapter with a name of the model: requests could not tell the two apart."""
+    if name in served.names:
+        raise invalid(f"{shown(name)} is a name of the model", "lora_name")
 
 
 def require_no_page(request: Request) -> None:

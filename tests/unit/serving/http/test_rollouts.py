@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,9 +38,10 @@ class Engine(FakeEngine):
         return note
 
 
+SERVED = SimpleNamespace(engine=Engine(), config=SimpleNamespace(api_key=("secret",)))
 PATHS = {
     route.path: next(iter(route.methods))
-    for route in rollout_routes(Engine(), WeightTransferConfig("gloo"), by_key=True).routes
+    for route in rollout_routes(SERVED, WeightTransferConfig("gloo")).routes
 }
 
 
@@ -248,3 +250,11 @@ def test_the_document_has_them(serve):
         operation = document["paths"][path][method.lower()]
         assert operation["description"]
         assert "422" not in operation["responses"]
+
+
+def test_an_adapter_s_files_have_a_request_of_their_own(serve, tmp_path):
+    files = json.dumps({"backend": "files", "directory": str(tmp_path)})
+    body = {"lora_name": "sql", "lora_config": {}}
+    answer = serve(Engine(), weight_transfer_config=files).post("/start_lora_update", json=body)
+    assert answer.status_code == 400
+    assert "/v1/load_lora_adapter" in answer.json()["error"]["message"]

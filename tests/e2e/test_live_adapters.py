@@ -343,6 +343,8 @@ def test_adapters_come_from_trainers(client):
         ("a=b", {}, "is no adapter"),
         ("sql", {"config": own["config"] | {"use_dora": True}}, "use_dora=True is not supported"),
         ("sql", {"config": own["config"] | {"r": 4}}, "with the r of 4"),
+        ("sql", {"config": None}, "is a mapping of tensors"),
+        ("sql", {"tensors": [1]}, "is a mapping of tensors"),
     ):
         with pytest.raises(WeightUpdateError, match=why):
             sender.send_adapter(name, **own | bad)

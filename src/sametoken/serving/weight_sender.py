@@ -23,6 +23,7 @@ from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError, in_words
 from sametoken.io.bearer import bearer
+from sametoken.models.load.adapter import NOT_AN_ADAPTER
 from sametoken.models.load.sent import named_tensor
 from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
@@ -134,10 +135,14 @@ class WeightSender:
             config: as ``LoraConfig.to_dict`` returns it.
         """
         named = {"lora_name": name}
-        # Modules are a set.
-        plain = json.loads(json.dumps(dict(config), default=list))
+        try:
+            # Modules are a set.
+            plain = json.loads(json.dumps(dict(config), default=list))
+            pairs = dict(tensors).items()
+        except (TypeError, ValueError) as error:
+            raise WeightUpdateError(*NOT_AN_ADAPTER) from error
         start = "start_lora_update", named | {"lora_config": plain}
-        self._send(start, tensors.items(), ("finish_lora_update", named))
+        self._send(start, pairs, ("finish_lora_update", named))
 
     def _send(
         self,

@@ -86,6 +86,11 @@ _MERGE = "merge it into its model with PEFT's merge_and_unload, or use another a
 _CONVERT = f"save it with path_initial_model_for_weight_conversion, {_MERGE}"
 #: Of an adapter's files: they differ once one of them is written; None: it is not there.
 Stamps = tuple[tuple[int, int, int] | None, ...]
+#: Cause and remedy where a trainer gives something else.
+NOT_AN_ADAPTER = (
+    "an adapter is a mapping of tensors, and one of its settings",
+    "give get_peft_model_state_dict(model) and LoraConfig.to_dict()",
+)
 #: Where an adapter is that has no directory.
 SENT = "of the trainer"
 _AGAIN = "save the adapter again, with all shards of its tensors gathered, or download it again"
@@ -204,10 +209,7 @@ def sent_adapter(
         WeightUpdateError: one of them is no such object.
     """
     if not isinstance(config, Mapping) or not isinstance(tensors, Mapping):
-        raise WeightUpdateError(
-            "an adapter is a mapping of tensors, and one of its settings",
-            "give get_peft_model_state_dict(model) and LoraConfig.to_dict()",
-        )
+        raise WeightUpdateError(*NOT_AN_ADAPTER)
     return StoredAdapter(SENT, adapter_config(config), SentTensors(tensors.items()))
 
 

@@ -117,10 +117,16 @@ def main() -> None:
         print(f"{more}: started in {time.monotonic() - begun:.1f} s", flush=True)
         return llm
 
-    results = {}
+    results: dict[str, dict[str, float]] = {}
+
+    def add(line: str, llm: Any, chosen: list[Any]) -> None:
+        found = results[line] = measure(llm, chosen)
+        times = (f"{key} {value} ms" for key, value in found.items())
+        print(f"{line}: {', '.join(times)}", flush=True)
+
     if not args.adapted_only:
         llm = engine()
-        results["no adapters"] = measure(llm, [None])
+        add("no adapters", llm, [None])
         # One engine's memory at a time.
         del llm
         gc.collect()
@@ -133,11 +139,9 @@ def main() -> None:
         begun = time.monotonic()
         seconds(llm, chosen, 1)
         print(f"first requests of all adapters in {time.monotonic() - begun:.2f} s", flush=True)
-        results["none chosen"] = measure(llm, [None])
-        results["all choose one"] = measure(llm, chosen[:1])
-        results[f"{args.adapters} in turns"] = measure(llm, chosen)
-    for name, found in results.items():
-        print(f"{name}: {', '.join(f'{key} {value} ms' for key, value in found.items())}")
+        add("none chosen", llm, [None])
+        add("all choose one", llm, chosen[:1])
+        add(f"{args.adapters} in turns", llm, chosen)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ class CausalLM(Protocol):
 
 
 class StandIn:
-    """What stands in a target's place as a ``CausalLM``, and leaves the logits to it.
+    """Stands in a target's place as a ``CausalLM``, and runs each of its passes within a block.
 
     Args:
         target: the model, or what already stands in its place.
@@ -107,6 +108,22 @@ class StandIn:
 
     def __init__(self, target: CausalLM) -> None:
         self.config, self.caches, self._target = target.config, target.caches, target
+
+    def around(self, rows: AttentionRows) -> AbstractContextManager[None]:
+        """The block for a pass of these rows; by default an empty one."""
+        return nullcontext()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: KeptRows | None = None,
+    ) -> HiddenStates:
+        """See ``CausalLM.forward``; every layer runs all rows."""
+        assert kept is None
+        with self.around(rows):
+            return self._target.forward(token_ids, rows, cache)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See ``CausalLM.compute_logits``."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from sametoken.models.base import CausalLM, HiddenStates, StandIn
-from sametoken.ops.backend import AttentionRows, KeptRows
+from sametoken.models.base import CausalLM, StandIn
+from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.ops.step.types import TableWrite
-from sametoken.state.caches import ModelCache
 from sametoken.types.lora_modules import NO_ADAPTER
 from sametoken.types.plan import Admission, StepPlan
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdaptedTarget(StandIn):
-    """A ``CausalLM`` in place of the target: its layers know the adapter of each row of a pass.
+    """In place of the target: its layers know the adapter of each row of a pass.
 
     Args:
         target: has room for adapters, or is what records the experts of one that has.
@@ -34,17 +34,11 @@ class AdaptedTarget(StandIn):
         super().__init__(target)
         self._rows, self._by_slot = rows, by_slot
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: KeptRows | None = None,
-    ) -> HiddenStates:
-        """See ``CausalLM.forward``; every layer runs all rows."""
-        assert kept is None
+    @contextmanager
+    def around(self, rows: AttentionRows) -> Iterator[None]:
+        """See ``StandIn``."""
         self._rows.begin(self._by_slot.index_select(0, rows.slots))
-        return self._target.forward(token_ids, rows, cache)
+        yield
 
 
 class StepAdapters(Protocol):

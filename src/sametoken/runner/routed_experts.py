@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.models.base import CausalLM, HiddenStates, StandIn
+from sametoken.models.base import CausalLM, StandIn
 from sametoken.models.decoder import Decoder
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, Routing
+from sametoken.ops.backend import AttentionRows, Kernels, Routing
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.weight import Experts
-from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_host
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import ScheduledRequest, StepPlan
@@ -223,17 +222,9 @@ class RecordedTarget(StandIn):
         super().__init__(target)
         self._recorder = recorder
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: KeptRows | None = None,
-    ) -> HiddenStates:
-        """See ``CausalLM.forward``; every layer runs all rows."""
-        assert kept is None
-        with self._recorder.recorded(token_ids.shape[0]):
-            return self._target.forward(token_ids, rows, cache)
+    def around(self, rows: AttentionRows) -> AbstractContextManager[None]:
+        """See ``StandIn``."""
+        return self._recorder.recorded(rows.slots.shape[0])
 
 
 def recorder_of(target: Decoder, num_rows: int, device: torch.device) -> Recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -44,12 +45,13 @@ def adapters_are_admitted_once(patch: pytest.MonkeyPatch) -> None:
 def adapters_by_place(patch: pytest.MonkeyPatch) -> None:
     """The n-th request of a step gets what the n-th slot has."""
 
-    def mutant(self, token_ids, rows, cache, kept=None):
+    @contextmanager
+    def mutant(self, rows):
         _, places = rows.slots.unique_consecutive(return_inverse=True)
         self._rows.begin(self._by_slot.index_select(0, places))
-        return self._target.forward(token_ids, rows, cache)
+        yield
 
-    patch.setattr(AdaptedTarget, "forward", mutant)
+    patch.setattr(AdaptedTarget, "around", mutant)
 
 
 @mutant("a-step-without-adapters-by-its-first-request", "docs/decisions/0045", ADAPTED, "tokens")

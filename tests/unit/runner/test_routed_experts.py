@@ -69,6 +69,11 @@ def recorder(target: Target, num_rows: int = 8) -> ExpertRecorder:
     return ExpertRecorder(target, target.kernels, num_rows, CPU)
 
 
+def run(recorder: ExpertRecorder, target: Target, num_rows: int) -> None:
+    rows = SimpleNamespace(slots=torch.zeros(num_rows))
+    recorder.over(target).forward(rows.slots, rows, None)
+
+
 def plan_of(*sizes: int) -> StepPlan:
     """Prompts of these sizes."""
     return StepPlan(0, requests=tuple(ScheduledRequest(i, n, 0, True) for i, n in enumerate(sizes)))
@@ -99,7 +104,7 @@ def test_a_pass_that_chooses_for_other_rows_is_refused(num_calls, message):
     target = Target()
     target.given = torch.randn(num_calls, 5, 7)
     with pytest.raises(InvariantError, match=message):
-        recorder(target).over(target).forward(torch.zeros(5), None, None)
+        run(recorder(target), target, 5)
 
 
 def test_a_replayed_pass_writes_where_the_captured_one_did():
@@ -107,11 +112,11 @@ def test_a_replayed_pass_writes_where_the_captured_one_did():
     target = Target()
     experts, plan = recorder(target), plan_of(3, 2)
     target.given = torch.randn(2, 8, 7)
-    experts.over(target).forward(torch.zeros(8), None, None)
+    run(experts, target, 8)
     captured = target.chosen
     # Of a smaller shape, which shares the memory.
     target.given = torch.randn(2, 2, 7)
-    experts.over(target).forward(torch.zeros(2), None, None)
+    run(experts, target, 2)
     first = torch.arange(32).view(2, 8, 2)
     for written, values in zip(captured, first, strict=True):
         written.copy_(values)
@@ -141,7 +146,7 @@ def test_ids_of_many_experts_have_two_bytes():
     target = Target(num_experts=300)
     experts, plan = recorder(target), plan_of(3)
     target.given = torch.eye(300)[297:].expand(2, 3, 300)
-    experts.over(target).forward(torch.zeros(3), None, None)
+    run(experts, target, 3)
     found = kept(experts, plan).of(0, *plan.requests, 0)
     assert found.dtype == np.uint16
     assert found[:, 0, 0].tolist() == [297, 298, 299]
@@ -150,7 +155,7 @@ def test_ids_of_many_experts_have_two_bytes():
 def test_what_cannot_be_recorded_is_refused():
     target = Target()
     with pytest.raises(InvariantError, match="a pass of 9 rows where 8"):
-        recorder(target).over(target).forward(torch.zeros(9), None, None)
+        run(recorder(target), target, 9)
     admission = Admission(0, (1, 2, 3), num_cached=2, params=SamplingParams())
     with pytest.raises(InvariantError, match="prefix cache"):
         kept(recorder(target), replace(plan_of(1), admissions=(admission,)))

@@ -258,7 +258,7 @@ class Scheduler:
             self._memory.drop_behind(request)
             if request.at_limit:
                 continue
-            if request is self._youngest and self._lacks_blocks(Turn(request, 1, 0)):
+            if request is self._youngest and self._memory.lacks_blocks(Turn(request, 1, 0)):
                 draft.short_of_blocks = True
             else:
                 ready.append(request)
@@ -288,14 +288,14 @@ class Scheduler:
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
         """Schedule a running request, swapping out younger ones if blocks are short."""
         request = turn.request
-        if self._lacks_blocks(turn):
-            while self._lacks_blocks(Turn(request, 1, 0)):
+        if self._memory.lacks_blocks(turn):
+            while self._memory.lacks_blocks(Turn(request, 1, 0)):
                 if request is self._youngest:
                     draft.short_of_blocks = True
                     return
                 self._swap_out(self._youngest, draft)
             turn = self._memory.fit(turn)
-        self._memory.assign(request, self._memory.lacking(turn), draft)
+        self._memory.extend(turn, draft)
         draft.turns.append(turn)
 
     def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:
@@ -330,7 +330,7 @@ class Scheduler:
         self._next_admission += 1
         draft.admit(request)
         self._memory.assign_prefix(request, cached, draft)
-        self._memory.assign(request, self._memory.lacking(turn), draft)
+        self._memory.extend(turn, draft)
         draft.restored_states += self._states.restored(request)
         self._move(request, Status.RUNNING)
         draft.turns.append(turn)
@@ -361,10 +361,6 @@ class Scheduler:
     def _youngest(self) -> RequestState:
         return next(reversed(self._running.values()))
 
-    def _lacks_blocks(self, turn: Turn) -> bool:
-        """Whether a running request needs more blocks for a turn than are available."""
-        return self._memory.lacking(turn) > self._pool.num_available
-
     def _swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         self._memory.swap_out(victim, draft)
         self.num_preemptions += 1
@@ -378,8 +374,7 @@ class Scheduler:
             if request.num_in_flight:
                 lingering.append(request)
                 continue
-            self._pool.release(request.blocks)
-            self._memory.discard(request)
+            self._memory.free(request)
             if request.slot is not None:
                 self._free_slots.append(request.slot)
         self._lingering = lingering

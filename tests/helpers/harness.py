@@ -30,7 +30,7 @@ from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
-from sametoken.scheduler.swap_space import BlockFile
+from sametoken.scheduler.swap_space import NO_FILE, BlockFile
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
@@ -222,7 +222,7 @@ def build(
         history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
-    scheduler = Scheduler(limits, make_file(swap) if make_file else None)
+    scheduler = Scheduler(limits, make_file(swap) if make_file else NO_FILE)
     core = EngineCore(resolved, scheduler, runner)
     core.parts, core.accepted_logits = parts, accepted_logits
     return core

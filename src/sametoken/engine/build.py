@@ -50,6 +50,7 @@ from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.scheduler.swap_space import NO_FILE, BlockFile
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
@@ -213,10 +214,10 @@ def _swap_store(loaded: Loaded, caches: tuple[ModelCache, ...]) -> SwapStore:
     return SwapStore(caches, swap.num_host_blocks, swap.limit, pinned=on_gpu)
 
 
-def _swap_file(loaded: Loaded, runner: StepRunner) -> SwapFile | None:
+def _swap_file(loaded: Loaded, runner: StepRunner) -> BlockFile:
     directory = loaded.resolved.config.swap_dir
     if directory is None or not loaded.swap.num_file_blocks:
-        return None
+        return NO_FILE
     return SwapFile(directory, loaded.swap.num_file_blocks, runner.swap.host.buffer)
 
 

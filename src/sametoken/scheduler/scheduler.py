@@ -15,7 +15,7 @@ from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, RowBudget, Turn
 from sametoken.scheduler.request_state import RequestState, Status, failed_update, update_of
-from sametoken.scheduler.swap_space import BlockFile, SwapSpace
+from sametoken.scheduler.swap_space import NO_FILE, BlockFile, SwapSpace
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import ScheduledRequest, StepPlan
@@ -47,7 +47,7 @@ class Scheduler:
         admits: whether waiting requests may begin.
     """
 
-    def __init__(self, limits: SchedulerLimits, file: BlockFile | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, file: BlockFile = NO_FILE) -> None:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.swapped_prefix_hits = 0

@@ -65,6 +65,9 @@ class NoFile:
         return ()
 
 
+NO_FILE: BlockFile = NoFile()
+
+
 class Found(enum.Enum):
     """Where saved blocks are."""
 
@@ -111,16 +114,16 @@ class SwapSpace:
     Args:
         num_blocks: host blocks.
         num_idle_blocks: how many of them idle prefixes may have.
-        file: where blocks move on to, if there is one.
+        file: where blocks move on to.
 
     Attributes:
         num_blocks: host blocks.
     """
 
-    def __init__(self, num_blocks: int, num_idle_blocks: int, file: BlockFile | None) -> None:
+    def __init__(self, num_blocks: int, num_idle_blocks: int, file: BlockFile = NO_FILE) -> None:
         self.num_blocks = num_blocks
         self._num_idle_blocks = num_idle_blocks
-        self._file = file or NoFile()
+        self._file = file
         self._free = list(range(num_blocks - 1, -1, -1))
         self._free_places = list(range(self._file.num_blocks - 1, -1, -1))
         # With a host block: of idle prefixes, the least recently used first; of requests.

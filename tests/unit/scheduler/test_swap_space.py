@@ -49,7 +49,7 @@ def planned(space: SwapSpace, step_id: int) -> None:
 
 
 def test_a_request_is_saved_whole_or_not_at_all():
-    space = SwapSpace(4, 0, None)
+    space = SwapSpace(4, 0)
     space.begin(0)
     assert len(set(space.save_request(request(0, 3)))) == 3
     assert space.save_request(request(1, 2)) is None
@@ -59,7 +59,7 @@ def test_a_request_is_saved_whole_or_not_at_all():
 
 
 def test_idle_prefixes_have_their_share_and_make_room_for_requests():
-    space = SwapSpace(5, 3, None)
+    space = SwapSpace(5, 3)
     for n in range(4):
         space.begin(n)
         assert space.save_prefix(key(n)) is not None
@@ -72,7 +72,7 @@ def test_idle_prefixes_have_their_share_and_make_room_for_requests():
 
 
 def test_what_a_step_copies_or_wants_is_not_dropped_in_it():
-    space = SwapSpace(2, 2, None)
+    space = SwapSpace(2, 2)
     space.begin(0)
     assert space.save_prefix(key(0)) is not None
     assert space.save_prefix(key(1)) is not None
@@ -87,7 +87,7 @@ def test_what_a_step_copies_or_wants_is_not_dropped_in_it():
 
 
 def test_blocks_that_a_step_reads_are_free_from_the_next_one_on():
-    space = SwapSpace(2, 0, None)
+    space = SwapSpace(2, 0)
     space.begin(0)
     space.save_request(request(0, 2))
     space.begin(1)

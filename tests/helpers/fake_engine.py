@@ -15,7 +15,7 @@ from sametoken.engine.sampling_defaults import ServerDefaults
 from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import DrainingError
 from sametoken.serving.adapters import ServedAdapters
-from sametoken.serving.engine_client import RequestStream
+from sametoken.serving.request_stream import RequestStream
 from sametoken.serving.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.engine_summary import EngineSummary

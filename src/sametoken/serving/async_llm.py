@@ -23,7 +23,7 @@ from sametoken.engine.user_inputs import (
 )
 from sametoken.errors import ConfigError, RequestError, SametokenError, shown
 from sametoken.serving.adapters import ServedAdapters
-from sametoken.serving.engine_client import EngineClient, RequestStream
+from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.engine_process import EngineProcess, build_engine
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
@@ -45,6 +45,7 @@ from sametoken.serving.messages import (
     WakeUp,
 )
 from sametoken.serving.preparations import Preparations
+from sametoken.serving.request_stream import RequestStream
 from sametoken.serving.stats import EngineStats
 from sametoken.text.grammar.trials import ProcessTrials
 from sametoken.text.tokenizer import (
@@ -189,8 +190,7 @@ class AsyncLLM(NotCopied):
         """The token ids of a prompt in any of its forms; see ``InputProcessor.tokenize``.
 
         Raises:
-            RequestError: its form is unknown, it is too long, or it is a text and there is no
-                tokenizer.
+            RequestError: its form is unknown, it is too long, or a text without a tokenizer.
         """
         return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 

@@ -23,7 +23,7 @@ from sametoken.errors import (
 )
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.serving.engine_client import EngineClient, RequestStream
+from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Answer,
@@ -36,6 +36,7 @@ from sametoken.serving.messages import (
     Submit,
     Withdraw,
 )
+from sametoken.serving.request_stream import RequestStream
 from sametoken.serving.stats import EngineLoad
 from sametoken.types.outputs import RequestMetrics, RequestOutput
 from sametoken.types.request import RequestUpdate

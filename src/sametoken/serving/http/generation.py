@@ -33,7 +33,7 @@ from sametoken.types.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sametoken.engine.user_inputs import PromptTokens
     from sametoken.serving.async_llm import AsyncLLM
-    from sametoken.serving.engine_client import RequestStream
+    from sametoken.serving.request_stream import RequestStream
 
 
 Result = TypeVar("Result")

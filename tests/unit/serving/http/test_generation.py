@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from helpers.fake_engine import FakeEngine
 from sametoken.errors import EngineDeadError, NumericalError, OverloadedError
-from sametoken.serving.engine_client import RequestStream
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
@@ -23,6 +22,7 @@ from sametoken.serving.http.generation import (
     while_connected,
 )
 from sametoken.serving.http.times import RequestTimes
+from sametoken.serving.request_stream import RequestStream
 from sametoken.types.outputs import RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 

@@ -18,8 +18,8 @@ from sametoken.drafters.build import load_drafter, needs_of_drafter, require_tok
 from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
 from sametoken.engine.expanded_prompts import require_latents
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
-    RequestMemory,
     kv_dtype,
     resolve_device,
     resolve_dtype,

@@ -24,9 +24,9 @@ from sametoken.engine.expanded_prompts import require_expandable, require_latent
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
     USUAL_ROWS,
-    RequestMemory,
     ResolvedConfig,
     kv_dtype,
     reachable_positions,

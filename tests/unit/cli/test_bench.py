@@ -15,7 +15,7 @@ from sametoken.bench.roofline import Bandwidth
 from sametoken.cli.bench import _workload
 from sametoken.cli.main import app
 from sametoken.cli.report import memory_report
-from sametoken.engine.resolve import RequestMemory
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import ConfigError
 
 SMALL = ("--input-len", "8", "--output-len", "6", "--load-format", "dummy")

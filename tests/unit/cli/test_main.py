@@ -20,7 +20,7 @@ from sametoken.cli import generate as generate_module
 from sametoken.cli.main import NO_COMMAND, app
 from sametoken.cli.report import per_position
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.engine.resolve import RequestMemory
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
 from sametoken.llm import LLM
 from sametoken.types.outputs import (

@@ -14,8 +14,8 @@ from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.memory_plan import plan_memory, require_memory
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
-    RequestMemory,
     ResolvedConfig,
     reachable_positions,
     require_quantization,

@@ -10,35 +10,14 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 from transformers.utils import logging as transformers_logging
 
 from helpers.harness import requests_of, run
+from helpers.hybrids import EXPERTS, FULL, LINEAR, TINY
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.ops.dispatch import CHOICE
 
 transformers_logging.disable_progress_bar()
-LINEAR, FULL = "linear_attention", "full_attention"
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
-    "max_position_embeddings": 160,
-    "eos_token_id": None,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-}
+SIZES = TINY | {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
 # Repetitive, so that n-grams are found.
 PROMPTS = [[3, 1, 4] * 7, [9, 2, 6, 5, 3, 5, 8], list(range(40)), [7, 7]]
 

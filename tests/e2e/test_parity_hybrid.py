@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from helpers.forward import Bench, load
-from helpers.hybrids import merged_experts
+from helpers.hybrids import FULL, LINEAR, TINY, merged_experts
 from helpers.parity import (
     BACKENDS,
     drawn_models,
@@ -34,7 +34,6 @@ from helpers.parity import (
 )
 from helpers.rows import ragged_rows
 
-FULL, LINEAR = "full_attention", "linear_attention"
 ROPES = (
     {"rope_type": "default"},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -46,22 +45,6 @@ VISION = {
     "num_heads": 2,
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
-}
-TINY = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "layer_types": [LINEAR, FULL, LINEAR],
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
 }
 EXPERTS = {
     "num_experts": 6,

@@ -38,6 +38,7 @@ HYBRID_SIZES = {
     "max_position_embeddings": 1024,
     "dtype": "bfloat16",
 }
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL]}
 LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 300, 513)
 OPTIONS = {
     # The GPU: without one nothing is collected here, and code that needs none can be tried.

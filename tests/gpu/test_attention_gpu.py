@@ -22,11 +22,6 @@ from sametoken.ops.model.attention.triton import (
     choose,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 QWEN3 = AttentionShape(32, 8, 128)
 QWEN35 = AttentionShape(16, 4, 256)
 GEMMA4 = AttentionShape(16, 2, 512)

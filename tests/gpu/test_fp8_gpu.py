@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_files import OPTIONS, SIZES, plain_requests, write_files
+from gpu_files import FOUR_LAYERS, HYBRID_SIZES, OPTIONS, SIZES, plain_requests, write_files
 from recorded_gpu import Recording, drive
 
 from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
-from helpers.hybrids import FULL, LINEAR, twin_config, twin_tensors
+from helpers.hybrids import twin_config, twin_tensors
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.models.heads.mtp import MTPCheckpoint
@@ -33,29 +33,9 @@ from sametoken.ops.model.gemm.tuning import (
 )
 from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm, rounding_rms_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUDA = torch.device("cuda")
 MAX_TOKENS = 64
-HYBRID = {
-    "vocab_size": 1500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
-    "max_position_embeddings": 1024,
-    "dtype": "bfloat16",
-}
+HYBRID = HYBRID_SIZES | FOUR_LAYERS
 CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=6, pdl=True),
     TritonConfig(32, 128, DEPTH, num_warps=8, num_stages=3, tma=True),

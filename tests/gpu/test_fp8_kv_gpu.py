@@ -14,11 +14,6 @@ from sametoken.ops.model.attention.kv import FLOAT8, KVScales
 from sametoken.ops.model.attention.triton import attention, choose
 from sametoken.ops.triton import TritonKernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SHAPE = AttentionShape(32, 8, 128)
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 64, 12, 700
 CUDA = torch.device("cuda")

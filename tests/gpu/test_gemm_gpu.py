@@ -23,10 +23,6 @@ from sametoken.ops.model.gemm.tuning import (
 )
 from sametoken.ops.triton import DeviceWeight
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 ON_HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 
 CONFIGS = [

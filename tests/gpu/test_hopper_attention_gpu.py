@@ -12,13 +12,10 @@ from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import hopper
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
 
 QWEN3, QWEN35 = AttentionShape(32, 8, 128), AttentionShape(16, 4, 256)
 #: Shape, sliding window, block size and dtype.

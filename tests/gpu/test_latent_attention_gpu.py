@@ -26,10 +26,6 @@ from sametoken.ops.model.latent_attention.hopper import LatentHopperConfig
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.model.latent_attention.tuning import LatentConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 RANK, ROPE, SCALE = 512, 64, 0.07
 HEADS = [16, 20, 128]
 LENGTHS = [5300, 1030, 300, 1]

@@ -18,8 +18,6 @@ if not torch.cuda.is_available():
 
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 
-pytestmark = pytest.mark.gpu
-
 BF16 = torch.bfloat16
 MAX_TOKENS, COUNT = 40, 18
 NGRAM = {

@@ -36,11 +36,6 @@ from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix, Rounding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUDA = torch.device("cuda")
 ON_HOPPER = torch.cuda.is_available() and is_hopper(CUDA)
 ROWS = (1, 2, 5, 16, 17, 33, 64, 65, 130, 300)

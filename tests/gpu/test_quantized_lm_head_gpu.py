@@ -12,11 +12,6 @@ from sametoken.models.quantize import SCHEMES
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 GPU = {"device": "cuda", "dtype": "bfloat16"}
 

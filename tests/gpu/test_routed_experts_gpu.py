@@ -14,11 +14,6 @@ from helpers.families import random_model
 from helpers.nemotron import write_twin
 from sametoken import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 MAX_TOKENS, COUNT = 48, 16
 #: More experts than fit one byte.
 EXPERTS = {"num_experts": 300, "num_experts_per_tok": 4, "moe_intermediate_size": 128}

@@ -51,8 +51,6 @@ from sametoken.ops.triton import TritonKernels
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
-pytestmark = pytest.mark.gpu
-
 BF16 = torch.bfloat16
 QWEN = AttentionShape(32, 8, 128)
 SMOL = AttentionShape(9, 3, 64)

@@ -8,7 +8,15 @@ import time
 
 import pytest
 import torch
-from gpu_files import OPTIONS, SIZES, requests, write_hybrid_target, write_nextn_target
+from gpu_files import (
+    FOUR_LAYERS,
+    HYBRID_SIZES,
+    OPTIONS,
+    SIZES,
+    requests,
+    write_hybrid_target,
+    write_nextn_target,
+)
 from recorded_gpu import drive
 from safetensors.torch import load_file
 from test_mamba2_gpu import NANO
@@ -21,7 +29,7 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
-from helpers.hybrids import FULL, LINEAR, hybrid_config
+from helpers.hybrids import hybrid_config
 from sametoken import LLM
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -35,26 +43,13 @@ MAX_TOKENS = 96
 NUM_ALONE = 6
 # Ranks divide the vocabulary.
 SHAPE = SIZES | {"vocab_size": 1536}
-HYBRID = {
-    "vocab_size": 1536,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+EXPERTS = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256,
-    "max_position_embeddings": 1024,
-    "dtype": "bfloat16",
 }
+HYBRID = HYBRID_SIZES | FOUR_LAYERS | EXPERTS | {"vocab_size": 1536}
 
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3ForCausalLM"])

@@ -30,6 +30,23 @@ HYBRID = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
+#: As an argument of transformers' configs, which know the rest.
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

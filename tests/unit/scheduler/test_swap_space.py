@@ -48,6 +48,18 @@ def planned(space: SwapSpace, step_id: int) -> None:
     space.processed(step_id)
 
 
+def writing() -> tuple[SwapSpace, File]:
+    """Four prefixes fill host memory, and the first is on its way to the file."""
+    file = File()
+    space = SwapSpace(4, 4, file)
+    space.begin(0)
+    for n in range(4):
+        space.save_prefix(key(n))
+    planned(space, 1)
+    space.begin(2)
+    return space, file
+
+
 def test_a_request_is_saved_whole_or_not_at_all():
     space = SwapSpace(4, 0)
     space.begin(0)
@@ -125,13 +137,7 @@ def test_a_block_is_written_once_its_step_has_run_and_read_into_a_quiet_one():
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_failed_copy_loses_at_most_its_block(reads):
-    file = File()
-    space = SwapSpace(4, 4, file)
-    space.begin(0)
-    for n in range(4):
-        space.save_prefix(key(n))
-    planned(space, 1)
-    space.begin(2)
+    space, file = writing()
     file.ended.append((0, reads))
     planned(space, 3)
     if reads:
@@ -157,13 +163,7 @@ def test_the_oldest_prefix_leaves_the_file_and_requests_stay():
 
 
 def test_what_is_dropped_on_its_way_frees_both_ends():
-    file = File()
-    space = SwapSpace(4, 4, file)
-    space.begin(0)
-    for n in range(4):
-        space.save_prefix(key(n))
-    planned(space, 1)
-    space.begin(2)
+    space, file = writing()
     space.drop([key(0)])
     assert space.usage == 1
     file.ended.append((0, True))

@@ -152,6 +152,83 @@ class SharedWeights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HeadReader:
+    """Reads a head's weights; an embedding or lm_head that it lacks is the target's.
+
+    Attributes:
+        weights: reads the head's tensors, with the kernels that run it.
+        shared: the target's weights.
+        max_positions: rows of the rotary table.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all, or those of the
+            head's own map.
+    """
+
+    weights: WeightReader
+    shared: SharedWeights
+    max_positions: int
+    token_ids: Tensor | None
+
+    def embedding(self, rows: int, hidden_size: int) -> UnquantizedWeight:
+        """The embedding [rows, hidden_size].
+
+        Raises:
+            DrafterMismatchError: the head has none, and the target's has another shape.
+        """
+        return self._own_or_shared("embed_tokens", rows, hidden_size, lambda: self.shared.embedding)
+
+    def lm_head(
+        self,
+        rows: int,
+        hidden_size: int,
+        permutation: Tensor | None = None,
+        name: str = "lm_head",
+    ) -> Weight:
+        """``lm_head_of`` the head's own [rows, hidden_size] if it has one, else of the target's.
+
+        ``permutation`` is as in ``Part``, for the head's own.
+
+        Raises:
+            DrafterMismatchError: as in ``embedding``.
+            UnsupportedError: as ``lm_head_of``.
+        """
+        linear = self.weights.quantization.format_of(name, self.weights.source)
+        if linear is None:
+            share = self.shared.whole_head
+            return self._made_of(self._own_or_shared(name, rows, hidden_size, share, permutation))
+        own = linear.read(self.weights, hidden_size, (Part(name, rows, permutation),))
+        return own if self.token_ids is None else self._made_of(own)
+
+    def target_lm_head(self) -> Weight:
+        """``lm_head_of`` the target's, which the reader packs and rounds as projections."""
+        return self._made_of(self.shared.whole_head())
+
+    def _own_or_shared(
+        self,
+        name: str,
+        rows: int,
+        hidden_size: int,
+        share: Callable[[], Shared],
+        permutation: Tensor | None = None,
+    ) -> UnquantizedWeight | Shared:
+        """The head's weight ``name`` if it exists, else the result of ``share``."""
+        if f"{name}.weight" in self.weights:
+            return self.weights.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
+        shared = share()
+        if (shared.out_features, shared.in_features) != (rows, hidden_size):
+            raise DrafterMismatchError(
+                f"the EAGLE head has no {name} of its own and expects one of "
+                f"{rows} x {hidden_size}, the target's is {shared.out_features} x "
+                f"{shared.in_features}",
+                _ANOTHER_HEAD,
+            )
+        return shared
+
+    def _made_of(self, whole: Weight | HeadInUse) -> Weight:
+        weights = self.weights
+        return lm_head_of(weights.kernels, whole, self.token_ids, quantize_fp8=weights.quantize_fp8)
+
+
 class HeadCheckpoint(ABC, Generic[Head]):
     """A head on disk, with its config read and its weights not.
 
@@ -205,14 +282,8 @@ class HeadCheckpoint(ABC, Generic[Head]):
         ...
 
     @abstractmethod
-    def _build(
-        self,
-        reader: WeightReader,
-        shared: SharedWeights,
-        max_positions: int,
-        token_ids: Tensor | None,
-    ) -> Head:
-        """Read all tensors of the head; arguments as in ``load``."""
+    def _build(self, reader: HeadReader) -> Head:
+        """Read all tensors of the head."""
         ...
 
     def reading(self, source: TensorSource) -> Self:
@@ -261,7 +332,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
             DrafterMismatchError: the shared weights do not fit the head.
         """
         if self._is_dummy and self._given is None:
-            reader = dummy_reader(
+            weights = dummy_reader(
                 self._directory,
                 kernels,
                 dtype,
@@ -270,12 +341,12 @@ class HeadCheckpoint(ABC, Generic[Head]):
                 quantization=self.quantization,
             )
         else:
-            reader = WeightReader(
+            weights = WeightReader(
                 self._open_tensors(), kernels, dtype, device, quantization=self.quantization
             )
-        reader = replace(reader, quantize_fp8=quantize_fp8)
-        head = self._build(reader, shared, max_positions, token_ids)
-        reader.require_all_read(allowed=self.unused_tensors)
+        weights = replace(weights, quantize_fp8=quantize_fp8)
+        head = self._build(HeadReader(weights, shared, max_positions, token_ids))
+        weights.require_all_read(allowed=self.unused_tensors)
         return head
 
 
@@ -324,62 +395,6 @@ def require_layers(ids: tuple[int, ...], num_target_layers: int) -> None:
             f"the EAGLE head reads layers {ids}, the target has {num_target_layers} layers",
             _ANOTHER_HEAD,
         )
-
-
-def own_or_shared(
-    reader: WeightReader,
-    name: str,
-    rows: int,
-    hidden_size: int,
-    share: Callable[[], Shared],
-    permutation: Tensor | None = None,
-) -> UnquantizedWeight | Shared:
-    """The head's [rows, hidden_size] weight ``name`` if it exists, else the result of ``share``.
-
-    ``permutation`` is as in ``Part``, for the head's own weight.
-
-    Raises:
-        DrafterMismatchError: the head has none, and the target's has another shape.
-    """
-    if f"{name}.weight" in reader:
-        return reader.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
-    shared = share()
-    if (shared.out_features, shared.in_features) != (rows, hidden_size):
-        raise DrafterMismatchError(
-            f"the EAGLE head has no {name} of its own and expects one of {rows} x {hidden_size}, "
-            f"the target's is {shared.out_features} x {shared.in_features}",
-            _ANOTHER_HEAD,
-        )
-    return shared
-
-
-def load_own_lm_head(
-    reader: WeightReader,
-    rows: int,
-    hidden_size: int,
-    shared: SharedWeights,
-    token_ids: Tensor | None,
-    permutation: Tensor | None = None,
-    name: str = "lm_head",
-) -> Weight:
-    """As ``load_lm_head``, of the head's own lm_head ``name`` if it has one, else of the target's.
-
-    Raises:
-        UnsupportedError: as there.
-    """
-    linear = reader.quantization.format_of(name, reader.source)
-    if linear is None:
-        whole = own_or_shared(reader, name, rows, hidden_size, shared.whole_head, permutation)
-        return load_lm_head(reader, whole, token_ids)
-    own = linear.read(reader, hidden_size, (Part(name, rows, permutation),))
-    return own if token_ids is None else load_lm_head(reader, own, token_ids)
-
-
-def load_lm_head(
-    reader: WeightReader, whole: Weight | HeadInUse, token_ids: Tensor | None
-) -> Weight:
-    """``lm_head_of`` as the reader packs and rounds projections."""
-    return lm_head_of(reader.kernels, whole, token_ids, quantize_fp8=reader.quantize_fp8)
 
 
 def lm_head_of(

@@ -57,11 +57,9 @@ from sametoken.models.blocks import (
 from sametoken.models.heads.base import (
     BaseHead,
     HeadCheckpoint,
+    HeadReader,
     HeadStates,
-    SharedWeights,
     index_of,
-    load_own_lm_head,
-    own_or_shared,
     refuse,
     require_sizes,
 )
@@ -202,28 +200,20 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         """See ``HeadCheckpoint``."""
         return self.config.caches(dtype)
 
-    def _build(
-        self,
-        reader: WeightReader,
-        shared: SharedWeights,
-        max_positions: int,
-        token_ids: Tensor | None,
-    ) -> Eagle1Head:
-        layer = self.config.layer
+    def _build(self, reader: HeadReader) -> Eagle1Head:
+        weights, layer, max_positions = reader.weights, self.config.layer, reader.max_positions
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
-        rotary = rotary_of(layer, max_positions, reader.device)
-        fc_bias = self.config.fc_bias or "fc.bias" in reader
+        rotary = rotary_of(layer, max_positions, weights.device)
+        fc_bias = self.config.fc_bias or "fc.bias" in weights
         return Eagle1Head(
             config=self.config,
-            kernels=reader.kernels,
-            embedding=own_or_shared(
-                reader, "embed_tokens", vocab_size, hidden_size, lambda: shared.embedding
-            ),
-            fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
+            kernels=weights.kernels,
+            embedding=reader.embedding(vocab_size, hidden_size),
+            fc=weights.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(
-                _load_layer(reader, self.config, i, rotary, max_positions)
+                _load_layer(weights, self.config, i, rotary, max_positions)
                 for i in range(layer.num_layers)
             ),
-            lm_head=load_own_lm_head(reader, vocab_size, hidden_size, shared, token_ids),
-            token_ids=token_ids,
+            lm_head=reader.lm_head(vocab_size, hidden_size),
+            token_ids=reader.token_ids,
         )

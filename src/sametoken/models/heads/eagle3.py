@@ -69,11 +69,9 @@ from sametoken.models.blocks import (
 from sametoken.models.heads.base import (
     BaseHead,
     HeadCheckpoint,
+    HeadReader,
     HeadStates,
-    SharedWeights,
     index_of,
-    load_own_lm_head,
-    own_or_shared,
     refuse,
     require_layers,
     require_sizes,
@@ -328,39 +326,28 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         """See ``HeadCheckpoint``."""
         return self.config.caches(dtype)
 
-    def _build(
-        self,
-        reader: WeightReader,
-        shared: SharedWeights,
-        max_positions: int,
-        token_ids: Tensor | None,
-    ) -> Eagle3Head:
-        config, layer = self.config, self.config.layer
-        hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
+    def _build(self, reader: HeadReader) -> Eagle3Head:
+        config, layer, weights = self.config, self.config.layer, reader.weights
         own_ids, permutation = self._token_ids(), None
         if own_ids is not None:
-            assert token_ids is None
+            assert reader.token_ids is None
             # The rank of each id: where its row stands among ascending ids.
             permutation = own_ids.argsort(stable=True).argsort()
-            own_ids = own_ids.sort().values.to(reader.device)
+            own_ids = own_ids.sort().values.to(weights.device)
         return Eagle3Head(
             config=config,
-            kernels=reader.kernels,
-            embedding=own_or_shared(
-                reader, "embed_tokens", layer.vocab_size, hidden_size, lambda: shared.embedding
-            ),
-            aux_norms=_aux_norms(reader, config),
-            fc=_fc(reader, config),
-            input_layernorm=load_norm(layer, reader, f"{LAYER}.input_layernorm"),
-            hidden_norm=load_norm(layer, reader, f"{LAYER}.hidden_norm"),
-            attention=_attention(reader, config, max_positions),
-            post_attention_layernorm=load_norm(layer, reader, f"{LAYER}.post_attention_layernorm"),
-            mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
-            norm=load_norm(layer, reader, "norm"),
-            lm_head=load_own_lm_head(
-                reader, draft_vocab_size, hidden_size, shared, token_ids, permutation
-            ),
-            token_ids=own_ids if token_ids is None else token_ids,
+            kernels=weights.kernels,
+            embedding=reader.embedding(layer.vocab_size, layer.hidden_size),
+            aux_norms=_aux_norms(weights, config),
+            fc=_fc(weights, config),
+            input_layernorm=load_norm(layer, weights, f"{LAYER}.input_layernorm"),
+            hidden_norm=load_norm(layer, weights, f"{LAYER}.hidden_norm"),
+            attention=_attention(weights, config, reader.max_positions),
+            post_attention_layernorm=load_norm(layer, weights, f"{LAYER}.post_attention_layernorm"),
+            mlp=load_mlp(layer, weights, f"{LAYER}.mlp"),
+            norm=load_norm(layer, weights, "norm"),
+            lm_head=reader.lm_head(config.draft_vocab_size, layer.hidden_size, permutation),
+            token_ids=own_ids if reader.token_ids is None else reader.token_ids,
         )
 
     def _token_ids(self) -> Tensor | None:

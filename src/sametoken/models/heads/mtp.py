@@ -36,11 +36,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
-from sametoken.models.heads.base import (
-    HeadStates,
-    SharedWeights,
-    load_lm_head,
-)
+from sametoken.models.heads.base import HeadReader, HeadStates
 from sametoken.models.heads.mtp_form import (
     ANOTHER_METHOD,
     Module,
@@ -149,18 +145,12 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
         """See ``HeadCheckpoint``."""
         return (attention_cache(self.config, dtype),)
 
-    def _build(
-        self,
-        reader: WeightReader,
-        shared: SharedWeights,
-        max_positions: int,
-        token_ids: Tensor | None,
-    ) -> MTPHead:
+    def _build(self, reader: HeadReader) -> MTPHead:
         return MTPHead(
-            kernels=reader.kernels,
-            embedding=shared.embedding,
-            module=self._form.load(self.config, reader, max_positions),
-            lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
-            caches=self.caches(reader.dtype),
-            token_ids=token_ids,
+            kernels=reader.weights.kernels,
+            embedding=reader.shared.embedding,
+            module=self._form.load(self.config, reader.weights, reader.max_positions),
+            lm_head=reader.target_lm_head(),
+            caches=self.caches(reader.weights.dtype),
+            token_ids=reader.token_ids,
         )

@@ -30,12 +30,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_norm
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
-from sametoken.models.heads.base import (
-    HeadStates,
-    SharedWeights,
-    load_lm_head,
-    load_own_lm_head,
-)
+from sametoken.models.heads.base import HeadReader, HeadStates
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
@@ -85,28 +80,22 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         """See ``HeadCheckpoint``; the one of the target's last layer."""
         return self._family.caches_of(self.config, dtype, str(self._directory))[-1:]
 
-    def _build(
-        self,
-        reader: WeightReader,
-        shared: SharedWeights,
-        max_positions: int,
-        token_ids: Tensor | None,
-    ) -> NextNHead:
-        config, prefix = self.config, self.prefix
+    def _build(self, reader: HeadReader) -> NextNHead:
+        config, prefix, weights = self.config, self.prefix, reader.weights
         hidden = config.hidden_size
         return NextNHead(
-            kernels=reader.kernels,
-            embedding=self._load_embedding(reader, shared),
+            kernels=weights.kernels,
+            embedding=self._load_embedding(reader),
             module=Module(
-                embedding_norm=load_norm(config, reader, f"{prefix}enorm"),
-                hidden_norm=load_norm(config, reader, f"{prefix}hnorm"),
-                fc=reader.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
-                layer=self._load_layer(reader, max_positions),
-                norm=load_norm(config, reader, f"{prefix}shared_head.norm"),
+                embedding_norm=load_norm(config, weights, f"{prefix}enorm"),
+                hidden_norm=load_norm(config, weights, f"{prefix}hnorm"),
+                fc=weights.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
+                layer=self._load_layer(weights, reader.max_positions),
+                norm=load_norm(config, weights, f"{prefix}shared_head.norm"),
             ),
-            lm_head=self._load_head(reader, shared, token_ids),
-            caches=self.caches(reader.dtype),
-            token_ids=token_ids,
+            lm_head=self._load_head(reader),
+            caches=self.caches(weights.dtype),
+            token_ids=reader.token_ids,
         )
 
     def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
@@ -119,21 +108,18 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
             self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
         )
 
-    def _load_embedding(self, reader: WeightReader, shared: SharedWeights) -> UnquantizedWeight:
+    def _load_embedding(self, reader: HeadReader) -> UnquantizedWeight:
         own, config = f"{self.prefix}embed_tokens", self.config
-        if not self._has_own(reader, own, _EMBEDDING):
-            return shared.embedding
-        return reader.packed(config.hidden_size, Part(f"{own}.weight", config.vocab_size))
+        if not self._has_own(reader.weights, own, _EMBEDDING):
+            return reader.shared.embedding
+        return reader.weights.packed(config.hidden_size, Part(f"{own}.weight", config.vocab_size))
 
-    def _load_head(
-        self, reader: WeightReader, shared: SharedWeights, token_ids: Tensor | None
-    ) -> Weight:
+    def _load_head(self, reader: HeadReader) -> Weight:
         own, config = f"{self.prefix}shared_head.head", self.config
-        tied = config.tie_word_embeddings
-        if not self._has_own(reader, own, _EMBEDDING if tied else HEAD.removesuffix(".weight")):
-            return load_lm_head(reader, shared.whole_head(), token_ids)
-        rows, hidden = config.vocab_size, config.hidden_size
-        return load_own_lm_head(reader, rows, hidden, shared, token_ids, name=own)
+        of_target = _EMBEDDING if config.tie_word_embeddings else HEAD.removesuffix(".weight")
+        if not self._has_own(reader.weights, own, of_target):
+            return reader.target_lm_head()
+        return reader.lm_head(config.vocab_size, config.hidden_size, name=own)
 
     def _has_own(self, reader: WeightReader, own: str, target: str) -> bool:
         """Whether the module's checkpoint holds a weight that is no copy of the target's."""

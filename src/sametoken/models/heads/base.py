@@ -350,7 +350,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
         return head
 
 
-def refuse(location: Path, *features: tuple[object, str]) -> None:
+def refuse(location: str, *features: tuple[object, str]) -> None:
     """Refuse a head with any of these features.
 
     Args:

@@ -31,11 +31,9 @@ heads for Qwen2 (SafeAILab/EAGLE#117 and #135).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +66,8 @@ from sametoken.models.heads.layer_config import (
     read_head_quantization,
     read_layer_config,
 )
-from sametoken.models.load.files import read_json_object
+from sametoken.models.load.files import read_settings
+from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
@@ -94,7 +93,8 @@ class Eagle1Config:
         return tuple(attention_cache(self.layer, dtype, window) for window in self.windows)
 
 
-def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
+def _head_config(settings: Settings) -> Eagle1Config:
+    config, location = settings.values, settings.location
     implied = "eagle3" if "draft_vocab_size" in config else "eagle"
     kind = config.get("speculators_model_type", implied)
     if kind != "eagle":
@@ -106,7 +106,7 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
         (config.get("layernorms"), "layernorms"),
         (config.get("add_para_norm"), "add_para_norm"),
     )
-    layer = read_layer_config(config, location)
+    layer = read_layer_config(settings)
     if "speculators_model_type" in config:
         layer = dataclasses.replace(layer, num_layers=1)
     fc_bias = bool(config.get("fusion_bias", config.get("bias", False)))
@@ -187,10 +187,9 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
-        location = directory / "config.json"
-        given = read_json_object(location)
-        self.config = _head_config(given, location)
-        self.quantization = read_head_quantization(given, location)
+        given = read_settings(directory / "config.json")
+        self.config = _head_config(given)
+        self.quantization = read_head_quantization(given)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""

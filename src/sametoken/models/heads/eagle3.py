@@ -82,7 +82,7 @@ from sametoken.models.heads.layer_config import (
     read_layer_config,
 )
 from sametoken.models.heads.stored_names import LAYER
-from sametoken.models.load.files import read_json_object
+from sametoken.models.load.files import read_settings
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.sources import dtype_name
@@ -132,14 +132,14 @@ class Eagle3Config:
         return (attention_cache(self.layer, dtype, self.window),)
 
 
-def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
+def _head_config(settings: Settings) -> Eagle3Config:
+    config, location = settings.values, settings.location
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedError(
             f"{location} describes a {short(kind)} drafter", 'use a head for the method "eagle3"'
         )
-    layer = read_layer_config(config, location)
-    settings = Settings(config, str(location))
+    layer = read_layer_config(settings)
     nested = settings.nested("eagle_config")
     # SafeAILab's own code builds one layer, whatever the number; some of its heads say 40.
     says_depth = "speculators_model_type" in config or "eagle_config" in config
@@ -171,7 +171,7 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
 
 
 def _aux_layer_ids(
-    config: Mapping[str, Any], nested: Mapping[str, Any], location: Path
+    config: Mapping[str, Any], nested: Mapping[str, Any], location: str
 ) -> tuple[int, ...] | None:
     key = "eagle_aux_hidden_state_layer_ids"
     ids = config.get(key) or nested.get(key)
@@ -301,10 +301,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
-        location = directory / "config.json"
-        given = read_json_object(location)
-        self.config = _head_config(given, location)
-        self.quantization = read_head_quantization(given, location)
+        given = read_settings(directory / "config.json")
+        self.config = _head_config(given)
+        self.quantization = read_head_quantization(given)
         if self.config.has_token_map:
             self.optional_tensors = ("lm_head.weight",)
 

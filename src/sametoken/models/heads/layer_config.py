@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 from sametoken.errors import CheckpointError
 from sametoken.models.base import ModelConfig
@@ -19,20 +16,21 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import COMPARE, Settings
 
 
-def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
+def read_layer_config(head: Settings) -> ModelConfig:
     """The decoder layer's sizes, nested in ``speculators`` configs, at the top in SafeAILab's.
 
     Raises:
         CheckpointError: a key is missing or impossible.
         UnsupportedError: the layer needs an operation that is not implemented.
     """
+    config, location = head.values, head.location
     nested = config.get("transformer_layer_config", config)
     if not isinstance(nested, dict):
         raise CheckpointError(f"{location}: transformer_layer_config is not an object", COMPARE)
-    named = Settings({"architectures": ["EagleHead"], **nested}, str(location))
+    named = Settings({"architectures": ["EagleHead"], **nested}, location)
     # Heads for Qwen3.5 rotate a part of each attention head, as their targets do.
     layer = model_config(_with_one_rope(named), rotates_parts=True)
-    settings = Settings(layer.extra, str(location))
+    settings = Settings(layer.extra, location)
     activation = settings.get("hidden_act", "silu")
     latent = "deepseek" in str(config.get("architectures")).lower()
     other_types = sorted(set(settings.names("layer_types")) - WINDOWED)
@@ -57,7 +55,7 @@ def _with_one_rope(settings: Settings) -> Settings:
     return replace(settings, values={**settings.values, "rope_parameters": own})
 
 
-def layer_windows(layer: ModelConfig, location: Path) -> list[int | None]:
+def layer_windows(layer: ModelConfig, location: str) -> list[int | None]:
     """The sliding window of each layer, in positions; None: full attention.
 
     A ``sliding_window`` alone has no effect: heads are Llamas, to which it means nothing, and some
@@ -66,14 +64,14 @@ def layer_windows(layer: ModelConfig, location: Path) -> list[int | None]:
     Raises:
         CheckpointError: as ``sliding_windows``.
     """
-    settings = Settings(layer.extra, str(location))
+    settings = Settings(layer.extra, location)
     if not settings.names("layer_types") and not settings.get("use_sliding_window"):
         return [None] * layer.num_layers
-    return sliding_windows(layer, str(location))
+    return sliding_windows(layer, location)
 
 
-def read_head_quantization(config: Mapping[str, Any], location: Path) -> Quantization:
+def read_head_quantization(head: Settings) -> Quantization:
     """The formats of a head's linears, from its config or its layer's; errors as there."""
-    nested = Settings(config, str(location)).nested("transformer_layer_config")
-    formats = read_quantization({**nested, **config}, str(location))
+    both = {**head.nested("transformer_layer_config"), **head.values}
+    formats = read_quantization(both, head.location)
     return formats if formats is UNQUANTIZED else NamedAsStored(formats)

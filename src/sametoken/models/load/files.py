@@ -58,6 +58,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_settings(path: Path) -> Settings:
+    """The settings in a checkpoint's JSON file; errors as ``read_json_object``."""
+    return Settings(read_json_object(path), str(path))
+
+
 def read_generation_config(directory: Path) -> Settings:
     """The settings of generation_config.json; empty without the file.
 
@@ -65,7 +70,7 @@ def read_generation_config(directory: Path) -> Settings:
         CheckpointError: the file is not a JSON object.
     """
     path = directory / "generation_config.json"
-    return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
+    return read_settings(path) if is_there(path) else NO_SETTINGS
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from sametoken.models.load.files import (
     AGAIN,
     PICKLED,
     read_generation_config,
-    read_json_object,
+    read_settings,
     weight_files,
 )
 from sametoken.models.load.pickled import PickledSource
@@ -72,8 +72,7 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, directory: Path, load_format: str = "auto") -> None:
         self._directory, self._load_format = directory, load_format
-        config_file = directory / "config.json"
-        config = Settings(read_json_object(config_file), str(config_file))
+        config = read_settings(directory / "config.json")
         # First: other architectures may name their sizes otherwise.
         family = model_class(_architecture(config))
         told = quantization_of_another_file(directory, config)

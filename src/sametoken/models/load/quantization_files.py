@@ -11,7 +11,7 @@ from typing import Any
 
 from sametoken.errors import UnsupportedError
 from sametoken.io.files import is_there
-from sametoken.models.load.files import OF_MODELOPT, QUANTIZATION_FILES, read_json_object
+from sametoken.models.load.files import OF_MODELOPT, QUANTIZATION_FILES, read_settings
 from sametoken.models.load.nvfp4_linear import GROUP
 from sametoken.models.load.settings import KV_SCHEME, QUANTIZATION_KEYS, Settings
 
@@ -42,7 +42,7 @@ def quantization_of_another_file(directory: Path, config: Settings) -> dict[str,
     for name in QUANTIZATION_FILES:
         file = directory / name
         if is_there(file):
-            found = name == OF_MODELOPT and _as_config(Settings(read_json_object(file), str(file)))
+            found = name == OF_MODELOPT and _as_config(read_settings(file))
             if found:
                 return {QUANTIZATION_KEYS[0]: found}
             raise UnsupportedError(

@@ -61,13 +61,15 @@ def write_files(folder, architecture: str):
     return {"target": target, "other": other, "head": head}
 
 
-def write_target(folder, architecture: str, seed: int = 0):
+def write_target(folder, architecture: str, seed: int = 0, *, tied: bool = False, **changes):
+    """A random model of ``SIZES``; a Qwen3 may be tied."""
+    sizes = SIZES | changes
     if architecture == "LlamaForCausalLM":
-        return write_llama(folder, seed=seed, **SIZES)
+        return write_llama(folder, seed=seed, **sizes)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(**SIZES, initializer_range=0.08, tie_word_embeddings=False)
+    config = Qwen3Config(**sizes, initializer_range=0.08, tie_word_embeddings=tied)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -21,7 +21,6 @@ from gpu_files import (
 from test_mamba2_gpu import NANO
 from test_mamba2_gpu import write_target as write_nemotron
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -31,7 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from helpers.exact import all_equal, as_stored, rollout
+from helpers.exact import Scene, all_equal, as_stored, rollout
 from helpers.families import random_model
 from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken import LLM, SamplingParams
@@ -210,7 +209,7 @@ CONFIGS = {
 }
 #: The routers of these choose others where a number is rounded, so gradients may jump.
 CHOOSING = ("qwen3_moe",)
-LENGTHS = (2, 65, 300, 129)
+SCENE = Scene(1500, (2, 65, 300, 129))
 #: As on a CPU: tests/unit/exact/test_gradients.py.
 FP32_ERRORS = {"qwen3_5": 1e-4, "nemotron_h": 1e-4}
 FP32_ERROR, BF16_ERRORS = 1e-5, 1.5
@@ -229,37 +228,6 @@ def checkpoint(request, tmp_path_factory):
     return request.param, folder
 
 
-def scene(device: torch.device):
-    generator = torch.Generator().manual_seed(1)
-    sequences = [torch.randint(1500, (n,), generator=generator).tolist() for n in LENGTHS]
-    return sequences, torch.randn(sum(LENGTHS) - len(LENGTHS), generator=generator).to(device)
-
-
-def exact_gradients(model: ExactModel) -> dict[str, torch.Tensor]:
-    sequences, weights = scene(next(model.parameters()).device)
-    model.zero_grad()
-    (torch.cat(model(sequences)) * weights).sum().backward()
-    return {name: one.grad for name, one in model.named_parameters()}
-
-
-def plain_gradients(folder, dtype: torch.dtype, device, rounded: bool = False):
-    """Of transformers' model; ``rounded``: with parameters that are bf16 numbers in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-    )
-    if rounded:
-        model.bfloat16().float()
-    model.to(device)
-    sequences, weights = scene(device)
-    logprobs = []
-    for ids in sequences:
-        logits = model(torch.tensor([ids], device=device)).logits[0, :-1].float()
-        chosen = torch.tensor(ids[1:], device=device)[:, None]
-        logprobs.append(logits.log_softmax(-1).gather(1, chosen)[:, 0])
-    (torch.cat(logprobs) * weights).sum().backward()
-    return {name: one.grad for name, one in model.named_parameters()}
-
-
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.float() - theirs).norm() / theirs.norm().clamp(min=1e-20)).item()
 
@@ -267,8 +235,8 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_fp32_gradients_are_those_of_plain_autograd(checkpoint):
     name, folder = checkpoint
     model = ExactModel(str(folder), dtype="float32", device=DEVICE)
-    found = exact_gradients(model)
-    wanted = plain_gradients(folder, torch.float32, next(model.parameters()).device)
+    found = SCENE.exact_gradients(model)
+    wanted = SCENE.plain_gradients(folder, torch.float32, next(model.parameters()).device)
     wanted = as_stored(wanted, found)
     assert found.keys() == wanted.keys()
     errors = {one: error(gradient, wanted[one]) for one, gradient in found.items()}
@@ -283,9 +251,9 @@ def test_bf16_gradients_err_as_those_of_autograd_in_bf16(checkpoint):
     _, folder = checkpoint
     model = ExactModel(str(folder), dtype="bfloat16", device=DEVICE)
     device = next(model.parameters()).device
-    found = exact_gradients(model)
-    theirs = as_stored(plain_gradients(folder, torch.bfloat16, device), found)
-    wanted = as_stored(plain_gradients(folder, torch.float32, device, rounded=True), found)
+    found = SCENE.exact_gradients(model)
+    theirs = as_stored(SCENE.plain_gradients(folder, torch.bfloat16, device), found)
+    wanted = as_stored(SCENE.plain_gradients(folder, torch.float32, device, rounded=True), found)
     assert found.keys() == wanted.keys() == theirs.keys()
 
     def whole(gradients: dict) -> torch.Tensor:
@@ -298,7 +266,7 @@ def test_bf16_gradients_err_as_those_of_autograd_in_bf16(checkpoint):
 def test_the_backward_pass_gives_the_same_bits_every_time(checkpoint):
     _, folder = checkpoint
     model = ExactModel(str(folder), dtype="bfloat16", device=DEVICE)
-    first = exact_gradients(model)
+    first = SCENE.exact_gradients(model)
     for _ in range(3):
-        again = exact_gradients(model)
+        again = SCENE.exact_gradients(model)
         assert all(torch.equal(gradient, again[one]) for one, gradient in first.items())

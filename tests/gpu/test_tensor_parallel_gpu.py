@@ -16,6 +16,7 @@ from gpu_files import (
     requests,
     write_hybrid_target,
     write_nextn_target,
+    write_target,
 )
 from recorded_gpu import drive
 from safetensors.torch import load_file
@@ -57,7 +58,7 @@ def files(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     one_layer = SHAPE | {"num_hidden_layers": 1}
     return {
-        "target": write_target(folder / "target", request.param),
+        "target": write_target(folder / "target", request.param, tied=True, **SHAPE),
         "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**SHAPE), **one_layer),
         "eagle3": write_safeailab(folder / "eagle3", head_tensors(**SHAPE), **one_layer),
     }
@@ -70,17 +71,6 @@ def hybrid(request, tmp_path_factory):
     sizes = {name: size for name, size in HYBRID.items() if not (dense and "expert" in name)}
     folder = tmp_path_factory.mktemp(request.param)
     return {"target": write_hybrid_target(folder, hybrid_config(request.param, **sizes))}
-
-
-def write_target(folder, architecture):
-    if architecture == "LlamaForCausalLM":
-        return write_llama(folder, **SHAPE)
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE, initializer_range=0.08, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def speculation(files, method) -> dict | None:
@@ -171,7 +161,7 @@ def write_other(folder, name: str):
     if name == "nemotron":
         return write_nemotron(folder, NANO | {"vocab_size": 1536})
     copy = folder.with_name(name + "-copy")
-    quantize_checkpoint(write_target(folder, "LlamaForCausalLM"), copy, name)
+    quantize_checkpoint(write_target(folder, "LlamaForCausalLM", **SHAPE), copy, name)
     return copy
 
 

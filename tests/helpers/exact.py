@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     NemotronHConfig,
@@ -17,7 +19,9 @@ from transformers import (
 
 from helpers.families import EXPERTS, FAMILIES, SIZES, fixed_config, random_model
 from sametoken import LLM, SamplingParams
+from sametoken.exact import ExactModel
 
+CPU = torch.device("cpu")
 #: Families with layers that have no gradients.
 REFUSED = ("gpt_oss",)
 HYBRID = {
@@ -81,6 +85,47 @@ def rollout(llm: LLM, prompts, params: SamplingParams):
 def _chosen(answer) -> torch.Tensor:
     pairs = zip(answer.token_ids, answer.logprobs, strict=True)
     return torch.tensor([entry[token].logprob for token, entry in pairs])
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Packed sequences of these lengths, and a weight for each of their log-probabilities."""
+
+    vocab_size: int
+    lengths: tuple[int, ...]
+
+    def on(self, device: torch.device) -> tuple[list[list[int]], torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        sequences = [
+            torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in self.lengths
+        ]
+        count = sum(self.lengths) - len(self.lengths)
+        return sequences, torch.randn(count, generator=generator).to(device)
+
+    def exact_gradients(self, model: ExactModel) -> dict[str, torch.Tensor]:
+        sequences, weights = self.on(next(model.parameters()).device)
+        model.zero_grad()
+        (torch.cat(model(sequences)) * weights).sum().backward()
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+    def plain_gradients(
+        self, path, dtype: torch.dtype, device: torch.device = CPU, *, rounded: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Of transformers' model; ``rounded``: with parameters that are bf16 numbers in fp32."""
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+        if rounded:
+            model.bfloat16().float()
+        model.to(device)
+        sequences, weights = self.on(device)
+        logprobs = []
+        for ids in sequences:
+            logits = model(torch.tensor([ids], device=device)).logits[0, :-1].float()
+            chosen = torch.tensor(ids[1:], device=device)[:, None]
+            logprobs.append(logits.log_softmax(-1).gather(1, chosen)[:, 0])
+        (torch.cat(logprobs) * weights).sum().backward()
+        return {name: one.grad for name, one in model.named_parameters()}
 
 
 def all_equal(ours, theirs) -> bool:

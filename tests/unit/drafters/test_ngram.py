@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.drafting import NOT_A_TOKEN, Bench, requests_of
-from helpers.lookups import ngram_drafter
+from helpers.lookups import ngram_drafter, slow_lookup
 from helpers.toy import ToyModel
-
-
-def slow_lookup(tokens: list[int], shortest: int, longest: int, k: int) -> list[int]:
-    n = len(tokens)
-    for length in range(min(longest, n - 1), shortest - 1, -1):
-        for start in range(n - length):
-            if tokens[start : start + length] == tokens[n - length :]:
-                return tokens[start + length : min(start + length + k, n)]
-    return []
 
 
 @pytest.mark.parametrize(("k", "shortest", "longest"), [(4, 1, 1), (1, 1, 4), (4, 1, 4), (4, 2, 3)])

@@ -4,50 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from helpers.exact import CONFIGS, HYBRIDS, WITH_EXPERTS, all_equal, as_stored, write_exact
+from helpers.exact import (
+    CONFIGS,
+    CPU,
+    HYBRIDS,
+    WITH_EXPERTS,
+    Scene,
+    all_equal,
+    as_stored,
+    write_exact,
+)
 from helpers.families import VOCAB
 from sametoken.exact import ExactModel, functions
 from sametoken.layers import slices
 
-LENGTHS = (2, 17, 30, 9)
+SCENE = Scene(VOCAB, (2, 17, 30, 9))
 #: Of two sums of fp32 products in different orders.
 FP32_ERROR = 1e-5
 #: Of those through the norms of short q and k: transformers' differ by 7e-5 from its own in fp64.
 HYBRID_ERROR = 1e-4
 #: Of our error in bf16 by that of autograd in bf16; over families and seeds it was 0.35 to 1.37.
 BF16_ERRORS = 1.5
-
-
-def scene(seed: int = 1):
-    """Packed sequences, and a weight for each of their log-probabilities."""
-    generator = torch.Generator().manual_seed(seed)
-    sequences = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
-    return sequences, torch.randn(sum(LENGTHS) - len(LENGTHS), generator=generator)
-
-
-def exact_gradients(model: ExactModel) -> dict:
-    sequences, weights = scene()
-    model.zero_grad()
-    (torch.cat(model(sequences)) * weights).sum().backward()
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-
-
-def plain_gradients(path, dtype: torch.dtype, rounded: bool = False) -> dict:
-    """Of transformers' model; ``rounded``: with parameters that are bf16 numbers in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-    )
-    if rounded:
-        model.bfloat16().float()
-    sequences, weights = scene()
-    logprobs = []
-    for ids in sequences:
-        logits = model(torch.tensor([ids])).logits[0, :-1].float()
-        logprobs.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    (torch.cat(logprobs) * weights).sum().backward()
-    return {name: one.grad for name, one in model.named_parameters()}
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -57,8 +35,8 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fp32_gradients_are_those_of_plain_autograd(name, tmp_path):
     path = write_exact(tmp_path, name)
-    found = exact_gradients(ExactModel(str(path), dtype="float32", device="cpu"))
-    wanted = as_stored(plain_gradients(path, torch.float32), found)
+    found = SCENE.exact_gradients(ExactModel(str(path), dtype="float32", device="cpu"))
+    wanted = as_stored(SCENE.plain_gradients(path, torch.float32), found)
     bound = HYBRID_ERROR if name in HYBRIDS else FP32_ERROR
     for parameter, gradient in found.items():
         if parameter.endswith("layer_scalar"):
@@ -73,10 +51,10 @@ def test_fp32_gradients_are_those_of_plain_autograd(name, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_autocast_changes_no_bit(name, dtype, tmp_path):
     model = ExactModel(str(write_exact(tmp_path, name)), dtype=dtype, device="cpu")
-    logprobs, wanted = model(scene()[0]), exact_gradients(model)
+    logprobs, wanted = model(SCENE.on(CPU)[0]), SCENE.exact_gradients(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert all_equal(model(scene()[0]), logprobs)
-        found = exact_gradients(model)
+        assert all_equal(model(SCENE.on(CPU)[0]), logprobs)
+        found = SCENE.exact_gradients(model)
     assert found.keys() == wanted.keys()
     assert all_equal(found.values(), wanted.values())
 
@@ -85,8 +63,8 @@ def test_autocast_changes_no_bit(name, dtype, tmp_path):
 def test_bf16_gradients_err_as_those_of_autograd_in_bf16(name, tmp_path):
     path = write_exact(tmp_path, name)
     model = ExactModel(str(path), dtype="bfloat16", device="cpu")
-    found, theirs = exact_gradients(model), plain_gradients(path, torch.bfloat16)
-    wanted = plain_gradients(path, torch.float32, rounded=True)
+    found, theirs = SCENE.exact_gradients(model), SCENE.plain_gradients(path, torch.bfloat16)
+    wanted = SCENE.plain_gradients(path, torch.float32, rounded=True)
     assert found.keys() == wanted.keys()
 
     def whole(gradients: dict) -> torch.Tensor:
@@ -103,28 +81,28 @@ def test_bf16_gradients_err_as_those_of_autograd_in_bf16(name, tmp_path):
 
 def test_the_backward_pass_gives_the_same_bits_every_time(tmp_path):
     model = ExactModel(str(write_exact(tmp_path, "qwen3")), dtype="bfloat16", device="cpu")
-    first, second = exact_gradients(model), exact_gradients(model)
+    first, second = SCENE.exact_gradients(model), SCENE.exact_gradients(model)
     assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
 
 
 def test_slices_and_chunks_of_logits_change_no_gradient(tmp_path, monkeypatch):
     model = ExactModel(str(write_exact(tmp_path, "gemma3")), dtype="float32", device="cpu")
-    sequences, _ = scene()
-    whole, logprobs = exact_gradients(model), torch.cat(model(sequences))
+    sequences, _ = SCENE.on(CPU)
+    whole, logprobs = SCENE.exact_gradients(model), torch.cat(model(sequences))
     monkeypatch.setattr(slices, "SLICE_ROWS", 7)
     monkeypatch.setattr(functions, "SCORED_BYTES", 3 * VOCAB * 4)
     assert torch.equal(torch.cat(model(sequences)), logprobs)
-    for name, gradient in exact_gradients(model).items():
+    for name, gradient in SCENE.exact_gradients(model).items():
         assert error(gradient, whole[name]) < FP32_ERROR, name
 
 
 @pytest.mark.parametrize("trained", ["lm_head", "norm", "q_proj", "embed_tokens", "k_norm"])
 def test_frozen_parameters_get_none_and_change_no_other(trained, tmp_path):
     model = ExactModel(str(write_exact(tmp_path, "qwen3")), dtype="float32", device="cpu")
-    whole = exact_gradients(model)
+    whole = SCENE.exact_gradients(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    some = exact_gradients(model)
+    some = SCENE.exact_gradients(model)
     assert some.keys() == {name for name in whole if trained in name}
     assert all(torch.equal(gradient, whole[name]) for name, gradient in some.items())
 
@@ -132,8 +110,8 @@ def test_frozen_parameters_get_none_and_change_no_other(trained, tmp_path):
 def test_gradients_are_of_the_weights_of_the_forward_pass(tmp_path):
     """Whatever becomes of the parameters before the backward pass."""
     model = ExactModel(str(write_exact(tmp_path, "llama")), dtype="float32", device="cpu")
-    whole = exact_gradients(model)
-    sequences, weights = scene()
+    whole = SCENE.exact_gradients(model)
+    sequences, weights = SCENE.on(CPU)
     logprobs = torch.cat(model(sequences))
     model.zero_grad()
     with torch.no_grad():

@@ -7,22 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.lookups import slow_lookup
 from sametoken.ops.lookup.ngram import lookup
 
 
 def every_slot(num_tokens: torch.Tensor) -> torch.Tensor:
     return torch.arange(num_tokens.shape[0])
-
-
-def slow_lookup(tokens: list[int], min_length: int, max_length: int, k: int) -> list[int]:
-    n = len(tokens)
-    for length in range(min(max_length, n - 1), min_length - 1, -1):
-        suffix = tokens[n - length :]
-        for start in range(n - length):
-            if tokens[start : start + length] == suffix:
-                first = start + length
-                return tokens[first : min(first + k, n)]
-    return []
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, cast
 
 import torch
@@ -163,26 +164,18 @@ class DifferentiableKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
-        return recomputed(
-            lambda x, weight: self._kernels.rms_norm(x, weight, eps),
-            lambda x, weight: rms_norm(x, weight, eps),
-            x,
-            weight,
-        )
+        kernel = partial(self._kernels.rms_norm, eps=eps)
+        return recomputed(kernel, partial(rms_norm, eps=eps), x, weight)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See ``Kernels.add_rms_norm``; the kernel gets copies, as it may write to both."""
-        return recomputed(
-            lambda x, residual, weight: self._kernels.add_rms_norm(
-                x.clone(), residual.clone(), weight, eps
-            ),
-            lambda x, residual, weight: add_rms_norm(x, residual, weight, eps),
-            x,
-            residual,
-            weight,
-        )
+
+        def kernel(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return self._kernels.add_rms_norm(x.clone(), residual.clone(), weight, eps)
+
+        return recomputed(kernel, partial(add_rms_norm, eps=eps), x, residual, weight)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.gated_rms_norm``."""
@@ -191,13 +184,7 @@ class DifferentiableKernels:
             heads = torch.unflatten(x, 1, (-1, weight.shape[0]))
             return rms_norm(heads, weight, eps).flatten(1) * F.silu(gate)
 
-        return recomputed(
-            lambda x, gate, weight: self._kernels.gated_rms_norm(x, gate, weight, eps),
-            formula,
-            x,
-            gate,
-            weight,
-        )
+        return recomputed(partial(self._kernels.gated_rms_norm, eps=eps), formula, x, gate, weight)
 
     def gated_group_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
@@ -208,15 +195,8 @@ class DifferentiableKernels:
             groups = torch.unflatten(x * F.silu(gate), 1, (num_groups, -1))
             return rms_norm(groups, weight.view(num_groups, -1), eps).flatten(1)
 
-        return recomputed(
-            lambda x, gate, weight: self._kernels.gated_group_norm(
-                x, gate, weight, num_groups, eps
-            ),
-            formula,
-            x,
-            gate,
-            weight,
-        )
+        kernel = partial(self._kernels.gated_group_norm, num_groups=num_groups, eps=eps)
+        return recomputed(kernel, formula, x, gate, weight)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """See ``Kernels.sigmoid_mul``."""
@@ -234,11 +214,8 @@ class DifferentiableKernels:
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """See ``Kernels.soft_cap``."""
-        return recomputed(
-            lambda logits: self._kernels.soft_cap(logits, cap),
-            lambda logits: cap * torch.tanh(logits / cap),
-            logits,
-        )
+        kernel = partial(self._kernels.soft_cap, cap=cap)
+        return recomputed(kernel, lambda logits: cap * torch.tanh(logits / cap), logits)
 
     def begin_pass(self, rows: AttentionRows, folded: Folded) -> DifferentiablePass:
         """See ``Kernels.begin_pass``."""

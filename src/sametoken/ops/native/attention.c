@@ -11,8 +11,8 @@
  * A head's sink, if there are any, joins the merged splits as one more split, without values. */
 #include "kernels.h"
 #include "kv.h"
+#include "products.h"
 #include "threads.h"
-#include "tile.h"
 #include "transpose.h"
 
 #define SPLIT 256
@@ -56,6 +56,7 @@ typedef struct {
     float *memory_of_values;
     char *queries;          /* [rows * group][dim] */
     float *scores;          /* [rows * group][SPLIT] */
+    int64_t shaped;         /* as in products.h */
 } workspace;
 
 static _Thread_local buffer partial_memory, tile_memory, unit_memory;
@@ -148,11 +149,11 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
         for (int64_t i = column; i < column + GROUP && job->values != job->keys; i++)
             fetch(job, work, job->values, i, job->v_dim, bf16);
         const char *columns = (const char *)work->keys + column * stride;
-        for (int64_t first = 0; first < queries; first += MAX_ROWS) {
-            int64_t rows = smaller(MAX_ROWS, queries - first);
-            f32v sums[MAX_ROWS * PANELS] = {0};
-            multiply_tile(rows, work->queries + first * stride, stride, columns, job->dim,
-                          (float *)sums, bf16);
+        for (int64_t first = 0; first < queries; first += MOST_ROWS(bf16)) {
+            int64_t rows = smaller(MOST_ROWS(bf16), queries - first);
+            f32v sums[MOST_ROWS(1) * PANELS];
+            sum_products(rows, work->queries + first * stride, stride, columns, job->dim,
+                         (float *)sums, &work->shaped, bf16);
             for (int64_t r = 0; r < rows; r++)
                 for (int p = 0; p < PANELS; p++) {
                     int64_t place = (first + r) * SPLIT + column + p * LANES;
@@ -353,6 +354,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     work->now = work->memory_of_places;
     work->next = work->now + 1;
     work->now->unit = work->next->unit = -1;
+    work->shaped = 0;
     work->keys = (u32v *)memory;
     work->memory_of_values = (float *)(memory + keys);
     work->queries = memory + keys + values;
@@ -387,6 +389,7 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
             take(&work, job, tiles, count, units, unit);
             attend(job, &work, partials, bf16);
         }
+        end_products(bf16);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) {
             const row_tile *tile = tiles + i;

@@ -52,6 +52,7 @@ _FAST = ("-march=native", "-fopenmp")
 #: The first leaves OpenMP's symbols undefined, to be bound to the runtime that torch has loaded.
 RECIPES = (
     Recipe("torch's OpenMP", _FAST),
+    Recipe("torch's OpenMP, without AMX", (*_FAST, "-mno-amx-bf16")),
     Recipe("its own OpenMP", _FAST, ("-fopenmp",)),
     Recipe("one thread", ("-march=native",)),
     Recipe("one thread, generic instructions", ()),

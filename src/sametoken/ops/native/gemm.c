@@ -1,12 +1,16 @@
 /* Linear layers, logits and embedding lookup over one packed copy of a weight. */
 #include "kernels.h"
+#include "products.h"
 #include "threads.h"
-#include "tile.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #endif
+
+/* Bytes of rows that stay in the second cache while all columns pass. */
+#define BLOCK_BYTES (1 << 20)
 
 INLINE int64_t units_of(int64_t depth, int bf16) { return bf16 ? ceil_div(depth, 2) : depth; }
 
@@ -67,22 +71,36 @@ EXPORT int64_t embedding(const int64_t *token_ids, const void *packed, void *out
     return 1;
 }
 
-/* One thread's groups of columns; each is multiplied with all rows while it is in cache. */
+/* Ask the system for AMX's registers, if the kernels use them, for all threads; 0 if it refuses. */
+EXPORT int64_t may_use_amx(void) {
+#if defined(HAS_AMX)
+    const long request_permission = 0x1023, tile_data = 18; /* of Linux's asm/prctl.h */
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 1;
+#endif
+}
+
+/* One thread's groups of columns; each is multiplied with a block of rows while it is in cache. */
 INLINE void gemm_part(const char *x, const char *packed, const void *bias, void *out,
                       int64_t t, int64_t n, int64_t k, const int bf16, const int out_bf16) {
     range groups = own_part(ceil_div(n, GROUP));
-    int64_t units = units_of(k, bf16), stride = k * (bf16 ? 2 : 4);
-    int64_t tiles = ceil_div(t, MAX_ROWS);
-    for (int64_t group = groups.first; group < groups.last; group++) {
-        const char *columns = packed + group * units * GROUP * 4;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
-            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64)));
-            memset(sums, 0, rows * GROUP * sizeof *sums);
-            multiply_tile(rows, x + first * stride, stride, columns, k, sums, bf16);
-            store_tile(sums, rows, first * n, n, group * GROUP, n, bias, out, bf16, out_bf16);
+    int64_t units = units_of(k, bf16), stride = k * (bf16 ? 2 : 4), most = MOST_ROWS(bf16);
+    int64_t block = larger(2, BLOCK_BYTES / larger(1, stride * most)) * most, shaped = 0;
+    for (int64_t start = 0; start < t; start += block) {
+        int64_t count = smaller(block, t - start), tiles = ceil_div(count, most);
+        for (int64_t group = groups.first; group < groups.last; group++) {
+            const char *columns = packed + group * units * GROUP * 4;
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                int64_t first = start + count * tile / tiles;
+                int64_t rows = start + count * (tile + 1) / tiles - first;
+                float sums[MOST_ROWS(1) * GROUP] __attribute__((aligned(64)));
+                sum_products(rows, x + first * stride, stride, columns, k, sums, &shaped, bf16);
+                store_tile(sums, rows, first * n, n, group * GROUP, n, bias, out, bf16, out_bf16);
+            }
         }
     }
+    end_products(bf16);
 }
 
 EXPORT void gemm(const void *x, const void *packed, const void *bias, void *out, int64_t t,
@@ -103,21 +121,25 @@ typedef struct {
 INLINE void head_products_impl(const void *x, const void *packed, void *out, int64_t t,
                                int64_t heads, int64_t n, int64_t k, head_strides from,
                                head_strides to, const int bf16) {
-    int64_t size = bf16 ? 2 : 4, groups = ceil_div(n, GROUP), tiles = ceil_div(t, MAX_ROWS);
-    int64_t group_bytes = units_of(k, bf16) * GROUP * 4;
-#pragma omp parallel for schedule(static) if (t * heads * n > PARALLEL_ELEMENTS)
-    for (int64_t unit = 0; unit < heads * groups; unit++) {
-        int64_t head = unit / groups, column = unit % groups * GROUP;
-        const char *columns = (const char *)packed + unit * group_bytes;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
-            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64)));
-            memset(sums, 0, rows * GROUP * sizeof *sums);
-            const char *row = (const char *)x + (first * from.row + head * from.head) * size;
-            multiply_tile(rows, row, from.row * size, columns, k, sums, bf16);
-            store_tile(sums, rows, first * to.row + head * to.head, to.row, column, n, NULL, out,
-                       bf16, bf16);
+    int64_t size = bf16 ? 2 : 4, groups = ceil_div(n, GROUP), most = MOST_ROWS(bf16);
+    int64_t group_bytes = units_of(k, bf16) * GROUP * 4, tiles = ceil_div(t, most);
+#pragma omp parallel if (t * heads * n > PARALLEL_ELEMENTS)
+    {
+        range units = own_part(heads * groups);
+        int64_t shaped = 0;
+        for (int64_t unit = units.first; unit < units.last; unit++) {
+            int64_t head = unit / groups, column = unit % groups * GROUP;
+            const char *columns = (const char *)packed + unit * group_bytes;
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
+                float sums[MOST_ROWS(1) * GROUP] __attribute__((aligned(64)));
+                const char *row = (const char *)x + (first * from.row + head * from.head) * size;
+                sum_products(rows, row, from.row * size, columns, k, sums, &shaped, bf16);
+                store_tile(sums, rows, first * to.row + head * to.head, to.row, column, n, NULL,
+                           out, bf16, bf16);
+            }
         }
+        end_products(bf16);
     }
 }
 

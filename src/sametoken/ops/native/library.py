@@ -29,6 +29,7 @@ class NativeLibrary:
     Annotated with their arguments in order: p: pointer, i: int64, f: float. An int is an int64.
     """
 
+    may_use_amx: Annotated[Callable[[], int], ""]
     team_size: Annotated[Callable[[], int], ""]
     prefer_large_pages: Annotated[Callable[[int, int], None], "pi"]
     packed_bytes: Annotated[Callable[..., int], "iii"]
@@ -106,7 +107,12 @@ def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
     except OSError as error:
         raise UnsupportedError(f"{path} does not load: {error}", "remove it and retry") from error
     hints = get_type_hints(NativeLibrary, include_extras=True)
-    return NativeLibrary(**{name: _typed(library, name, hint) for name, hint in hints.items()})
+    found = NativeLibrary(**{name: _typed(library, name, hint) for name, hint in hints.items()})
+    if not found.may_use_amx():
+        raise UnsupportedError(
+            "the system lets no process use the matrix units (AMX)", "use a newer kernel"
+        )
+    return found
 
 
 def _typed(library: ctypes.CDLL, name: str, hint: Any) -> Any:

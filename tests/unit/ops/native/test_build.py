@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.ops.backend import AttentionShape
 from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.native import library
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.native.build import RECIPES, SOURCE_DIRECTORY, build, find_compiler
 from sametoken.ops.native.library import WeightMemory, load_library
@@ -220,6 +222,23 @@ def test_without_openmp_and_vector_extensions_the_kernels_still_work(
         torch.arange(5),
     )
     assert torch.equal(portable.sample(*inputs), reference.sample(*inputs))
+
+
+def test_matrix_units_that_the_system_refuses_are_not_used(monkeypatch):
+    typed = library._typed
+
+    def refused(loaded, name, hint):
+        return (lambda: 0) if name == "may_use_amx" else typed(loaded, name, hint)
+
+    built = build(RECIPES[0], find_compiler())
+    monkeypatch.setattr(library, "_typed", refused)
+    with pytest.raises(UnsupportedError, match="lets no process use the matrix units"):
+        library._opened(RECIPES[0], built)
+    if platform.machine() == "x86_64":
+        command = (*find_compiler(), *RECIPES[1].compile_flags, "-dM", "-E", "-x", "c", "/dev/null")
+        macros = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "__AVX2__" in macros
+        assert "__AMX_BF16__" not in macros
 
 
 def test_weights_share_slabs_without_overlap():

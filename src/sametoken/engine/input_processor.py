@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from sametoken.engine.grammars import RequestGrammars
 from sametoken.engine.user_inputs import (
     Prompt,
     PromptTokens,
@@ -19,13 +19,13 @@ from sametoken.engine.user_inputs import (
 )
 from sametoken.errors import RequestError, shown
 from sametoken.sampling.admission import require_choosable
-from sametoken.text.grammar.grammar import GrammarCompiler, GrammarTrials
+from sametoken.text.grammar.grammar import GrammarTrials
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.stop_strings import StopStrings
-from sametoken.text.tokenizer import Messages, Tokenizer
+from sametoken.text.tokenizer import Messages, Tokenizer, require_tokenizer
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
-from sametoken.types.structured_outputs import PARAM, Grammar
+from sametoken.types.structured_outputs import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,9 @@ class InputProcessor:
         num_speculative_tokens: k, the maximum for a request's own limit.
         seed: seeds of requests without one are derived from it, in order.
         trials: where a new grammar is tried before use; by default in this process.
+
+    Attributes:
+        grammars: makes those of requests.
     """
 
     def __init__(
@@ -106,9 +109,9 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
-        self._trials = trials or ThreadTrials()
-        self._grammars: GrammarCompiler | None = None
-        self._grammars_lock = threading.Lock()
+        self.grammars = RequestGrammars(
+            tokenizer, vocab_size, eos_token_ids, trials or ThreadTrials()
+        )
         # Index 0 of derive_seed is the seed itself, so drawn seeds start at 1.
         self._draws = itertools.count(1)
 
@@ -154,7 +157,7 @@ class InputProcessor:
         bad_words = self._bad_words(params)
         require_choosable(params, self._vocab_size, stop_ids, bad_words)
         stops = StopStrings(tuple(params.stop or ()))
-        return ResolvedParams(params, stop_ids, bad_words, self._grammar(params), stops)
+        return ResolvedParams(params, stop_ids, bad_words, self.grammars.of(params), stops)
 
     def _make(
         self,
@@ -205,7 +208,7 @@ class InputProcessor:
         given = text_or_ids(prompt, self._max_model_len - 1)
         if isinstance(given, tuple):
             return PromptTokens(None, given)
-        tokenizer = self._require_tokenizer("a text prompt")
+        tokenizer = require_tokenizer(self.tokenizer, "a text prompt")
         self._require_short(len(given), tokenizer)
         return PromptTokens(given, tokenizer.encode(given, add_special_tokens=add_special_tokens))
 
@@ -216,7 +219,7 @@ class InputProcessor:
             RequestError: no tokenizer, no chat template, messages that it refuses, or too much
                 text.
         """
-        tokenizer = self._require_tokenizer("a conversation")
+        tokenizer = require_tokenizer(self.tokenizer, "a conversation")
         plain = plain_messages(messages)
         self._require_short(sum(len(message["content"]) for message in plain), tokenizer)
         text = tokenizer.apply_chat_template(plain, **template_variables(options))
@@ -231,14 +234,6 @@ class InputProcessor:
                 f"{num_characters} characters > {most} maximum: this model's maximum context "
                 f"length is {self._max_model_len} tokens"
             )
-
-    def _require_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{what} needs a tokenizer but skip_tokenizer_init is set",
-                'give {"prompt_token_ids": [...]}, or load the tokenizer',
-            )
-        return self.tokenizer
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -257,7 +252,7 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or {})
         if params.stop:
-            self._require_tokenizer("a stop string")
+            require_tokenizer(self.tokenizer, "a stop string")
         own, most = params.num_speculative_tokens, self._num_speculative_tokens
         if own is not None and own > most:
             remedy = f"use 0 to {most}, or None for the engine's own"
@@ -284,43 +279,10 @@ class InputProcessor:
         """Token ids of every bad word, without a space before it and with one."""
         if not params.bad_words:
             return ()
-        tokenizer = self._require_tokenizer("a bad word")
+        tokenizer = require_tokenizer(self.tokenizer, "a bad word")
         texts = (text for word in params.bad_words for text in _spellings(word))
         sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(token_ids for token_ids in sequences if token_ids))
-
-    def knows_grammar(self, params: SamplingParams) -> bool:
-        """Whether no grammar is requested, or the requested one is already compiled."""
-        structured, known = params.structured_outputs, self._grammars
-        return structured is None or (known is not None and known.knows(structured))
-
-    def start_trials(self) -> None:
-        """Start the compiler's process in advance, so that the first grammar need not wait.
-
-        Raises:
-            RequestError: there is no tokenizer that grammars can use.
-            OverloadedError: a process cannot be started.
-        """
-        self._compiler()
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """The compiled ``structured_outputs``, or None."""
-        if params.structured_outputs is None:
-            return None
-        try:
-            return self._compiler().compile(params.structured_outputs)
-        except RequestError as error:
-            # It may come from another process, which knows no parameters.
-            raise RequestError(error.cause, error.remedy, param=PARAM) from error
-
-    def _compiler(self) -> GrammarCompiler:
-        with self._grammars_lock:
-            if self._grammars is None:
-                tokenizer = self._require_tokenizer("structured_outputs")
-                self._grammars = GrammarCompiler(
-                    tokenizer, self._vocab_size, self._eos_token_ids, self._trials
-                )
-            return self._grammars
 
 
 def _spellings(word: str) -> tuple[str, ...]:

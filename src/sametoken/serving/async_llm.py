@@ -206,7 +206,7 @@ class AsyncLLM(NotCopied):
         """Start the grammar processes; otherwise the first grammar's request waits for seconds."""
         # Requests with a grammar get the error.
         with contextlib.suppress(SametokenError):
-            await self._preparations.start(self._inputs.start_trials)
+            await self._preparations.start(self._inputs.grammars.start_trials)
 
     async def prepare(
         self,
@@ -233,7 +233,7 @@ class AsyncLLM(NotCopied):
         adapter = self._client.named.name(lora_request)
         process = partial(self._inputs.process_all, request_id, prompts, params, adapter)
         return await self._preparations.run(
-            process, has_new_grammar=not self._inputs.knows_grammar(params)
+            process, has_new_grammar=not self._inputs.grammars.knows(params)
         )
 
     def server_defaults(self) -> ServerDefaults:

@@ -203,6 +203,20 @@ class Tokenizer:
         return text
 
 
+def require_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
+    """The tokenizer, for ``what`` needs one.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"{what} needs a tokenizer but skip_tokenizer_init is set",
+            'give {"prompt_token_ids": [...]}, or load the tokenizer',
+        )
+    return tokenizer
+
+
 def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Refuse a tokenizer whose end-of-text id is outside the model's vocabulary.
 

@@ -1,4 +1,4 @@
-"""A grammar that begins after reasoning: free tokens, then the form, whatever is drafted."""
+"""A grammar, or any text, after reasoning, which a budget may end, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, counted, draft_model, request, run
 from helpers.lookups import ngram_drafter
 from helpers.structured import EOS, compiler, model, text_of, token
+from sametoken.text.grammar.after_reasoning import GrammarAfterReasoning
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 FORM = "(ab|cd){2,4}-[0-9]{1,3}"
@@ -53,18 +54,38 @@ def reasonings(place: int) -> dict[str, Reasoning]:
     return forms
 
 
-def ask(name: str, place: int, reasoning: Reasoning | None, max_tokens: int = LONGEST):
-    structured = StructuredOutputs(regex=FORM, reasoning=reasoning)
+def budgets(place: int) -> dict[str, Reasoning]:
+    """Budgets of ``place`` tokens, and ends that the request would not say."""
+    end, said = token("<special>"), thoughts(place)
+    assert end not in said
+    return {
+        "budget": Reasoning((end,), budget=place),
+        "budget of two": Reasoning((end, end), budget=place),
+        "begun budget": Reasoning((end,), begins=(said[0],), budget=max(place - 1, 0)),
+    }
+
+
+def ask(
+    name: str,
+    place: int,
+    reasoning: Reasoning | None,
+    max_tokens: int = LONGEST,
+    *,
+    form: str | None = FORM,
+):
     asked = replace(plain(name, place, max_tokens), stop_token_ids=(EOS,))
+    if form is None:
+        return replace(asked, grammar=GrammarAfterReasoning(None, reasoning))
+    structured = StructuredOutputs(regex=form, reasoning=reasoning)
     return replace(asked, grammar=compiler().compile(structured))
 
 
 @lru_cache
-def alone(place: int, reasoning: Reasoning | None) -> tuple[int, ...]:
+def alone(place: int, reasoning: Reasoning | None, form: str | None = FORM) -> tuple[int, ...]:
     """The request by itself: no speculation, one step at a time."""
     shape = Shape(max_num_seqs=1, prefix_caching=False, **SHAPE)
     core = build(model(), shape, steps="compact")
-    asked = ask("alone", place, reasoning, LONGEST + BEYOND)
+    asked = ask("alone", place, reasoning, LONGEST + BEYOND, form=form)
     return tuple(run(core, [asked]).tokens["alone"])
 
 
@@ -74,19 +95,37 @@ CASES = [(place, "token") for place in PLACES] + [
 ]
 
 
+#: Budgets of some lengths, before the form and before any text.
+BUDGETS = [
+    (place, name, form)
+    for place, name in (
+        *((0, "budget"), (1, "begun budget"), (3, "budget of two"), (5, "budget")),
+        (7, "begun budget"),
+    )
+    for form in (FORM, None)
+]
+ALL = {
+    **{f"{place} {name}": (place, reasonings(place)[name], FORM) for place, name in CASES},
+    **{f"{place} {name} {form}": (place, budgets(place)[name], form)
+       for place, name, form in BUDGETS},
+}  # fmt: skip
+
+
 def everything():
-    return [ask(f"{place} {form}", place, reasonings(place)[form]) for place, form in CASES]
+    return [
+        ask(name, place, reasoning, form=form) for name, (place, reasoning, form) in ALL.items()
+    ]
 
 
 def assert_truth(ran: Ran) -> None:
-    for place, form in CASES:
-        assert (
-            ran.tokens[f"{place} {form}"] == list(alone(place, reasonings(place)[form]))[:LONGEST]
-        )
+    for name, case in ALL.items():
+        assert ran.tokens[name] == list(alone(*case))[:LONGEST]
 
 
 def right(admission) -> list[int]:
-    return list(alone(SEEDS.index(admission.params.seed), admission.grammar.reasoning))
+    grammar = admission.grammar
+    form = None if grammar.text is None else FORM
+    return list(alone(SEEDS.index(admission.params.seed), grammar.reasoning, form))
 
 
 def end_too_early(phase: int):
@@ -125,6 +164,28 @@ def test_the_reasoning_is_free_and_the_text_after_it_of_the_form(place, form):
     text = tokens[place + 1 :]
     assert re.fullmatch(FORM, text_of(text))
     assert set(text[text.index(EOS) :]) == {EOS}
+
+
+@pytest.mark.parametrize(("place", "name", "form"), BUDGETS)
+def test_a_budget_s_tokens_are_free_and_then_the_end_is_forced(place, name, form):
+    """Oracles without masks: the tokens up to the budget, and any text that goes on after the end.
+
+    The budget leaves the first token out where it is what begins the reasoning.
+    """
+    reasoning = budgets(place)[name]
+    tokens = alone(place, reasoning, form)
+    assert tokens[:place] == thoughts(place)[:place]
+    behind = place + len(reasoning.end)
+    assert tokens[place:behind] == reasoning.end
+    text = tokens[behind:]
+    if form is not None:
+        assert re.fullmatch(form, text_of(text))
+        return
+    core = build(model(), Shape(max_num_seqs=1, **SHAPE), steps="compact")
+    further = plain("further", place, max_tokens=len(text))
+    prompt = (*further.prompt_token_ids, *tokens[:behind])
+    further = replace(further, prompt_token_ids=prompt, max_total_tokens=len(prompt) + len(text))
+    assert tuple(run(core, [further]).tokens["further"]) == text
 
 
 def test_the_first_token_decides_where_the_prompt_has_not_begun_the_reasoning():

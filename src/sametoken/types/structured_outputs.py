@@ -76,7 +76,7 @@ class MaskFault(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What a completion says before its constrained text: any tokens, up to the end.
+    """What a completion says before its text: any tokens, up to the end.
 
     Attributes:
         end: the consecutive tokens that end it.
@@ -84,27 +84,42 @@ class Reasoning:
             ``end[0]``, which would begin another one, and this token ends both.
         begins: tokens of which the first one is one, or there is no reasoning and the constraint
             holds from the first token on. Empty if the prompt has begun the reasoning.
+        has_begun: whether the first token is reasoning even if it is none of ``begins``.
+        budget: tokens that the reasoning has at most, a first one of ``begins`` not counted; then
+            ``end`` is forced. None for any number.
+        also_ends: tokens that end it too, each of them the first one of the text.
 
     Raises:
-        RequestError: ``end`` is empty, or a value is of the wrong type.
+        RequestError: ``end`` is empty, a value is of the wrong type, or a header has a budget.
     """
 
     end: tuple[int, ...]
     header_end: int | None = None
     begins: tuple[int, ...] = ()
+    has_begun: bool = False
+    budget: int | None = None
+    also_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        has_tuples = isinstance(self.end, tuple) and isinstance(self.begins, tuple)
+        has_tuples = all(isinstance(one, tuple) for one in (self.end, self.begins, self.also_ends))
         if not has_tuples or not self.end or not all(type(one) is int for one in self.token_ids):
             raise RequestError(
                 f"{shown(self)} is not possible", "use tuples of integers, end not empty"
             )
+        if self.budget is None:
+            return
+        if type(self.budget) is not int or self.budget < 0:
+            remedy = "use None or an integer of at least 0"
+            raise RequestError(f"a budget of {shown(self.budget)} is not possible", remedy)
+        if self.header_end is not None:
+            cause = "a reasoning that ends with a header has no budget"
+            raise RequestError(cause, "leave the budget or header_end out")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens that it names."""
         last = () if self.header_end is None else (self.header_end,)
-        return (*self.end, *last, *self.begins)
+        return (*self.end, *last, *self.begins, *self.also_ends)
 
 
 #: vLLM's options that are not offered, with what to use instead.
@@ -123,7 +138,7 @@ PARAM = "structured_outputs"
 @refusing_unknown({"json": "use json_schema", **REFUSED})
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A constraint on a completion's text. Exactly one kind is set.
+    """A constraint on a completion's text. Exactly one kind is set, or a budget of reasoning.
 
     The names are vLLM's, except that its ``json`` is ``json_schema``.
 
@@ -137,6 +152,7 @@ class StructuredOutputs:
         free_after: a mark; a text that begins with it matches too, whatever follows. None if every
             text is of the kind.
         reasoning: what may stand before the text; None if the text begins with the first token.
+            With a budget it may be the only constraint: the text is any.
 
     Raises:
         RequestError: no kind or several are set, or one has the wrong type or is empty.
@@ -162,6 +178,8 @@ class StructuredOutputs:
             cause = f"structured_outputs free_after={shown(self.free_after)} is not possible"
             raise RequestError(cause, "use a non-empty string or leave it out", param=PARAM)
         names = [name for name in _FORMS if self._is_set(name)]
+        if not names and self.has_any_text and self.free_after is None:
+            return
         if len(names) != 1:
             found = " and ".join(names) or "nothing"
             raise RequestError(
@@ -171,6 +189,12 @@ class StructuredOutputs:
                 param=PARAM,
             )
         self._check(names[0], getattr(self, names[0]))
+
+    @property
+    def has_any_text(self) -> bool:
+        """Whether no kind is set, and a budget of the reasoning is the constraint."""
+        is_bounded = self.reasoning is not None and self.reasoning.budget is not None
+        return is_bounded and not any(map(self._is_set, _FORMS))
 
     @property
     def kind(self) -> str:

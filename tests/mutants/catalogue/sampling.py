@@ -90,8 +90,26 @@ def a_draft_ends_the_reasoning(patch: pytest.MonkeyPatch) -> None:
                 self.origin.place = self.place
 
     def mutant(self):
-        ahead = Telling(self.inner.copy(), self.reasoning, self.place, self.newest)
+        ahead = Telling(
+            self.inner and self.inner.copy(),
+            self.reasoning,
+            self.place,
+            self.newest,
+            self.num_counted,
+        )
         ahead.origin = self
         return ahead
 
     patch.setattr(MatcherAfterReasoning, "copy", mutant)
+
+
+@mutant("reasoning-budget-spent-by-rejected-drafts", "the law: sampling", EARLY_END, "tokens")
+def drafts_spend_the_budget(patch: pytest.MonkeyPatch) -> None:
+    """The budget counts the drafts of a window instead of the tokens that were committed."""
+
+    @instead_of(patch, Cursor, "fill")
+    def mutant(fill, self, masks, drafts):
+        fill(self, masks, drafts)
+        # Below the time limit of masks.
+        matcher = self.matcher.inner
+        matcher.num_counted += len(drafts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sametoken.errors import RequestError
 from sametoken.text.grammar.after_reasoning import GrammarAfterReasoning
 from sametoken.text.grammar.grammar import GrammarCompiler
 from sametoken.text.grammar.trials import ThreadTrials
@@ -51,8 +52,11 @@ class CountingUp:
         self.is_ready_now = True
 
 
-def matcher(reasoning: Reasoning):
-    return GrammarAfterReasoning(CountingUp(), reasoning).new_matcher()
+START = CountingUp()
+
+
+def matcher(reasoning: Reasoning, text: CountingUp | None = START):
+    return GrammarAfterReasoning(text, reasoning).new_matcher()
 
 
 def allowed(of) -> set[int]:
@@ -112,11 +116,73 @@ def test_a_copy_that_reaches_the_end_leaves_the_matcher_where_it_was():
     assert allowed(begun) == {FIRST}
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "said", "forced"),
+    [
+        (Reasoning((5,), budget=0), (), (5,)),
+        (Reasoning((5,), budget=2), (9, FIRST), (5,)),
+        # The mark that begins it is none of its tokens, the same one later is.
+        (Reasoning((5,), begins=(2,), budget=0), (2,), (5,)),
+        (Reasoning((5,), begins=(2,), budget=2), (2, 9, 2), (5,)),
+        (Reasoning((5,), begins=(2,), has_begun=True, budget=1), (2, 9), (5,)),
+        (Reasoning((5,), begins=(2,), has_begun=True, budget=1), (9,), (5,)),
+        # What is said of an end of several tokens is not said again.
+        (Reasoning((5, 6, 5, 7), budget=1), (9,), (5, 6, 5, 7)),
+        (Reasoning((5, 6, 5, 7), budget=4), (9, 5, 6, 5), (7,)),
+        (Reasoning((5, 6, 5, 7), budget=4), (5, 6, 5, 6), (5, 7)),
+        (Reasoning((5, 5, 6), budget=3), (5, 5, 5), (6,)),
+    ],
+)
+def test_a_spent_budget_forces_what_is_left_of_the_end(reasoning, said, forced):
+    for found in (matcher(reasoning), matcher(reasoning, None)):
+        for token_id in said:
+            assert token_id in allowed(found)
+            assert found.accept(token_id)
+        for token_id in forced:
+            assert allowed(found) == {token_id}
+            # A draft, or a copy's count, moves nothing.
+            assert not found.accept(8)
+            assert found.copy().accept(token_id)
+            assert found.accept(token_id)
+        assert allowed(found) == (ANY if found.inner is None else {FIRST})
+        assert found.accept(FIRST)
+
+
+def test_any_text_may_reason_later_and_what_begins_a_call_ends_it():
+    reasoning = Reasoning((5,), begins=(2,), budget=3, also_ends=(7,))
+    found = matcher(reasoning, None)
+    for token_id in (9, 7, 9, 9, 9, 2, 9, 9, 7, 9, 9, 2, 9, 9, 9, 9):
+        assert allowed(found) == ANY
+        assert found.accept(token_id)
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [{"budget": -1}, {"budget": True}, {"budget": 2.0}, {"budget": 1, "header_end": 3}],
+)
+def test_an_impossible_budget_is_refused(impossible):
+    with pytest.raises(RequestError, match="budget"):
+        Reasoning((5,), **impossible)
+
+
+def test_any_text_is_a_constraint_only_with_a_budget():
+    assert StructuredOutputs(reasoning=Reasoning((5,), budget=0)).has_any_text
+    assert not StructuredOutputs(regex="a", reasoning=Reasoning((5,), budget=0)).has_any_text
+    for more in ({}, {"reasoning": END}):
+        with pytest.raises(RequestError, match="sets nothing"):
+            StructuredOutputs(**more)
+    with pytest.raises(RequestError, match="sets nothing"):
+        StructuredOutputs(reasoning=Reasoning((5,), budget=0), free_after="x")
+
+
 def test_it_is_ready_when_the_grammar_of_the_text_is():
     grammar = GrammarAfterReasoning(CountingUp(), END)
     assert not grammar.is_ready()
     grammar.prepare()
     assert grammar.is_ready()
+    any_text = GrammarAfterReasoning(None, END)
+    any_text.prepare()
+    assert any_text.is_ready()
 
 
 def test_a_structure_is_tried_once_with_reasoning_or_without(tokenizer):

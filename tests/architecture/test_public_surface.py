@@ -76,6 +76,7 @@ SAMPLING = {
     "spaces_between_special_tokens": True,
     "num_speculative_tokens": None,
     "structured_outputs": None,
+    "thinking_token_budget": None,
 }
 SPECULATIVE = {
     "method": "",

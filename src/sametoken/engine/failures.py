@@ -19,7 +19,7 @@ def failure_of(update: RequestUpdate) -> SametokenError:
 #: Cause and remedy.
 _MASK_FAULTS = {
     MaskFault.NO_VALID_TOKEN: (
-        "no token satisfies the grammar of structured_outputs and the other parameters",
+        "no token satisfies structured_outputs or thinking_token_budget and the other parameters",
         "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
     ),
     MaskFault.SLOW: (

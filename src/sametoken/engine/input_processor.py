@@ -177,7 +177,7 @@ class InputProcessor:
             max_total_tokens=limit,
             stop_token_ids=resolved.stop_token_ids,
             bad_words_token_ids=resolved.bad_words_token_ids,
-            grammar=resolved.grammar,
+            grammar=self.grammars.bounded(resolved.grammar, params, prompt.token_ids),
             num_speculative_tokens=params.num_speculative_tokens,
             lora_name=lora_name,
         )

@@ -78,6 +78,8 @@ class SamplingParams:
         spaces_between_special_tokens: False joins added tokens that follow each other, where they
             are shown and the tokenizer's decoder would write spaces.
         structured_outputs: constrains the text.
+        thinking_token_budget: tokens of reasoning after which its end is forced; None or -1: as
+            many as the model writes.
         num_speculative_tokens: limit on drafts per step, up to the engine's; 0 disables
             speculation, None takes the engine's. It changes no token.
 
@@ -109,6 +111,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if _is_int(self.thinking_token_budget) and self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         if isinstance(self.seed, int) and self.seed < 0:
             object.__setattr__(self, "seed", _without_sign(self.seed))
         self._check_numbers()
@@ -230,6 +235,7 @@ _INTEGERS = (
 _OPTIONAL_INTEGERS = (
     ("seed", -MAX_SEED - 1, MAX_SEED),
     ("max_tokens", 1, math.inf),
+    ("thinking_token_budget", 0, math.inf),
     ("num_speculative_tokens", 0, math.inf),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),

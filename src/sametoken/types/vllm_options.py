@@ -183,6 +183,9 @@ tool_parser_plugin reasoning_parser_plugin logits_processors logits_processor_pa
     worker_cls worker_extension_cls scheduler_cls:
     code from outside the package is never run -> use the parsers that are built in, or a proxy
     before the server
+reasoning_config:
+    a model has its own marks of reasoning, and a spent budget forces the end without a phrase ->
+    use --reasoning-parser alone
 trust_request_chat_template/ = false:
     a request's template could take the server's time -> use --chat-template FILE
 default_chat_template_kwargs:
@@ -234,6 +237,8 @@ enable_sleep_mode/:
     an engine sleeps without a flag for it
 served_model_name disable_log_stats/:
     only a server logs its load and has a name
+reasoning_parser:
+    an answer is one text, and thinking_token_budget finds the marks in the tokenizer
 """)
 
 OPTION_OF = {name: options for options in VLLM_OPTIONS for name in options.names}

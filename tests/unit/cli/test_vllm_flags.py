@@ -168,7 +168,7 @@ def test_in_python_options_are_keywords():
     assert take_vllm_options(options) is None
     with pytest.raises(ConfigError, match=r"^quantization='fp8' is not offered: .*config.json"):
         take_vllm_options({"quantization": "fp8"})
-    offline = {"enable_sleep_mode": True, "disable_log_stats": True, "served_model_name": "a"}
+    offline = {"enable_sleep_mode": True, "disable_log_stats": True, "reasoning_parser": "qwen3"}
     with pytest.raises(ConfigError, match="--weight-transfer-config"):
         take_vllm_options(dict(offline))
     assert "an engine sleeps without a flag" in take_vllm_options(offline, offline=True)

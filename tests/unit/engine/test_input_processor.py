@@ -7,10 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from helpers.chat_model import byte_tokenizer
 from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.user_inputs import PromptTokens, params_of, parts_of, prompts_of
 from sametoken.errors import RequestError
+from sametoken.text.grammar.after_reasoning import GrammarAfterReasoning
+from sametoken.text.grammar.grammar import XGrammar
+from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
@@ -305,6 +310,64 @@ def test_structured_outputs_that_cannot_be_served_are_refused_before_any_work(to
                 make(tokenizer),
                 structured_outputs=StructuredOutputs(regex="a", reasoning=reasoning),
             )
+
+
+MARKS = ("<think>", "</think>", "<tool_call>")
+BEGIN, END, CALL = map(byte_tokenizer(MARKS).token_to_id, MARKS)
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(MARKS)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ((9,), {"begins": (BEGIN,), "budget": 4}),
+        ((9, BEGIN), {"budget": 4}),
+        ((BEGIN, 9, END, BEGIN, 9), {"budget": 3}),
+        ((BEGIN, 9, 9, 9, 9, 9, 9), {"budget": 0}),
+        ((BEGIN, 9, END, 9), {"begins": (BEGIN,), "budget": 4}),
+        # What stands in an earlier message, which 5 ends, is no reasoning of this one.
+        ((BEGIN, 9, 5, 9), {"begins": (BEGIN,), "budget": 4}),
+    ],
+)
+def test_a_budget_bounds_the_reasoning_by_the_marks_of_the_tokenizer(reasoner, prompt, expected):
+    (completion,) = process(make(reasoner), prompt, thinking_token_budget=4).completions
+    assert completion.grammar == GrammarAfterReasoning(
+        None, Reasoning((END,), also_ends=(CALL,), **expected)
+    )
+
+
+def test_a_budget_of_any_number_is_none_and_needs_no_marks(tokenizer):
+    assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
+    (completion,) = process(make(tokenizer), thinking_token_budget=-1).completions
+    assert completion.grammar is None
+
+
+def test_a_budget_bounds_the_reasoning_before_a_structure(reasoner):
+    for budget in (0, 7):
+        structured = StructuredOutputs(regex="a", reasoning=Reasoning((9, 8)))
+        (completion,) = process(
+            make(reasoner), structured_outputs=structured, thinking_token_budget=budget
+        ).completions
+        assert completion.grammar.reasoning == Reasoning((9, 8), budget=budget)
+    at_once = {"structured_outputs": StructuredOutputs(regex="a")}
+    (completion,) = process(make(reasoner), thinking_token_budget=4, **at_once).completions
+    assert isinstance(completion.grammar, XGrammar)
+
+
+def test_a_budget_that_cannot_be_kept_is_refused(tokenizer, reasoner):
+    with pytest.raises(RequestError, match="none of </think>"):
+        process(make(tokenizer), thinking_token_budget=4)
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        process(make(None), thinking_token_budget=4)
+    with pytest.raises(RequestError, match=f"allowed_token_ids leaves out .* allow .*{END}"):
+        process(make(reasoner), thinking_token_budget=4, allowed_token_ids=[9])
+    header = StructuredOutputs(regex="a", reasoning=Reasoning((9,), header_end=8))
+    with pytest.raises(RequestError, match="no budget"):
+        process(make(reasoner), thinking_token_budget=4, structured_outputs=header)
 
 
 @pytest.mark.parametrize("own", [None, 0, 1, 4])

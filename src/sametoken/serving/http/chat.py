@@ -88,7 +88,7 @@ async def begin_chat(
     prompt = await chat_prompt(served, request, use.tools)
     prompt = await asyncio.to_thread(served.last, prompt, most)
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
-    rendered = RenderedPrompt(prompt.text or "", continued)
+    rendered = RenderedPrompt(prompt.text or "", continued, prompt.token_ids)
     params, parser = served.reasons(params, rendered, use)
     if use.custom:
         parser = with_inputs(parser, use.custom)

@@ -45,6 +45,7 @@ _SAME = (
     "spaces_between_special_tokens",
     "allowed_token_ids",
     "prompt_logprobs",
+    "thinking_token_budget",
 )
 
 

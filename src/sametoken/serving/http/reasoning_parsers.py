@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from sametoken.serving.http.gemma_calls import GEMMA_MARKS
 from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
-from sametoken.serving.http.marked_calls import END, START
-from sametoken.serving.http.named_calls import DEEPSEEK_MARKS, KIMI_MARKS, MISTRAL_MARKS
+from sametoken.serving.http.marked_calls import END
 from sametoken.serving.http.parsed import (
     Encode,
     FoundText,
@@ -27,14 +25,15 @@ from sametoken.serving.http.parsed import (
     parse_nothing,
     parsed_of,
 )
+from sametoken.text.reasoning_marks import CALL_STARTS, GEMMA, MISTRAL, THINK
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Reasoning
 
 if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
 
-#: What begins the calls of a model, whose reasoning never holds it by accident.
-_SECTIONS = (DEEPSEEK_MARKS[0], KIMI_MARKS[0], MISTRAL_MARKS[0], GEMMA_MARKS[0])
+#: The first may be text of the reasoning, which never holds the others by accident.
+START, *_SECTIONS = CALL_STARTS
 #: A call's beginning; without parameters, with the function's name.
 _CALL = re.compile(
     rf"{START}\s*(?:<function=|[^<>{{}}\s]+\s*<arg_key>|([^<>{{}}\s]+)\s*{END})|"
@@ -50,11 +49,13 @@ class RenderedPrompt:
 
     Attributes:
         text: all of it.
+        token_ids: the same.
         continued: the message at its end that the answer continues; empty if it begins one.
     """
 
     text: str
     continued: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 class ReasoningForm(Protocol):
@@ -114,8 +115,8 @@ class ThinkForm:
     """
 
     thinks_first: bool
-    start: str = "<think>"
-    end: str = "</think>"
+    start: str = THINK[0]
+    end: str = THINK[1]
     label: str = ""
 
     @property
@@ -271,8 +272,8 @@ def _with_content(parser: Parser, content: Parser) -> Parser:
 
 #: By the values of ``--reasoning-parser``.
 REASONING_FORMS: Mapping[str, ReasoningForm] = {
-    "mistral": ThinkForm(thinks_first=False, start="[THINK]", end="[/THINK]"),
-    "gemma4": ThinkForm(False, start="<|channel>", end="<channel|>", label="thought\n"),
+    "mistral": ThinkForm(False, *MISTRAL),
+    "gemma4": ThinkForm(False, *GEMMA, label="thought\n"),
     "openai_gptoss": HarmonyForm(),
     **dict.fromkeys(("deepseek_r1", "kimi_k2"), ThinkForm(thinks_first=True)),
     # Their templates tell in the prompt whether the model thinks, or it does.

@@ -82,7 +82,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "return_token_offsets": "use /tokenize with return_token_strs",
     "routed_experts_prompt_start": "leave it out; all that is asked for is sent",
     "suffix": "put what follows into the prompt, in the model's own format",
-    "thinking_token_budget": "send reasoning_effort, or a limit of the whole answer",
     "truncate_prompt_tokens": "shorten the prompt",
     "truncation_side": "leave it out; truncate_prompt_tokens keeps the last tokens",
     "use_beam_search": "leave it out; only sampling is supported",
@@ -103,7 +102,6 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "return_token_offsets": False,
     "routed_experts_prompt_start": 0,
     "suffix": "",
-    "thinking_token_budget": -1,
     "truncation_side": "left",
     "use_beam_search": False,
     "verbosity": "medium",
@@ -119,6 +117,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 #: Of the answer in a conversation.
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
+#: Tokens of reasoning; -1: any number.
+Budget = Annotated[int, Field(ge=-1, lt=2**31)]
 #: Tokens that are kept of a prompt; -1: all that fit.
 Kept = Annotated[int, Field(ge=-1, lt=2**31)]
 # fail_fast: an invalid list costs no more than a valid one.
@@ -230,6 +230,7 @@ class SamplingFields(BaseModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    thinking_token_budget: Budget | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

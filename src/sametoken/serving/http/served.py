@@ -35,9 +35,11 @@ from sametoken.serving.http.tool_parsers import (
 )
 from sametoken.serving.http.tool_schemas import Tool
 from sametoken.serving.http.tools import ToolUse, template_messages
+from sametoken.text.reasoning_marks import ReasoningMarks, no_marks
 from sametoken.types.lora_modules import LoRAModule
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
@@ -291,13 +293,13 @@ class Served:
         if name is None or (structured is not None and self.config.constrains_reasoning):
             return params, content
         form, tokenizer = REASONING_FORMS[name], self.engine.get_tokenizer()
-        if structured is not None:
+        before = None
+        if structured is not None or params.thinking_token_budget is not None:
             before = form.before_content(
                 prompt, partial(tokenizer.encode, add_special_tokens=False)
             )
-            if before is None:
-                return params, content
-            structured = replace(structured, reasoning=before)
+        if structured is not None and before is None:
+            return params, content
         parser = form.parser(
             prompt,
             content,
@@ -305,8 +307,33 @@ class Served:
             is_constrained=structured is not None and structured.free_after is None,
             functions=use.functions,
         )
-        params = replace(params, structured_outputs=structured)
+        if before is not None:
+            params = self._reasons_first(params, before, prompt)
         return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser
+
+    def _reasons_first(
+        self, params: SamplingParams, before: Reasoning, prompt: RenderedPrompt
+    ) -> SamplingParams:
+        """Parameters of an answer whose reasoning is known, with the budget that is asked for."""
+        structured, budget = params.structured_outputs, params.thinking_token_budget
+        if budget is not None:
+            marks = self._marks(before.end)
+            if marks is None:
+                raise no_marks()
+            before = marks.bounded(
+                budget, prompt.token_ids, before, has_any_text=structured is None
+            )
+        structured = replace(structured or StructuredOutputs(reasoning=before), reasoning=before)
+        return replace(params, structured_outputs=structured, thinking_token_budget=None)
+
+    @property
+    def bounds_reasoning(self) -> bool:
+        """Whether reasoning can have a budget."""
+        return self._marks() is not None
+
+    def _marks(self, end: tuple[int, ...] | None = None) -> ReasoningMarks | None:
+        tokenizer, ends = self.engine.get_tokenizer(), self.engine.resolved.eos_token_ids
+        return ReasoningMarks.of(tokenizer, ends, end)
 
     def chat_logprobs(
         self, completion: CompletionOutput, start: int, num_top: int | None, *, as_ids: bool = False

@@ -199,7 +199,6 @@ class GrammarCompiler:
             )
         text = TokenizerText(tokenizer.backend.to_str(), vocab_size, eos_token_ids)
         self._vocabulary = trials.pack(text)
-        self._vocab_size = vocab_size
         self._trials = trials
         self._lock = threading.Lock()
         self._validated: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
@@ -212,18 +211,10 @@ class GrammarCompiler:
         """The grammar of a structure, validated now or before.
 
         Raises:
-            RequestError: it is not supported, not valid, too large, or matches nothing, or its
-                reasoning names a token outside the vocabulary.
+            RequestError: it is not supported, not valid, too large, or matches nothing.
             OverloadedError: other grammars are being validated, and take long.
         """
         of_text, reasoning = _of_the_text(structured), structured.reasoning
-        for token_id in () if reasoning is None else reasoning.token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"structured_outputs.reasoning holds {token_id}, outside the vocabulary of "
-                    f"{self._vocab_size}",
-                    f"use ids from 0 to {self._vocab_size - 1}",
-                )
         found = self._find(of_text)
         if found is None:
             found = XGrammar(GrammarSource.of(of_text), self._vocabulary)

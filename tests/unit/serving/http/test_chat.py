@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -794,6 +795,77 @@ def test_a_constraint_holds_at_once_without_reasoning(serve):
         assert (message.get("reasoning"), message["content"]) == (None, "{}")
         assert structured == StructuredOutputs(json_object=True)
         assert engine.seen[0][1].skip_special_tokens
+
+
+BUDGET = {"thinking_token_budget": 9}
+CONTINUES = {
+    "messages": [*USER, {"role": "assistant", "content": "<think>hm"}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("parser", "template", "body", "begins", "budget"),
+    [
+        ("deepseek_r1", CHAT_TEMPLATE, {}, {"begins": True, "has_begun": True}, 9),
+        ("qwen3", CHAT_TEMPLATE, {}, {"begins": True}, 9),
+        # What the prompt holds of the reasoning counts.
+        ("qwen3", OPENS, {"reasoning_effort": "low"}, {}, 8),
+        ("deepseek_r1", OPENS, {"reasoning_effort": "low"}, {}, 8),
+        ("qwen3", CHAT_TEMPLATE, CONTINUES, {}, 7),
+        ("qwen3", CHAT_TEMPLATE, CONTINUES | {"thinking_token_budget": 1}, {}, 0),
+    ],
+)
+def test_a_budget_bounds_the_reasoning(serve, parser, template, body, begins, budget):
+    engine = thinking("hm</think>{}", template)
+    start, end = map(engine.tokenizer.backend.token_to_id, ("<think>", "</think>"))
+    begins = begins | {"begins": (start,)} if begins else {}
+    expected = Reasoning((end,), budget=budget, **begins)
+    for more in ({}, JSON, {"tools": [ADD], "tool_choice": NAMED}):
+        message_of(serve, engine, {"reasoning_parser": parser}, **BUDGET | body | more)
+        params = engine.seen[-1][1]
+        assert params.thinking_token_budget is None
+        assert params.structured_outputs.reasoning == expected
+        assert params.structured_outputs.has_any_text is (more == {})
+
+
+def test_a_call_ends_reasoning_that_has_a_budget_and_no_constraint(serve):
+    special = (*BYTES_SPECIAL, "<think>", "</think>", "<tool_call>")
+    engine = FakeEngine(f"<think>hm{CALL}", special=special)
+    token_id = engine.tokenizer.backend.token_to_id
+    for more, ends in (({}, (token_id("<tool_call>"),)), ({"tool_choice": NAMED}, ())):
+        both(serve, engine, {"reasoning_parser": "qwen3"}, tools=[ADD], **BUDGET, **more)
+        structured = engine.seen[-1][1].structured_outputs
+        assert structured.reasoning.also_ends == ends
+
+
+def test_a_budget_binds_nothing_where_nothing_is_reasoned(serve):
+    """The engine sees the same, with a budget of reasoning that may still begin by a mark."""
+    at_once = {"structured_outputs_config": '{"enable_in_reasoning": true}'}
+    for engine, server, body in (
+        (thinking("hm", OPENS), {"reasoning_parser": "qwen3"}, {"reasoning_effort": "none"}),
+        (thinking("{}"), {"reasoning_parser": "qwen3", **at_once}, JSON),
+        (thinking("hm"), {}, {}),
+    ):
+        plain = message_of(serve, engine, server, **body)
+        assert message_of(serve, engine, server, **BUDGET, **body) == plain
+        before, after = (engine.seen[place][1] for place in (0, -1))
+        assert after == replace(before, thinking_token_budget=9)
+
+
+@pytest.mark.parametrize("more", [{}, JSON])
+def test_a_budget_without_a_known_end_of_reasoning_is_refused(serve, more):
+    for engine, server in ((harmony(FINAL), {}), (FakeEngine("x"), {"reasoning_parser": "qwen3"})):
+        if more and server:
+            continue  # Its constraint holds from the first token on.
+        body = {"messages": USER} | BUDGET | more
+        answer = serve(engine, **server).post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
+        assert "</think>" in error["message"]
+        assert "max_tokens" in error["message"]
+        assert engine.seen == []
 
 
 def test_the_template_sees_earlier_reasoning_and_the_effort(serve):

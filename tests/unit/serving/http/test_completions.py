@@ -327,7 +327,6 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
         ("num_speculative_tokens", "speculative"),
         ("prompt_embeds", "token ids"),
         ("repetition_detection", "repetition_penalty"),
-        ("thinking_token_budget", "reasoning_effort"),
         ("vllm_xargs", "leave it out"),
     ],
 )

@@ -267,6 +267,27 @@ def test_the_engine_sees_the_chat_of_the_same_conversation(serve, case):
     assert counted == {"input_tokens": len(engine.seen[0][0].token_ids)}
 
 
+@pytest.mark.parametrize(
+    ("thinking", "more", "budget"),
+    [
+        ({"budget_tokens": 5}, {}, 5),
+        ({"budget_tokens": 5}, {"thinking_token_budget": 3}, 3),
+        ({"budget_tokens": 5}, {"thinking_token_budget": -1}, None),
+        ({"budget_tokens": 7}, {}, 7),
+        ({"budget_tokens": 8}, {}, None),
+        ({"budget_tokens": 5000}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_budget_of_thinking_binds_if_it_leaves_room_for_a_text(serve, thinking, more, budget):
+    engine = FakeEngine("hm", special=("<end>", "<think>", "</think>"))
+    body = HI | {"max_tokens": 9, "thinking": {"type": "enabled"} | thinking} | more
+    answer = serve(engine, **REASONS).post(PATH, json=body)
+    assert answer.status_code == 200, answer.text
+    structured = engine.seen[-1][1].structured_outputs
+    assert (structured and structured.reasoning.budget) == budget
+
+
 def test_cached_tokens_are_counted_apart(serve):
     class Cached(FakeEngine):
         def _update(self, *args, **kwargs):

@@ -34,6 +34,7 @@ EVERY = {
     "spaces_between_special_tokens": False,
     "allowed_token_ids": (1, 2),
     "prompt_logprobs": 2,
+    "thinking_token_budget": 5,
     "logit_bias": {5: -1.5},
     "max_tokens": 9,
     "logprobs": 4,

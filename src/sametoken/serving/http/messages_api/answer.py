@@ -42,6 +42,8 @@ async def answer_message(served: Served, request: MessagesRequest, http: Request
     request.check_fields(num_prompts=1)
     model, key = served.name(request.model), uuid.uuid4().hex
     chat = await asyncio.to_thread(chat_request, request, request.max_tokens)
+    if chat.thinking_token_budget is None and served.bounds_reasoning:
+        chat.thinking_token_budget = request.thinking_budget
     use, generation = await begin_chat(served, chat, f"msg_{key}", model)
     answer = _Answer(use.parser, key, model, served.engine.resolved.max_model_len)
     return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())

@@ -17,6 +17,7 @@ from sametoken.serving.http.schemas import (
     MAX_PARTS,
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
+    Count,
     Effort,
     JsonSchemaFormat,
     Limit,
@@ -127,9 +128,10 @@ class ToolChoice(_Given):
 
 
 class Thinking(_Given):
-    """Whether the model reasons; a budget is ignored."""
+    """Whether the model reasons, and the most tokens of it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Count | None = None
 
 
 class OutputFormat(JsonSchemaFormat):
@@ -212,3 +214,9 @@ class MessagesRequest(CountTokensRequest):
     """Answer a conversation."""
 
     max_tokens: Limit
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The most tokens of reasoning, None if that leaves no token for a text."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        return budget if budget is not None and budget + 1 < self.max_tokens else None

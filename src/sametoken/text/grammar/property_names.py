@@ -7,12 +7,17 @@ pattern applies where it is found in a name, so what differs there is refused.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 #: What a pattern with ``^`` begins every name with.
 _FIXED = re.compile(r"\^([^\\.\[\](){}*+?|^$]*)(?![*?+{])")
+#: Where a search has a choice, repeats a group, and counts far.
+_REPEATED, _GROUPS, _FAR = (re.compile(one) for one in (r"[*+?{]", r"\)[*+{]", r"[{,]\d{4}"))
+#: Ways that a search may try, as a power of 2: no other thread runs meanwhile.
+_MOST_WAYS = 20
 
 
 class Clash(NamedTuple):
@@ -66,11 +71,22 @@ def _asked(schema: Any, meaningful: frozenset[str]) -> Any:
 
 def _applies(pattern: str, name: str, *, is_any: bool) -> bool:
     """Whether a pattern may apply to a name; one of any value, whether the compiler makes it so."""
+    if _is_long(pattern, len(name)):
+        return True
     try:
         known = re.compile(pattern.replace("(?<", "(?P<"), re.ASCII)
     except re.error:
         return True
     return (known.fullmatch(name) if is_any else known.search(name)) is not None
+
+
+def _is_long(pattern: str, num_characters: int) -> bool:
+    """Whether a search of a name may go back so often that it does not end soon."""
+    parts = pattern.replace("(?", "(")
+    num_repeats, num_others = len(_REPEATED.findall(parts)), parts.count("|")
+    if _FAR.search(parts) or (_GROUPS.search(parts) and num_repeats + num_others > 1):
+        return True
+    return (num_repeats + 1) * math.log2(num_characters + 1) + num_others > _MOST_WAYS
 
 
 def _apart(one: str, other: str) -> bool:

@@ -101,6 +101,11 @@ def test_what_is_honoured_passes(schema):
         ),
         ({"properties": {"ab": TEXT}, "patternProperties": {"b": INTEGER}}, "where 'ab' does"),
         ({"properties": {"ab": TEXT}, "patternProperties": {"a.*": {}}}, "where 'ab' does"),
+        # A search would go back too often, or count too far.
+        ({"properties": {"a" * 20 + "b": TEXT}, "patternProperties": {"^(a+)+$": INTEGER}}, "may"),
+        ({"properties": {"a" * 20 + "b": TEXT}, "patternProperties": {"^(a|a)*$": INTEGER}}, "may"),
+        ({"properties": {"a" * 49: TEXT}, "patternProperties": {"a*a*a*b": INTEGER}}, "may apply"),
+        ({"properties": {"b": TEXT}, "patternProperties": {"a{4294967296}": INTEGER}}, "may apply"),
         ({"properties": {"ab": {}}, "patternProperties": {"a.*": TEXT}}, "where 'ab' does"),
         ({"patternProperties": {"a.*": TEXT, ".*b": INTEGER}}, r"where '\.\*b' does"),
         ({"patternProperties": {"^a+": TEXT, "^ab": INTEGER}}, r"where '\^ab' does"),
@@ -172,6 +177,8 @@ def test_what_is_no_schema_is_refused(text, cause):
         },
         # The compiler makes only "a" of it.
         {"properties": {"ab": TEXT}, "patternProperties": {"^a": True}},
+        {"properties": {"date": TEXT}, "patternProperties": {r"^\d{4}-\d\d?-\d+$": INTEGER}},
+        {"properties": {"type": TEXT}, "patternProperties": {"^(ab|(?:cd)?)_[a-z]*$": INTEGER}},
         {"patternProperties": {"a.*": TEXT}, "additionalProperties": INTEGER},
     ],
 )

@@ -119,21 +119,32 @@ class ServedAdapters:
                 param="lora_name",
             )
         if sent is None:
-            await self.command(LoadAdapter(module.name, module.path))
+            await self._carry_out(LoadAdapter(module.name, module.path), module)
         else:
             # Kept until it was read.
             _memory, shared = await asyncio.to_thread(_in_memory, *sent)
-            await self.command(LoadAdapter(module.name, shared))
-        self.named.add(module)
+            await self._carry_out(LoadAdapter(module.name, shared), module)
 
     async def _finish(self, module: LoRAModule) -> None:
-        await self.command(FinishAdapter(module.name))
-        self.named.add(module)
+        await self._carry_out(FinishAdapter(module.name), module)
 
     async def _unload(self, name: str) -> None:
         self.named.name(name)
-        await self.command(RemoveAdapter(name))
-        self.named.remove(name)
+        await self._carry_out(RemoveAdapter(name))
+
+    async def _carry_out(
+        self, command: LoadAdapter | FinishAdapter | RemoveAdapter, loaded: LoRAModule | None = None
+    ) -> None:
+        """Change the engine's adapters, and the names with them."""
+        num_restarts = self.named.num_restarts
+        await self.command(command)
+        # An engine that died since it answered has those of its start.
+        if num_restarts != self.named.num_restarts:
+            return
+        if loaded is not None:
+            self.named.add(loaded)
+        elif isinstance(command, RemoveAdapter):
+            self.named.remove(command.name)
 
     def _changed(self, changing: asyncio.Future[None]) -> None:
         self._changing.discard(changing)

@@ -85,17 +85,21 @@ class AdapterNames:
 
     Args:
         modules: those of the engine's start.
+
+    Attributes:
+        num_restarts: how often the engine has started again.
     """
 
     def __init__(self, modules: Sequence[LoRAModule]) -> None:
+        self.num_restarts = 0
         self._given = tuple(modules)
         # By name, the oldest first.
-        self._there: dict[str, LoRAModule] = {}
+        self._there = {one.name: one for one in modules}
         self._brought: set[str] = set()
-        self.restart()
 
     def restart(self) -> None:
         """The engine starts again, with the adapters of its start."""
+        self.num_restarts += 1
         self._there = {one.name: one for one in self._given}
 
     @property

@@ -58,3 +58,19 @@ async def test_what_an_engine_that_restarts_has_is_not_unloaded():
     with pytest.raises(EngineRestartingError):
         await adapters.unload("sql")
     assert adapters.named.name("sql") == "sql"
+
+
+async def test_names_are_those_of_the_start_once_an_engine_died_after_its_answer():
+    """It may die before who asked goes on: then it had what it has no more."""
+    engine, names = Engine(), AdapterNames([LoRAModule("own", PATH)])
+
+    async def command(command) -> int:
+        await engine.command(command)
+        names.restart()
+        return 0
+
+    adapters = ServedAdapters(names, command)
+    await adapters.load("sql", PATH)
+    await adapters.finish_update("sent")
+    await adapters.unload("own")
+    assert adapters.modules == (LoRAModule("own", PATH),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ MAX_EXPERTS = 4096
 MAX_COUNT = 2**22
 #: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
-#: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
-_MAX_EXPRESSION, _MAX_REPEATS = 400, 5
+#: Of a regular expression in a checkpoint: longer, or more repeats or ways to read a name, of which
+#: a repeat is taken to have the last number, could take long to match.
+_MAX_EXPRESSION, _MAX_REPEATS, _MAX_WAYS, _WAYS_OF_REPEAT = 400, 5, 2**23, 2**4
 ANOTHER = "use another checkpoint"
 COMPARE = "compare with the original checkpoint's"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -177,14 +179,17 @@ def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
     """
     repeats = len(re.findall(r"(?<!\\)[*+{]", expression))
     nested = re.search(r"\)[*+{]", expression)
-    if len(expression) > _MAX_EXPRESSION or repeats > _MAX_REPEATS or nested:
+    ways = math.prod(part.count("|") + 1 for part in re.split(r"[()]", expression))
+    ways *= 2 ** len(re.findall(r"[^(\\]\?", expression)) * _WAYS_OF_REPEAT**repeats
+    too_many = repeats > _MAX_REPEATS or ways > _MAX_WAYS
+    if len(expression) > _MAX_EXPRESSION or too_many or nested:
         raise UnsupportedError(
             f"{settings.location}: the expression {short(expression)} repeats too much",
             "name the modules",
         )
     try:
         return re.compile(expression)
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise CheckpointError(
             f"{settings.location}: {short(expression)} is no regular expression ({error})", COMPARE
         ) from error

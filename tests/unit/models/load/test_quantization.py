@@ -415,16 +415,21 @@ def test_a_dynamic_scale_of_a_whole_batch_would_break_the_law():
 
 
 @pytest.mark.parametrize(
-    "expression", ["re:(a+)+$", "re:(.*)*x", "re:" + "a" * 500, "re:.*.*.*.*.*.*x"]
+    "expression",
+    [
+        *("re:(a+)+$", "re:(.*)*x", "re:" + "a" * 500, "re:.*.*.*.*.*.*x"),
+        *("re:" + "(.|.)" * 24, "re:" + ".?" * 24, "re:.*.*.*.*.*(a|a)(a|a)(a|a)(a|a)x"),
+    ],
 )
 def test_expressions_that_could_take_long_are_refused(expression):
     with pytest.raises(UnsupportedError, match="repeats too much"):
         read(changed(CHANNEL, "targets", [expression]))
 
 
-def test_what_is_no_expression_is_refused():
+@pytest.mark.parametrize("expression", ["re:[a", "re:a{4294967296}"])
+def test_what_is_no_expression_is_refused(expression):
     with pytest.raises(CheckpointError, match="no regular expression"):
-        read(compressed_config("channel", ignore=["re:[a"]))
+        read(compressed_config("channel", ignore=[expression]))
 
 
 def test_quantized_keys_and_values_alone_leave_weights_as_they_are():

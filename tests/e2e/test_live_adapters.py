@@ -220,6 +220,8 @@ def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
                 {"config": own["config"] | {"use_dora": True}},
             ),
             ("with the r of 4", {"config": own["config"] | {"r": 4}}),
+            ("config: 1 is no name", {"config": own["config"] | {1: 4}}),
+            ("rank_pattern: 1 is no name", {"config": own["config"] | {"rank_pattern": {1: 4}}}),
             ("on the meta device", {"tensors": {first: own["tensors"][first].to("meta")}}),
             (f"{first} without its pair", {"tensors": {first: own["tensors"][first]}}),
             (

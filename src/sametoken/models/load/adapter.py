@@ -272,7 +272,7 @@ def adapter_config(read: Mapping[str, Any], location: str = "config") -> Adapter
     # Each version of PEFT writes new switches, which are off.
     values = {key: value for key, value in read.items() if key in _USED or value is not False}
     config = Settings(values, location)
-    if config.get("peft_type") is None:
+    if not config.get("peft_type"):
         raise CheckpointError(f"{location} names no peft_type", "give an adapter in PEFT's format")
     require_known(config, used=_USED, only=_ONLY, unused=_UNUSED, remedy=_MERGE)
     if config.get("init_lora_weights") not in _INITS:

@@ -39,12 +39,18 @@ class Settings:
         prefix: prefix of every key.
 
     Raises:
-        CheckpointError: a value is missing or impossible, from every method.
+        CheckpointError: a key is no text; a value is missing or impossible, from every method.
     """
 
     values: Mapping[str, Any]
     location: str
     prefix: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not from JSON."""
+        for key in self.values:
+            if not isinstance(key, str):
+                raise CheckpointError(f"{self.location}: {short(key)} is no name", COMPARE)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The raw value."""

@@ -202,6 +202,7 @@ def test_an_alpha_beyond_any_use_is_refused(tmp_path):
     ("settings", "cause"),
     [
         ({"peft_type": None}, "names no peft_type"),
+        ({"peft_type": ""}, "names no peft_type"),
         ({"r": 0}, "r=0 is not a positive integer"),
         ({"r": "4"}, "r='4' is not"),
         ({"r": False}, "r=False is not"),

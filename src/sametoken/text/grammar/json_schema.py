@@ -117,6 +117,8 @@ def compilable(text: str) -> str:
     is left out beside a pattern: there it only annotates the value (draft 2020-12, section 7), but
     the compiler would ignore the pattern. zod writes both. ``oneOf``, whose branches have been
     compared, is ``anyOf``: the compiler would warn where it cannot tell that they are disjoint.
+    Patterns of names that ask what all names but the properties' are asked are left out: beside
+    them the compiler would allow a property what the others may have.
     """
     root, is_whole = _parsed(text), True
     for schema in _schemas(root):
@@ -126,6 +128,8 @@ def compilable(text: str) -> str:
         if "pattern" in schema:
             schema.pop("format", None)
             schema["pattern"] = plain_regex(schema["pattern"])
+        if schema.get("properties") and any(schema.get(key, False) is not False for key in _OTHERS):
+            schema.pop("patternProperties", None)
         if "patternProperties" in schema:
             found = schema["patternProperties"].items()
             schema["patternProperties"] = {plain_regex(name): one for name, one in found}

@@ -119,6 +119,15 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ['{"n": 12}', '{ "n":3 }'],
             ["{}", '{"n": 13}', '{"n": 1, "m": 2}', '{"n": "1"}'],
         ),
+        # A pattern beside other names leaves a property what it is.
+        (
+            {
+                "json_schema": '{"properties": {"n": {"const": 1}}, "patternProperties": '
+                '{"^x": true}, "additionalProperties": true}'
+            },
+            ["{}", '{"n": 1}', '{"x": 2, "y": "3"}', '{"n": 1, "x": 2}'],
+            ['{"n": 2}', '{"x": 2, "n": "1"}'],
+        ),
     ],
 )
 def test_texts_of_the_form_are_accepted_and_no_others(fields, right, wrong, compiler, tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,33 +119,28 @@ class ServedAdapters:
                 "unload it first, or set load_inplace",
                 param="lora_name",
             )
+        use = partial(self.named.add, module)
         if sent is None:
-            await self._carry_out(LoadAdapter(module.name, module.path), module)
+            await self._carry_out(LoadAdapter(module.name, module.path), use)
         else:
             # Kept until it was read.
             _memory, shared = await asyncio.to_thread(_in_memory, *sent)
-            await self._carry_out(LoadAdapter(module.name, shared), module)
+            await self._carry_out(LoadAdapter(module.name, shared), use)
 
     async def _finish(self, module: LoRAModule) -> None:
-        await self._carry_out(FinishAdapter(module.name), module)
+        await self._carry_out(FinishAdapter(module.name), partial(self.named.add, module))
 
     async def _unload(self, name: str) -> None:
         self.named.name(name)
-        await self._carry_out(RemoveAdapter(name))
+        await self._carry_out(RemoveAdapter(name), partial(self.named.remove, name))
 
-    async def _carry_out(
-        self, command: LoadAdapter | FinishAdapter | RemoveAdapter, loaded: LoRAModule | None = None
-    ) -> None:
+    async def _carry_out(self, command: Command, change: Callable[[], None]) -> None:
         """Change the engine's adapters, and the names with them."""
         num_restarts = self.named.num_restarts
         await self.command(command)
         # An engine that died since it answered has those of its start.
-        if num_restarts != self.named.num_restarts:
-            return
-        if loaded is not None:
-            self.named.add(loaded)
-        elif isinstance(command, RemoveAdapter):
-            self.named.remove(command.name)
+        if num_restarts == self.named.num_restarts:
+            change()
 
     def _changed(self, changing: asyncio.Future[None]) -> None:
         self._changing.discard(changing)

@@ -23,7 +23,7 @@ from sametoken.distributed.shared_memory import share
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import WeightUpdateError, in_words
 from sametoken.io.bearer import bearer
-from sametoken.models.load.adapter import NOT_AN_ADAPTER
+from sametoken.models.load.adapter import NOT_AN_ADAPTER, config_text
 from sametoken.models.load.sent import named_tensor
 from sametoken.types.weight_updates import GLOO, IPC, NCCL, Rendezvous
 
@@ -136,8 +136,7 @@ class WeightSender:
         """
         named = {"lora_name": name}
         try:
-            # Modules are a set.
-            plain = json.loads(json.dumps(dict(config), default=list))
+            plain = json.loads(config_text(config))
             pairs = dict(tensors).items()
         except (TypeError, ValueError) as error:
             raise WeightUpdateError(*NOT_AN_ADAPTER) from error

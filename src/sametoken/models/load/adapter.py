@@ -6,6 +6,7 @@ are read. Settings of a training that leave no trace in how its factors are appl
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -211,6 +212,15 @@ def sent_adapter(
     if not isinstance(config, Mapping) or not isinstance(tensors, Mapping):
         raise WeightUpdateError(*NOT_AN_ADAPTER)
     return StoredAdapter(SENT, adapter_config(config), SentTensors(tensors.items()))
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """What adapter_config.json holds of ``LoraConfig.to_dict``, whose modules are a set.
+
+    Raises:
+        TypeError, ValueError: it is no such object.
+    """
+    return json.dumps(dict(config), default=list)
 
 
 def changed(path: object) -> CheckpointError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from sametoken.errors import UnsupportedError
+from sametoken.models.load.adapter import config_text
 from sametoken.models.load.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sametoken.serving.verl.plugin import NAME
 
@@ -101,8 +101,7 @@ async def _write_adapter(weights: Any, peft_config: Mapping[str, Any], directory
     """Write an adapter as PEFT saves it, in one file."""
     held = {name: _copy(tensor) async for name, tensor in ensure_async_iterator(weights)}
     save_file(held, directory / ADAPTER_WEIGHTS[0])
-    # Modules are a set.
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(dict(peft_config), default=list))
+    (directory / ADAPTER_CONFIG).write_text(config_text(peft_config))
 
 
 def _copy(tensor: Tensor) -> Tensor:

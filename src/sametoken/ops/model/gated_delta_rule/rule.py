@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule import reference
+from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
 from sametoken.ops.model.recurrent.convolution import convolve_row
-from sametoken.ops.model.recurrent.rule import RowFunction
+from sametoken.ops.model.recurrent.rule import ChunkFunction, RowFunction
+
+#: Rows of a chunk in the fast form.
+CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,7 @@ class GatedDelta:
     """``RecurrentRule`` of Gated DeltaNet; a raw row is [q | k | v] and the gates a and b.
 
     Attributes:
-        conv_kernel: as ``RecurrentRule.conv_kernel``.
+        conv_kernel, fast_rows: as in ``RecurrentRule``.
     """
 
     num_key_heads: int
@@ -24,6 +30,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     conv_kernel: int
+    fast_rows: ClassVar[int] = CHUNK
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -86,16 +93,35 @@ class GatedDeltaParams:
 
     def row_function(self) -> RowFunction:
         """See ``RuleWeights.row_function``."""
+        prepare = self._preparation()
+
+        def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+            return reference.advance(state, *prepare(window, gates)).flatten()
+
+        return run_row
+
+    def chunk_function(self) -> ChunkFunction:
+        """See ``RuleWeights.chunk_function``."""
+        prepare, taps = self._preparation(), self.rule.conv_kernel
+
+        def run_chunk(state: Tensor, mixed: Tensor, gates: Tensor) -> Tensor:
+            prepared = prepare(mixed.unfold(0, taps, 1).mT, gates)
+            return advance_chunk(state, *prepared).flatten(1)
+
+        return run_chunk
+
+    def _preparation(self) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        """From windows and gates of any rows to q, k, v, log decay and beta."""
         rule, decay_rate, dt_bias = self.rule, self.A_log.float().exp(), self.dt_bias.float()
         conv_weight = self.conv_weight.float()
         conv_bias = None if self.conv_bias is None else self.conv_bias.float()
 
-        def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-            q, k, v = convolve_row(window, conv_weight, conv_bias).split(rule.qkv_sizes)
-            a, b = gates.split(rule.gate_sizes)
-            log_decay, beta = reference.gates(a, b, decay_rate, dt_bias)
-            q, k = q.view(-1, rule.key_dim), k.view(-1, rule.key_dim)
-            v = v.view(-1, rule.value_dim)
-            return reference.advance(state, q, k, v, log_decay, beta).flatten()
+        def prepare(window: Tensor, gates: Tensor) -> tuple[Tensor, ...]:
+            convolved = convolve_row(window, conv_weight, conv_bias)
+            q, k, v = convolved.split(rule.qkv_sizes, dim=-1)
+            a, b = gates.split(rule.gate_sizes, dim=-1)
+            q, k = (x.view(*x.shape[:-1], -1, rule.key_dim) for x in (q, k))
+            v = v.view(*v.shape[:-1], -1, rule.value_dim)
+            return q, k, v, *reference.gates(a, b, decay_rate, dt_bias)
 
-        return run_row
+        return prepare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ class Mamba2:
     Attributes:
         num_groups: groups of heads that share B and C.
         state_dim: N, the width of B and C of a group.
-        conv_kernel: as ``RecurrentRule.conv_kernel``.
+        conv_kernel, fast_rows: as in ``RecurrentRule``.
     """
 
     num_heads: int
@@ -26,6 +27,7 @@ class Mamba2:
     num_groups: int
     state_dim: int
     conv_kernel: int
+    fast_rows: ClassVar[int] = 0
 
     @property
     def xbc_sizes(self) -> tuple[int, int, int]:
@@ -106,3 +108,6 @@ class Mamba2Params:
             return out.flatten()
 
         return run_row
+
+    def chunk_function(self) -> None:
+        """See ``RuleWeights.chunk_function``."""

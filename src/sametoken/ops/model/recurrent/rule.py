@@ -29,6 +29,8 @@ class RecurrentRule(Protocol):
         conv_channels: C, the width of a raw row's convolved part; 0 without convolution.
         gate_sizes: widths of a raw row's other parts.
         out_features: width of a row's output.
+        fast_rows: rows of a chunk in the fast form, which begins at a multiple of it; 0: the rule
+            has no such form.
     """
 
     @property
@@ -45,6 +47,9 @@ class RecurrentRule(Protocol):
 
     @property
     def out_features(self) -> int: ...
+
+    @property
+    def fast_rows(self) -> int: ...
 
     def divided(self, size: int) -> Self:
         """The shard of one of ``size`` ranks."""
@@ -65,6 +70,20 @@ class RowFunction(Protocol):
         ...
 
 
+class ChunkFunction(Protocol):
+    """The fast form of the reference, of ``RecurrentRule.fast_rows`` rows one after the other."""
+
+    def __call__(self, state: Tensor, mixed: Tensor, gates: Tensor) -> Tensor:
+        """As ``RowFunction`` of every row: [fast_rows, out_features] fp32.
+
+        Args:
+            state: [*state_shape] fp32.
+            mixed: [K - 1 + fast_rows, C] fp32, inputs of the convolution.
+            gates: [fast_rows, G] fp32.
+        """
+        ...
+
+
 class RuleWeights(Protocol):
     """One layer's weights, except its projections."""
 
@@ -73,6 +92,10 @@ class RuleWeights(Protocol):
 
     def row_function(self) -> RowFunction:
         """The layer's row function, with weights in fp32."""
+        ...
+
+    def chunk_function(self) -> ChunkFunction | None:
+        """The layer's fast form, likewise; None: its rule has none."""
         ...
 
 

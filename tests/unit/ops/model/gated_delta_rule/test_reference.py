@@ -1,4 +1,7 @@
-"""One row at a time gives what transformers' Gated DeltaNet gives for the whole sequence."""
+"""One row at a time gives what transformers' Gated DeltaNet gives for the whole sequence.
+
+A chunk of rows gives what its rows give one after the other, in other low-order bits.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
 from sametoken.ops.model.gated_delta_rule.reference import advance, gates
+from sametoken.ops.model.gated_delta_rule.rule import CHUNK
 from sametoken.ops.model.recurrent.convolution import convolve_row
 
 MODELINGS = pytest.mark.parametrize("modeling", [modeling_qwen3_next, modeling_qwen3_5])
@@ -49,6 +54,30 @@ def test_rows_in_turn_are_transformers_recurrence(modeling, key_heads, value_hea
     torch.testing.assert_close(state, expected_state[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("decays", ["none", "usual", "strong", "strong after weak"])
+@pytest.mark.parametrize("equal_keys", [False, True])
+def test_a_chunk_is_its_rows_in_turn(dtype, tolerance, decays, equal_keys):
+    """Keys that are equal couple all rows; after a decay by exp(-1e4) small ones still count."""
+    generator = torch.Generator().manual_seed(len(decays))
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = random(CHUNK, 2, 16), random(CHUNK, 2, 16), random(CHUNK, 6, 12)
+    beta, state = random(CHUNK, 6).sigmoid(), random(6, 16, 12)
+    if equal_keys:
+        k[:], beta[:] = k[0].clone(), 1
+    weak = -random(CHUNK, 6).exp() * 1e-2
+    mixed = torch.where(torch.arange(CHUNK)[:, None] % 7 == 3, -1e4, weak)
+    log_decay = {"none": weak * 0, "usual": weak, "strong": weak * 1e4, "strong after weak": mixed}
+    rows = (q, k, v, log_decay[decays], beta)
+    walked = state.clone()
+    expected = torch.stack([advance(walked, *each) for each in zip(*rows, strict=True)])
+    torch.testing.assert_close(advance_chunk(state, *rows), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(state, walked, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_convolution_of_every_row_is_torch_s(with_bias):
     generator = torch.Generator().manual_seed(0)
@@ -62,4 +91,6 @@ def test_the_convolution_of_every_row_is_torch_s(with_bias):
     )[0].t()
     by_tap = weight[:, 0].t().contiguous()
     rows = [convolve_row(padded[t : t + taps], by_tap, bias) for t in range(length)]
+    windows = padded.unfold(0, taps, 1).mT
+    torch.testing.assert_close(convolve_row(windows, by_tap, bias), torch.stack(rows))
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-5, atol=1e-5)

@@ -78,10 +78,10 @@ class EngineConfig:
     prefill_chunk_size: int = option(
         0, "maximum tokens of one prompt per step; 0: max_num_batched_tokens", limits=(0, 2**20)
     )
-    expand_prompts_from: int = option(
+    fast_prompts_from: int = option(
         0,
-        "tokens from which prompts of latent attention (MLA) run in the expanded form, which is "
-        "faster from 8,192 on and has other low-order bits; 0: none does",
+        "tokens from which prompts run in a faster form of their own, with other low-order bits: "
+        "latent attention (MLA) expanded, Gated DeltaNet in chunks of 64 positions; 0: none does",
         limits=(0, 2**31),
     )
     block_size: int = option(
@@ -245,7 +245,7 @@ _OF_RESULTS = (
     "device",
     "load_format",
     "max_model_len",
-    "expand_prompts_from",
+    "fast_prompts_from",
     "tensor_parallel_size",
     "logprobs_mode",
     "enable_return_routed_experts",

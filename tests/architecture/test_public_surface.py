@@ -38,7 +38,7 @@ ENGINE = {
 }
 OWN_ENGINE_OPTIONS = {
     "lora_modules",
-    "expand_prompts_from",
+    "fast_prompts_from",
     "prefill_chunk_size",
     "block_size",
     "gpu_memory_utilization",

@@ -53,7 +53,7 @@ def audited(core, k: int):
     core.resolved = SimpleNamespace(
         steps_in_flight=core.resolved.steps_in_flight,
         config=SimpleNamespace(
-            num_speculative_tokens=k, speculative_config=speculation, expand_prompts_from=0
+            num_speculative_tokens=k, speculative_config=speculation, fast_prompts_from=0
         ),
         model=SimpleNamespace(eos_token_ids=()),
         device=CPU,

@@ -194,7 +194,6 @@ def config_of(files, **options) -> EngineConfig:
     [
         ({"max_num_batched_tokens": 8193}, "more than the 8192 rows of a step with adapters"),
         ({"speculative_config": EXTRACT}, "of the model alone"),
-        ({"expand_prompts_from": 8}, "no adapters"),
     ],
 )
 def test_options_that_exclude_adapters_are_refused(files, options, said):

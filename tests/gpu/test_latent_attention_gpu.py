@@ -279,9 +279,9 @@ def test_the_same_tokens(target, method, eager):
 @pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
 def test_expanded_prompts_have_the_same_tokens_in_any_chunks(target, method):
     """Alone and whole, or in a crowd by chunks of other sizes, which end inside blocks."""
-    expand = {"expand_prompts_from": 8, "enable_prefix_caching": True}
-    truth = generate(target, None, 16, max_num_seqs=1, **expand).tokens
+    fast = {"fast_prompts_from": 8, "enable_prefix_caching": True}
+    truth = generate(target, None, 16, max_num_seqs=1, **fast).tokens
     spec = None if method == "plain" else {"method": method, "num_speculative_tokens": 3}
-    ran = generate(target, spec, 16, max_num_seqs=7, prefill_chunk_size=19, **expand)
+    ran = generate(target, spec, 16, max_num_seqs=7, prefill_chunk_size=19, **fast)
     assert ran.tokens == truth
     assert (ran.offered > 0) == (method != "plain")

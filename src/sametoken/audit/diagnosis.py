@@ -77,8 +77,8 @@ def replay(
 ) -> tuple[Replay, ...]:
     """Draft some windows of ``answers`` again after a fresh prefill, one request at a time.
 
-    They are sampled uniformly, ``MAX_REPLAYS`` at most, of those whose text is not expanded as a
-    prompt: an answer is absorbed, and has other bits.
+    They are sampled uniformly, ``MAX_REPLAYS`` at most, of those whose text as a prompt has no
+    fast form: an answer has the usual one, and other bits.
 
     Args:
         core: an idle engine with a drafter.
@@ -86,7 +86,7 @@ def replay(
         answers: answers of the same engine.
     """
     config = core.resolved.config
-    k, longest = config.num_speculative_tokens, config.expand_prompts_from or math.inf
+    k, longest = config.num_speculative_tokens, config.fast_prompts_from or math.inf
     candidates = [
         (request, window)
         for request in requests

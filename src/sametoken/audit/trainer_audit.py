@@ -59,8 +59,8 @@ def audit_trainer(
     """Score every rollout with this engine, and explain the differences.
 
     The engine computes prompts, decodes and verifies drafts with the same bits, so what it says of
-    a whole rollout is what it said while it generated it, with any drafter. An engine
-    that expands prompts does not, and is refused.
+    a whole rollout is what it said while it generated it, with any drafter. One with fast prompts
+    does not, and is refused.
 
     Args:
         config: with the weights that the rollouts are said to come from.
@@ -71,7 +71,7 @@ def audit_trainer(
         announce: called with one line per phase.
 
     Raises:
-        ConfigError: there is no rollout, the concurrency is below 1, or long prompts are expanded;
+        ConfigError: there is no rollout, the concurrency is below 1, or prompts have a fast form;
             and as ``build_engine``.
         RequestError: token ids outside of the vocabulary, messages without a tokenizer or that the
             chat template refuses, or a prompt too long for ``max_model_len`` or a rollout for the
@@ -85,9 +85,9 @@ def audit_trainer(
             f"{len(rollouts)} rollouts cannot be scored, {concurrency} at once",
             "give at least one, and a concurrency of at least 1",
         )
-    if config.expand_prompts_from:
+    if config.fast_prompts_from:
         raise ConfigError(
-            f"with expand_prompts_from={config.expand_prompts_from} a rollout that is scored as a "
+            f"with fast_prompts_from={config.fast_prompts_from} a rollout that is scored as a "
             "prompt has other low-order bits than its answer had",
             "leave the option out",
         )

@@ -16,7 +16,7 @@ from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
 from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
-from sametoken.engine.expanded_prompts import require_latents
+from sametoken.engine.fast_prompts import require_fast_form
 from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
@@ -165,7 +165,7 @@ def measure_memory(
     config = resolve_adapters(config, announce)
     model = adapted(target, read_adapters(config), config, SINGLE_RANK, dtype, SHAPES_ONLY)
     widest = widest_of(target, model)
-    require_latents(config, target.caches)
+    require_fast_form(config, target.caches)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)

@@ -104,11 +104,6 @@ def _require_alone(config: EngineConfig) -> None:
             "hidden states are extracted of the model alone",
             "leave lora_modules and enable_lora out",
         )
-    if config.expand_prompts_from:
-        raise ConfigError(
-            "prompts in the expanded form have no adapters",
-            "leave expand_prompts_from, or lora_modules and enable_lora out",
-        )
     if config.max_num_batched_tokens > SLICE_ROWS:
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} is more than the {SLICE_ROWS} "

@@ -14,6 +14,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.fast_prompts import fast_rows
 from sametoken.engine.live_adapters import AdapterPlaces, LiveAdapters, load_factors
 from sametoken.engine.load import Loaded, Requested, load, validate
 from sametoken.engine.resolve import (
@@ -337,5 +338,6 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
         num_kept_states=memory.num_kept_states,
         captured_shapes=runner.launcher.shapes,
-        expand_prompts_from=config.expand_prompts_from,
+        fast_prompts_from=config.fast_prompts_from,
+        fast_rows=fast_rows(loaded.caches),
     )

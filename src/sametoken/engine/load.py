@@ -20,7 +20,7 @@ from sametoken.drafters.build import (
     require_token_map,
 )
 from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
-from sametoken.engine.expanded_prompts import require_expandable, require_latents
+from sametoken.engine.fast_prompts import require_expandable, require_fast_form
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
@@ -176,7 +176,7 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     needs = needs_of_drafter(spec, architecture, dtype[0], path, draft_format)
     require_drafter_files(spec, draft_format)
     requested = Requested(given, config, device, path, architecture, dtype, needs, reasons)
-    require_latents(config, requested.caches)
+    require_fast_form(config, requested.caches)
     _require_kv(requested)
     _builders.add(os.getpid())
     return requested
@@ -372,7 +372,7 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         load_format=config.load_format,
         parallel=ranks.parallel,
     ).keeping(layers)
-    if config.expand_prompts_from:
+    if config.fast_prompts_from:
         require_expandable(target)
     placement = Placement(
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path

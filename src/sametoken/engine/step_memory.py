@@ -196,7 +196,7 @@ def most_mixing(
 
     def bytes_of(mixer: Mixer) -> int:
         if isinstance(mixer, ExpandedShape):
-            if not config.expand_prompts_from:
+            if not config.fast_prompts_from:
                 return 0
             return _expanded_bytes(mixer, dtype, config.block_size, device, launches)
         if isinstance(mixer, AttentionShape | LatentShape):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn import functional
 
-from sametoken.ops.backend import ChunkRows, Kernels, LayerKV
+from sametoken.ops.backend import Kernels, LayerKV
+from sametoken.ops.fast_rows import ChunkRows
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, HeadWeights, LayerLatent
 
 

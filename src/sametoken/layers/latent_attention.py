@@ -55,8 +55,8 @@ class LatentAttention(Matrices):
     """Latent attention (MLA), or this rank's heads of it.
 
     Rows are absorbed, of prompts, windows and decode alike: in another form a token's KV and its
-    output have other bits. Prompts that the scheduler expands have that form in every step, except
-    for their last token (docs/decisions/0044-long-latent-prompts-can-be-expanded.md).
+    output have other bits. Prompts in the fast form are expanded in every step, except for their
+    last token (docs/decisions/0044-long-latent-prompts-can-be-expanded.md).
 
     Attributes:
         shape: head count of this rank, and sizes.
@@ -88,9 +88,9 @@ class LatentAttention(Matrices):
         q, latent = fused.split((fused.shape[1] - shape.width, shape.width), dim=-1)
         q = self.queries(q).unflatten(-1, (shape.num_heads, -1))
         not_rotated = q.shape[-1] - shape.rope_dim
-        # No kept row is a prompt's that is expanded: its last token is absorbed.
-        prompts = rows.prompts if kept is None else None
-        absorbed_rows = prompts.others if prompts else rows
+        # No kept row is in the fast form: a prompt's last token is absorbed.
+        fast = rows.fast if kept is None else None
+        absorbed_rows = fast.others if fast else rows
         count = len(absorbed_rows.positions)
         absorbed = q.new_empty(*q.shape[:2], shape.width)
         self.absorb.matmul(q[:count, :, :not_rotated], absorbed[:count, :, : shape.rank])
@@ -100,12 +100,12 @@ class LatentAttention(Matrices):
         )
         absorbed_q, wanted = wanted_queries(kernels, absorbed[:count], absorbed_rows, kept)
         attended = kernels.latent_attention(absorbed_q, shape.scale, wanted, memory)
-        num_rows = len(q) if prompts else len(attended)
+        num_rows = len(q) if fast else len(attended)
         values = attended.new_empty(num_rows, shape.num_heads, self.expanded.v_dim)
         self.expand.matmul(attended, values[: len(attended)])
-        if prompts:
+        if fast:
             heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
-            for chunk in prompts.chunks:
+            for chunk in fast.chunks:
                 own = chunk.rows
                 heads.attend(q[own], rotated[own], chunk, memory, values[own])
         return self.output(values.flatten(1))

@@ -8,7 +8,7 @@ for attention, on the KV it may see, never on the number, order or content of ot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from sametoken.ops.model.attention.kv import LayerKV as LayerKV
 from sametoken.ops.model.attention.shape import AttentionShape as AttentionShape
 from sametoken.ops.model.attention.shape import QKNorm as QKNorm
 from sametoken.ops.model.attention.shape import RotaryTable as RotaryTable
-from sametoken.ops.model.latent_attention.prompts import ChunkRows as ChunkRows
-from sametoken.ops.model.latent_attention.prompts import ExpandedRows as ExpandedRows
 from sametoken.ops.model.latent_attention.shape import (
     HeadWeights,
     LatentRotary,
@@ -28,6 +26,9 @@ from sametoken.ops.model.latent_attention.shape import (
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.weight import Packing, RoundedRows, UnquantizedWeight
+
+if TYPE_CHECKING:
+    from sametoken.ops.fast_rows import FastRows
 
 
 class RunGroup(NamedTuple):
@@ -86,7 +87,7 @@ class AttentionRows:
         runs: the rows by slot; None on a CPU, whose kernels need none.
         committed: [T] bool, whether the row's token is committed; None: all are. A slot's
             committed rows come first. Only layers with recurrent state read it.
-        prompts: the rows that latent attention expands latents for; None: none.
+        fast: the rows of prompts in the fast form; None: none.
     """
 
     positions: Tensor
@@ -95,7 +96,7 @@ class AttentionRows:
     block_table: Tensor
     runs: RowRuns | None = None
     committed: Tensor | None = None
-    prompts: ExpandedRows | None = None
+    fast: FastRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

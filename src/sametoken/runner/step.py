@@ -68,7 +68,7 @@ class Step:
     def forward(self, layout: LayoutTable) -> ForwardOutput:
         """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
-        rows = layout.with_prompts(x.rows, self.sequences.block_size)
+        rows = layout.with_fast(x.rows, self.sequences.block_size)
         hidden = self.model.forward(x.token_ids, rows, self.kv, x.kept)
         sampled = hidden.last
         if x.kept is None:

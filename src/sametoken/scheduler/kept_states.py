@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import lcm
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler.limits import SchedulerLimits
@@ -129,11 +130,14 @@ class KeptStates:
         """
         if not self._needed:
             return ()
-        shared, ends = num_cached * self._block_size, []
+        # A chunk in the fast form ends at multiples alone.
+        step = lcm(self._block_size, request.fast_rows if request.fast_end else 1)
+        shared, ends = num_cached * self._block_size // step * step, []
         if shared > start and (not start or shared - start >= self._interval):
             ends.append(shared)
-        end, last = len(request.block_keys) * self._block_size, ends[-1] if ends else start
-        if end > last and (end == request.prompt_len or end - last >= self._interval):
+        end = len(request.block_keys) * self._block_size // step * step
+        last, free = ends[-1] if ends else start, (request.prompt_len, request.fast_end)
+        if end > last and (end in free or end - last >= self._interval):
             ends.append(end)
         return tuple(ends)
 
@@ -196,7 +200,8 @@ class KeptStates:
         flight end below ``bound.hi``, so a position from there on is held before any passes it.
         """
         request, bound = turn.request, turn.request.bound
-        if not (self._keeps_answers and request.request.use_prefix_cache):
+        keeps = self._keeps_answers and request.request.use_prefix_cache
+        if not keeps or request.fast_end:
             return []
         if len(request.held_states) > 1:
             self._free_passed(request)

@@ -15,8 +15,8 @@ from sametoken.scheduler.swap_space import Found, SwapSpace
 from sametoken.types.plan import SwapIn, SwapOut
 from sametoken.types.request import EngineRequest
 
-#: Set the keys of blocks in the expanded form, and of each adapter, apart.
-_EXPANDED, _ADAPTER = b"expanded", b"adapter"
+#: Set the keys of blocks in the fast form, and of each adapter, apart.
+_FAST, _ADAPTER = b"fast", b"adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,11 @@ class KVMemory:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
         if not (self.limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
-        if self.limits.expands(request):
-            # KV in the expanded form has other bits, and the last token's is in the absorbed one.
-            return self._keys_of(request.prompt_token_ids[:-1], self._root(request) + _EXPANDED)
-        return self._keys_of(request.prompt_token_ids, self._root(request))
+        tokens, root = request.prompt_token_ids, self._root(request)
+        if end := self.limits.fast_end(request):
+            # KV in the fast form has other bits, and that of what follows is in the usual one.
+            return self._keys_of(tokens[: end + self.limits.lookahead_tokens], root + _FAST)
+        return self._keys_of(tokens, root)
 
     def looks_up(self, request: RequestState) -> bool:
         """Whether a request may start from cached blocks.
@@ -153,7 +154,7 @@ class KVMemory:
             if request.num_in_flight:
                 return False
             request.lose_kv()
-        return self._blocks_to_swap_in(Turn(request, 1, 0)) <= self.pool.num_available
+        return self._blocks_to_swap_in(Turn.least(request)) <= self.pool.num_available
 
     def lacks_blocks(self, turn: Turn) -> bool:
         """Whether a running request needs more blocks for a turn than are available."""
@@ -174,13 +175,14 @@ class KVMemory:
             request.num_dropped += count
 
     def fit(self, turn: Turn) -> Turn:
-        """The turn cut to the rows that available blocks hold, at least one.
+        """The turn cut to the rows that available blocks hold, at least its request's fewest.
 
         So neither drafts nor a long chunk preempt another request.
         """
         blocks = turn.request.table_len + self.pool.num_available
         surplus = turn.hi_after + self.limits.lookahead_slots - blocks * self.limits.block_size
-        return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
+        fitting = max(turn.request.least_query, turn.num_rows - surplus)
+        return turn if surplus <= 0 else turn.cut(fitting)
 
     def index_chunk(self, request: RequestState, start: int, end: int) -> None:
         """Cache the prompt blocks that the chunk ``start .. end - 1`` completes."""
@@ -212,8 +214,8 @@ class KVMemory:
         may_cache = self.limits.enable_prefix_caching and self.limits.cache_emitted_blocks
         if not (may_cache and request.request.use_prefix_cache):
             return
-        if request.expands or request.weight_versions[0] != self.weight_version:
-            # Answers are absorbed, which a longer prompt is not; or some KV is of older weights.
+        if request.fast_end or request.weight_versions[0] != self.weight_version:
+            # Answers have the usual form, a longer prompt has not; or some KV is of older weights.
             return
         keys = self._kept_keys(request, num_kept_tokens)
         num_blocks = request.num_final // self.limits.block_size
@@ -290,6 +292,4 @@ class KVMemory:
         usable = self.states.usable(request.block_keys, len(cached))
         request.num_cached = request.position = usable * self.limits.block_size
         request.chunk_ends = self.states.chunk_ends(request, request.position, len(cached))
-        if request.expands:
-            request.chunk_ends += (request.prompt_len - 1,)
         return cached.first(usable)

@@ -47,8 +47,10 @@ class SchedulerLimits:
         num_kept_states: recurrent states that can be kept; 0 if the model has no recurrent
             layers or prefix caching is off.
         captured_shapes: a step that the first of them holds is padded to it.
-        expand_prompts_from: tokens from which a prompt runs in the expanded form of latent
-            attention, all but its last token; 0: none does.
+        fast_prompts_from: tokens from which a prompt begins in a faster form of its own; 0: none
+            does.
+        fast_rows: chunks in the fast form begin and end at multiples of it: 1 for latent attention,
+            64 for Gated DeltaNet.
 
     Raises:
         ConfigError: a value is impossible.
@@ -74,7 +76,8 @@ class SchedulerLimits:
     cache_emitted_blocks: bool
     num_kept_states: int
     captured_shapes: tuple[StepShape, ...] = ()
-    expand_prompts_from: int = 0
+    fast_prompts_from: int = 0
+    fast_rows: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,9 +86,14 @@ class SchedulerLimits:
             if isinstance(value, int) and value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
 
-    def expands(self, request: EngineRequest) -> bool:
-        """Whether a prompt runs in the expanded form: by its own length, whatever runs beside."""
-        return 0 < self.expand_prompts_from <= len(request.prompt_token_ids)
+    def fast_end(self, request: EngineRequest) -> int:
+        """Where a prompt's fast form ends: by its own length, whatever runs beside; 0: it has none.
+
+        The last token, which samples, is never part of it.
+        """
+        length = len(request.prompt_token_ids)
+        is_fast = 0 < self.fast_prompts_from <= length
+        return (length - 1) // self.fast_rows * self.fast_rows if is_fast else 0
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

@@ -61,10 +61,17 @@ class Turn:
         start = request.position if request.prefilling else request.bound.hi
         return start + self.draft_limit + (self.num_query + 1 if request.prefilling else 1)
 
+    @classmethod
+    def least(cls, request: RequestState) -> Turn:
+        """A request's shortest turn."""
+        return cls(request, request.least_query, 0)
+
     def cut(self, num_rows: int) -> Turn:
-        """The turn with ``num_rows`` rows, at least one."""
-        num_query = num_rows if self.request.prefilling else 1
-        return Turn(self.request, num_query, num_rows - num_query)
+        """The turn with ``num_rows`` rows, or of a chunk the multiple below that it may have."""
+        request = self.request
+        if request.prefilling:
+            return Turn(request, num_rows - num_rows % request.least_query, 0)
+        return Turn(request, 1, num_rows - 1)
 
     def scheduled(self) -> ScheduledRequest:
         """The turn as part of a plan."""
@@ -74,7 +81,7 @@ class Turn:
             self.draft_limit,
             self.samples,
             self.request.replays,
-            self.request.expands_to(self.num_query),
+            self.request.fast_to(self.num_query),
         )
 
 
@@ -128,7 +135,7 @@ class PlanDraft:
 
     def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, its requests in order; ``turns`` are sorted likewise."""
-        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.expands_to(1) > 0))
+        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.fast_to(1) > 0))
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
@@ -160,7 +167,7 @@ class RowBudget:
 
     It is ``usual_rows``, or twice the decoding requests, or half of what prompts of at most
     ``usual_rows`` wait for: the larger the crowd, the less a longer step delays its first tokens.
-    A prompt in the expanded form has ``max_num_batched_tokens``, as each step expands it anew, and
+    A prompt of expanded latents has ``max_num_batched_tokens``, as each step expands them anew, and
     one longer than ``usual_rows`` of a model with experts too, while nobody decodes: the more rows
     of an expert a step has, the less one of them takes.
     Decoding requests get one row each, then their drafts. Prompts get the rest, first come, first
@@ -208,7 +215,8 @@ class RowBudget:
         limits = self._limits
         sparse = limits.reads.experts_bytes and not num_decoding
         long = sparse and any(length > limits.usual_rows for length in prompts.values())
-        if long or any(request.expands_to(1) for request in prompts):
+        expands = limits.fast_rows == 1 and any(request.fast_to(1) for request in prompts)
+        if long or expands:
             return limits.longest_chunk
         return min(limits.longest_chunk, limits.usual_rows)
 
@@ -245,7 +253,7 @@ class RowBudget:
                 to_end = min(to_end, rows // SHARE)
         for request, length in prompts.items():
             if request not in chunks:
-                chunks[request] = min(length, longest, rows)
+                chunks[request] = Turn(request, length, 0).cut(min(length, longest, rows)).num_query
                 rows -= chunks[request]
         return chunks
 

@@ -47,7 +47,8 @@ class RequestState:
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         weight_versions: of the weights of its first step, and of its newest.
-        expands: whether its prompt, except the last token, runs in the expanded form.
+        fast_end: positions of its prompt that run in the fast form.
+        fast_rows: as in ``SchedulerLimits``.
         prompt_len: tokens of the prompt.
     """
 
@@ -70,7 +71,8 @@ class RequestState:
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     weight_versions: tuple[int, int] = (0, 0)
-    expands: bool = False
+    fast_end: int = 0
+    fast_rows: int = 1
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,13 +92,17 @@ class RequestState:
     def num_left(self) -> int:
         """Tokens of the prompt, or of what it replays, not yet planned, up to a chunk's end."""
         end = self.num_replayed if self.replays else self.prompt_len
-        ahead = (one for one in self.chunk_ends if self.position < one < end)
-        return next(ahead, end) - self.position
+        ends = (*self.chunk_ends, self.fast_end)
+        return min((one for one in ends if self.position < one < end), default=end) - self.position
 
-    def expands_to(self, num_query: int) -> int:
-        """Positions that a chunk from here on sees in the expanded form; 0 in the absorbed one."""
-        expanded = self.expands and self.position < self.prompt_len - 1
-        return self.position + num_query if expanded else 0
+    @property
+    def least_query(self) -> int:
+        """Tokens of its shortest turn; a chunk that does not end what is left has multiples."""
+        return self.fast_rows if self.position < self.fast_end else 1
+
+    def fast_to(self, num_query: int) -> int:
+        """Positions that a chunk from here on sees in the fast form; 0 in the usual one."""
+        return self.position + num_query if self.position < self.fast_end else 0
 
     @property
     def at_limit(self) -> bool:

@@ -133,7 +133,8 @@ class Scheduler:
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
             weight_versions=(self.weight_version, self.weight_version),
-            expands=self.limits.expands(request),
+            fast_end=self.limits.fast_end(request),
+            fast_rows=self.limits.fast_rows,
         )
 
     def begin_weights(self, version: int) -> None:
@@ -258,7 +259,7 @@ class Scheduler:
             self._memory.drop_behind(request)
             if request.at_limit:
                 continue
-            if request is self._youngest and self._memory.lacks_blocks(Turn(request, 1, 0)):
+            if request is self._youngest and self._memory.lacks_blocks(Turn.least(request)):
                 draft.short_of_blocks = True
             else:
                 ready.append(request)
@@ -289,7 +290,7 @@ class Scheduler:
         """Schedule a running request, swapping out younger ones if blocks are short."""
         request = turn.request
         if self._memory.lacks_blocks(turn):
-            while self._memory.lacks_blocks(Turn(request, 1, 0)):
+            while self._memory.lacks_blocks(Turn.least(request)):
                 if request is self._youngest:
                     draft.short_of_blocks = True
                     return
@@ -321,6 +322,8 @@ class Scheduler:
         if cached is None:
             return False
         turn = turn.cut(min(turn.num_query, request.num_left))
+        if not turn.num_query:
+            return False
         if self._memory.looks_up(request):
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from sametoken.types.expanded import ExpandedChunk, expanded_chunks
+from sametoken.types.fast_prompts import FastChunk, fast_chunks
 from sametoken.types.plan import StepPlan
 
 #: Row indices of a layout's table.
@@ -30,7 +30,7 @@ class StepShape:
         max_rows: rows of the longest request.
         all_states: whether the last layer's states of all rows are wanted, not only of the
             sampled ones.
-        expanded: the last chunks, which no captured graph holds.
+        fast: the last chunks, in the fast form, which no captured graph holds.
     """
 
     num_requests: int
@@ -40,7 +40,7 @@ class StepShape:
     max_window: int
     max_rows: int
     all_states: bool = False
-    expanded: tuple[ExpandedChunk, ...] = ()
+    fast: tuple[FastChunk, ...] = ()
 
     @property
     def all_sampled(self) -> bool:
@@ -64,7 +64,7 @@ class StepShape:
             # Windows have no other rows.
             (other.all_states, self.all_states or self.all_sampled),
         )
-        return not other.expanded and all(needed <= available for needed, available in pairs)
+        return not other.fast and all(needed <= available for needed, available in pairs)
 
     @property
     def table_width(self) -> int:
@@ -85,7 +85,7 @@ class StepLayout:
         step_id: the plan's.
         slots, num_query, draft_limit, samples: by request; windows come first.
         row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
-        all_states, expanded: as in ``StepShape``.
+        all_states, fast: as in ``StepShape``.
     """
 
     step_id: int
@@ -96,7 +96,7 @@ class StepLayout:
     row_starts: tuple[int, ...]
     window_starts: tuple[int, ...]
     all_states: bool = False
-    expanded: tuple[ExpandedChunk, ...] = ()
+    fast: tuple[FastChunk, ...] = ()
 
     @classmethod
     def of(
@@ -125,7 +125,7 @@ class StepLayout:
             row_starts=row_starts,
             window_starts=tuple(accumulate(windows, initial=0)),
             all_states=all_states,
-            expanded=expanded_chunks(plan, row_starts),
+            fast=fast_chunks(plan, row_starts),
         )
 
     @property
@@ -145,7 +145,7 @@ class StepLayout:
             max_window=_longest(self.window_starts),
             max_rows=_longest(self.row_starts),
             all_states=self.all_states,
-            expanded=self.expanded,
+            fast=self.fast,
         )
 
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:

@@ -88,8 +88,8 @@ class ScheduledRequest:
         draft_limit: maximum drafts in the window, 0..k.
         samples: whether the rows include the last committed token, so that a token is sampled.
         replays: whether they were computed before and their KV is lost; nothing else is wanted.
-        expands_to: positions that the last row of a chunk in the expanded form sees; 0: another
-            form (``SchedulerLimits.expand_prompts_from``).
+        fast_to: positions that the last row of a chunk in the fast form sees; 0: another form
+            (``SchedulerLimits.fast_prompts_from``).
     """
 
     slot: int
@@ -97,7 +97,7 @@ class ScheduledRequest:
     draft_limit: int
     samples: bool
     replays: bool = False
-    expands_to: int = 0
+    fast_to: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class StepPlan:
     """One step, applied on the device in the order of the fields.
 
     ``restarts`` are slots of preempted requests whose KV is lost: no position is computed. In
-    ``requests``, windows (one committed token, sampled) come before prompt chunks, expanded ones
-    last (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
+    ``requests``, windows (one committed token, sampled) come before prompt chunks, fast ones last
+    (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
     ``kept_states`` out of them; of the latter those whose slot has passed their position.
     """
 

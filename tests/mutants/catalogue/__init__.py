@@ -10,6 +10,7 @@ from mutants.catalogue import (
     attention,
     commits,
     drafters,
+    fast_prompts,
     inputs,
     kv_memory,
     latent_attention,
@@ -24,7 +25,7 @@ from mutants.catalogue.planting import MUTANTS
 #: Modules of mutants, in the order of a step: what it reads, computes, chooses and makes true.
 SUBJECTS = (
     *(inputs, lengths, kv_memory, adapters),
-    *(attention, latent_attention, recurrent),
+    *(attention, latent_attention, recurrent, fast_prompts),
     *(sampling, ranks),
     *(commits, results, drafters),
 )

@@ -7,16 +7,11 @@ import torch
 
 from mutants.catalogue.planting import instead_of, mutant
 from sametoken.layers.latent_attention import LatentAttention
-from sametoken.scheduler.kv_memory import KVMemory
-from sametoken.scheduler.request_state import RequestState
 
 LATENT_BITS = (
     "tests/e2e/test_parity_families.py"
     "::test_a_row_has_the_same_bits_in_every_chunk[deepseek_v3-dtype0]"
 )
-EXPANDED = "tests/e2e/test_expanded_prompts.py::test"
-REPLAYED = f"{EXPANDED}_what_is_computed_again_has_the_form_that_it_had"
-CONVERSATION = f"{EXPANDED}_a_conversation_reads_no_block_of_another_form"
 
 
 @mutant("prompts-expanded-beside-absorbed-decode", "sglang#12000", LATENT_BITS, "tokens")
@@ -48,21 +43,3 @@ def prompts_expand_their_keys(patch: pytest.MonkeyPatch) -> None:
         weights = (torch.einsum("hn,jhn->hj", q, keys) * shape.scale).softmax(-1)
         values = torch.einsum("jr,hvr->jhv", latents, layer.expand.matrices)
         return torch.einsum("hj,jhv->hv", weights, values)
-
-
-@mutant("a-prompt-s-last-token-expanded-in-a-replay", "docs/decisions/0044", REPLAYED, "tokens")
-def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self, num_query):
-        expanded = self.expands and self.position < self.prompt_len
-        return self.position + num_query if expanded else 0
-
-    patch.setattr(RequestState, "expands_to", mutant)
-
-
-@mutant("absorbed-answers-serve-expanded-prompts", "docs/decisions/0044", CONVERSATION, "tokens")
-def blocks_of_answers_are_cached(patch: pytest.MonkeyPatch) -> None:
-    @instead_of(patch, KVMemory, "index_kept")
-    def mutant(index, self, request, num_kept_tokens):
-        expands, request.expands = request.expands, False
-        index(self, request, num_kept_tokens)
-        request.expands = expands

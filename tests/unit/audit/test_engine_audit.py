@@ -47,7 +47,7 @@ def test_windows_are_drafted_afresh_where_the_text_has_their_bits_as_a_prompt(
 
     monkeypatch.setattr(diagnosis, "run_requests", run)
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
-    config = EngineConfig(speculative_config=speculation, expand_prompts_from=expand_from)
+    config = EngineConfig(speculative_config=speculation, fast_prompts_from=expand_from)
     core = SimpleNamespace(resolved=SimpleNamespace(config=config))
     ask = AuditRequest("one", (5, 5), "", 0.0, 0, 20)
     answer = Answer((5,) * 13, tuple(Window(first, 2, 2) for first in (1, 4, 6, 7, 10)))

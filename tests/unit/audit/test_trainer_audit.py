@@ -20,8 +20,8 @@ def test_nothing_to_score_is_refused(rollouts, concurrency):
         audit_trainer(config, rollouts, concurrency=concurrency)
 
 
-def test_scores_of_expanded_prompts_are_refused():
+def test_scores_of_fast_prompts_are_refused():
     """They are not what the engine said of an answer, which it absorbs."""
-    config = EngineConfig.from_options(model="/no/model", expand_prompts_from=2)
-    with pytest.raises(ConfigError, match=r"expand_prompts_from=2 .* leave the option out"):
+    config = EngineConfig.from_options(model="/no/model", fast_prompts_from=2)
+    with pytest.raises(ConfigError, match=r"fast_prompts_from=2 .* leave the option out"):
         audit_trainer(config, (ROLLOUT,))

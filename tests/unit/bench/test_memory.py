@@ -258,8 +258,8 @@ def test_what_no_engine_takes_is_refused_here_too(tmp_path):
     llama = write_config(tmp_path / "llama", LLAMA)
     with pytest.raises(ConfigError, match="above the model's 64"):
         measure_memory(config(llama, max_model_len=65))
-    with pytest.raises(ConfigError, match="no latent attention"):
-        measure_memory(config(llama, expand_prompts_from=8))
+    with pytest.raises(ConfigError, match="neither latent attention"):
+        measure_memory(config(llama, fast_prompts_from=8))
     with pytest.raises(CheckpointError, match="neither a path"):
         measure_memory(config(str(tmp_path / "nowhere")))
 

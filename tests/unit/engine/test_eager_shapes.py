@@ -17,13 +17,13 @@ from helpers.launch_forms import (
     step_on_meta,
     write_shapes,
 )
-from sametoken.engine.build_gpu import captured_shapes, eager_shapes, expanded_shapes
+from sametoken.engine.build_gpu import captured_shapes, eager_shapes, fast_shapes
 from sametoken.models.base import StandIn
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
-from sametoken.types.expanded import ExpandedChunk
+from sametoken.types.fast_prompts import FastChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
 
@@ -120,10 +120,10 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
     draw = random.Random(0)
     with recorded() as forms:
         step = step_on_meta(tmp_path / "glm-4.7-flash", None, max_num_seqs, max_len)
-        shapes = expanded_shapes(max_rows, step, torch.bfloat16)
+        shapes = fast_shapes(max_rows, step, torch.bfloat16)
         # Also of an engine that returns the experts of its tokens.
         recording = replace(step, model=StandIn(step.model))
-        assert expanded_shapes(max_rows, recording, torch.bfloat16) == shapes
+        assert fast_shapes(max_rows, recording, torch.bfloat16) == shapes
         run_on_meta(step, [*compiled_shapes(engine), *shapes])
         compiled = set(forms)
         for _ in range(60):
@@ -132,12 +132,26 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
             windows, before = min(windows, first), first - min(windows, first)
             rows = min(draw.choice([1, 5, 60, 100, 330, 700, 1600, 8192]), max_rows - first)
             stop = min(rows + draw.choice([0, 3, 500, 9000, 28000, 110000]), max_len)
-            chunk = ExpandedChunk(0, first, rows, stop)
+            chunk = FastChunk(0, first, rows, stop, int(before > 0))
             sizes = (windows + (before > 0) + 1, first + rows, windows + 1, windows, 1)
-            shape = StepShape(*sizes, max(before, rows), expanded=(chunk,))
+            shape = StepShape(*sizes, max(before, rows), fast=(chunk,))
             run_on_meta(step, [padded(shape, ROW_MULTIPLE)])
     assert {"splits_kernel", "_head_products_kernel"} <= {one for one, _ in compiled}
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
+
+
+@pytest.mark.parametrize(("max_rows", "most"), [(8192, 8192), (341, 320), (63, None)])
+def test_start_up_runs_prompts_in_whole_chunks(tmp_path, max_rows, most):
+    write_shapes(tmp_path, "qwen35-9b", {})
+    with recorded():
+        step = step_on_meta(tmp_path / "qwen35-9b", None, 4, 9000)
+        shapes = fast_shapes(max_rows, step, torch.bfloat16)
+        run_on_meta(step, shapes[:2])
+    chunks = [one for shape in shapes for one in shape.fast]
+    assert len(chunks) == len(shapes)
+    assert not [one for one in chunks if one.num_rows % 64 or one.stop % 64]
+    assert max((one.num_rows for one in chunks), default=None) == most
+    assert {one.first_row for one in chunks} == ({0, 1} if most else set())
 
 
 #: Of products each row count has been compiled (tests/unit/engine/test_build_gpu.py).

@@ -42,7 +42,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
-from sametoken.types.expanded import ExpandedChunk
+from sametoken.types.fast_prompts import FastChunk
 from sametoken.types.layout import StepShape
 
 GIB = 2**30
@@ -104,13 +104,13 @@ def peak_and_planned(
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
         if expands:
-            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
-            shapes += [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
+            chunks = [FastChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
+            shapes += [StepShape(1, 256, 1, 0, 1, 256, fast=(chunk,)) for chunk in chunks]
         with PeakMemory() as memory:
             run_on_meta(step, shapes)
         config = EngineConfig(
             "m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64,
-            expand_prompts_from=int(expands),
+            fast_prompts_from=int(expands),
         )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
         mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=model.has_sinks)

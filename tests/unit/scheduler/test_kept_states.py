@@ -112,6 +112,40 @@ def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_ca
     assert states.chunk_ends(scheduler._waiting["one"], start, num_cached) == ends
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "num_cached", "lookahead", "ends"),
+    [
+        (22, 0, 1, (16,)),
+        (22, 3, 0, (8, 16)),
+        (22, 1, 0, (16,)),
+        (17, 0, 1, (16,)),
+        (17, 0, 2, (8,)),  # the block that ends at 16 has no key
+        (9, 0, 0, (8,)),
+        (8, 0, 0, (8,)),  # too short
+    ],
+)
+def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
+    kit, prompt_len, num_cached, lookahead, ends
+):
+    fast = {"fast_prompts_from": 9, "fast_rows": 8, "lookahead_tokens": lookahead}
+    scheduler = kit.scheduler(num_kept_states=4, **fast)
+    scheduler.add(kit.request("one", prompt_len))
+    states = scheduler._states
+    assert states.chunk_ends(scheduler._waiting["one"], 0, num_cached) == ends
+
+
+def test_a_fast_prompt_shares_states_of_its_fast_form_alone(kit):
+    scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=9, fast_rows=8)
+    ask(kit, scheduler, "usual", spoken(8, 8))
+    admission, plans = ask(kit, scheduler, "fast", spoken(18, 18))
+    assert admission.num_cached == 0
+    assert [copy.position for plan in plans for copy in plan.kept_states] == [16]
+    held = scheduler._running["fast"].held_states
+    finish(kit, scheduler, "fast", 26)
+    assert not held
+    assert ask(kit, scheduler, "next", spoken(18, 27))[0].num_cached == 16
+
+
 def test_blocks_without_a_state_serve_nobody(kit):
     """Of two blocks that are cached, the state at the end of the first is kept."""
     scheduler = kit.scheduler(num_kept_states=4)

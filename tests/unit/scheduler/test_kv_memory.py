@@ -98,6 +98,25 @@ def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
     assert kit.rows(plan)[1:] == [(row.slot, 4, 0, True)]
 
 
+def test_a_fast_prompt_whose_prefix_was_taken_waits_for_a_step_with_a_whole_chunk(kit):
+    """It would begin inside of one with the rows that the rest of it needed."""
+    fast = {"fast_prompts_from": 9, "fast_rows": 4}
+    scheduler = kit.scheduler(num_blocks=12, **fast)
+    for name, prompt in (("first", PROMPT), ("second", 13)):
+        scheduler.add(kit.request(name, prompt, max_total=14))
+        while not kit.step(scheduler)[0].requests[0].samples:
+            pass
+        scheduler.release(name)
+    scheduler.add(kit.request("old", 23, max_total=36))
+    for _ in range(2):
+        kit.step(scheduler)
+    scheduler.add(kit.request("next", PROMPT))
+    assert not kit.step(scheduler)[0].admissions
+    plan, _ = kit.step(scheduler)
+    assert [admission.num_cached for admission in plan.admissions] == [8]
+    assert plan.requests[-1].fast_to == 12
+
+
 def test_prompt_logprobs_read_no_cache_but_fill_it(kit):
     scheduler = kit.scheduler()
     scheduler.add(kit.request("a", PROMPT, prompt_logprobs=0))

@@ -41,9 +41,9 @@ def test_a_prompt_takes_all_that_is_left_and_its_end_samples(kit):
     assert plans[0].admissions[0].num_cached == 0
 
 
-def test_an_expanded_prompt_ends_before_its_last_token(kit):
-    """Its chunks come last, so that all rows before them are absorbed."""
-    scheduler = kit.scheduler(max_num_batched_tokens=16, expand_prompts_from=9)
+def test_the_fast_form_ends_before_the_last_token(kit):
+    """Its chunks come last, so that all rows before them are in the usual form."""
+    scheduler = kit.scheduler(max_num_batched_tokens=16, fast_prompts_from=9)
     scheduler.add(kit.request("long", 20))
     scheduler.add(kit.request("short", 8))
     plans = [kit.step(scheduler)[0] for _ in range(3)]
@@ -52,7 +52,47 @@ def test_an_expanded_prompt_ends_before_its_last_token(kit):
         [(1, 8, 0, True), (0, 3, 0, False)],
         [(0, 1, 0, True), (1, 1, 0, True)],
     ]
-    assert [[one.expands_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
+    assert [[one.fast_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
+
+
+def test_chunks_in_the_fast_form_begin_and_end_at_multiples(kit):
+    """What a step has beside them goes to others; the rest of the prompt runs in the next step."""
+    scheduler = kit.scheduler(max_num_batched_tokens=22, fast_prompts_from=9, fast_rows=8)
+    scheduler.add(kit.request("long", 30))
+    scheduler.add(kit.request("short", 7))
+    plans = [kit.step(scheduler)[0] for _ in range(3)]
+    assert [kit.rows(plan) for plan in plans] == [
+        [(1, 6, 0, False), (0, 16, 0, False)],
+        [(1, 1, 0, True), (0, 8, 0, False)],
+        [(1, 1, 0, True), (0, 6, 0, True)],
+    ]
+    fast = [[one.fast_to for one in plan.requests] for plan in plans]
+    assert fast == [[0, 16], [0, 24], [0, 0]]
+
+
+@pytest.mark.parametrize(("rows", "starves"), [(40, False), (36, True)])
+def test_a_share_of_a_chunk_keeps_a_prompt_from_starving(kit, rows, starves):
+    """Beside decodes that fill steps, and short prompts that take their part of its share."""
+    scheduler = kit.scheduler(
+        max_num_seqs=64, num_blocks=999, max_num_batched_tokens=rows, longest_chunk=rows,
+        max_model_len=999, fast_prompts_from=9, fast_rows=8,
+    )  # fmt: skip
+    for index in range(50):
+        scheduler.add(kit.request(f"d{index}", 1, max_total=99))
+    for _ in range(4):
+        kit.step(scheduler)
+    scheduler.add(kit.request("long", 65))
+    fast = []
+    for index in range(16):
+        names = [f"s{index}{letter}" for letter in "ab"]
+        for name in names:
+            scheduler.add(kit.request(name, 1, max_total=2))
+        plan, updates = kit.step(scheduler)
+        fast += [one.fast_to for one in plan.requests if one.fast_to]
+        for update in updates:
+            if update.request_id[0] == "s":
+                scheduler.release(update.request_id)
+    assert fast == ([] if starves else [*range(8, 65, 8)])
 
 
 LONG = {
@@ -68,15 +108,18 @@ def chunks_of(kit, scheduler, count):
     return [[rows for _, rows, *_ in kit.rows(kit.step(scheduler)[0])] for _ in range(count)]
 
 
-def test_an_expanded_prompt_has_the_longest_steps(kit):
-    """Each step expands all of its latents anew, whoever decodes; others have the usual rows."""
-    scheduler = kit.scheduler(**LONG, expand_prompts_from=40)
+def test_a_prompt_of_expanded_latents_has_the_longest_steps(kit):
+    """Each step expands all of them anew, whoever decodes; others have the usual rows."""
+    scheduler = kit.scheduler(**LONG, fast_prompts_from=40)
     scheduler.add(kit.request("short", 3, max_total=60))
     kit.step(scheduler)
     scheduler.add(kit.request("expanded", 75))
     assert chunks_of(kit, scheduler, 5) == [[1, 31], [1, 31], [1, 12], [1, 1], [1, 1]]
     scheduler.add(kit.request("absorbed", 39))
     assert chunks_of(kit, scheduler, 2) == [[1, 1, 14], [1, 1, 14]]
+    scheduler = kit.scheduler(**LONG, fast_prompts_from=40, fast_rows=8)
+    scheduler.add(kit.request("in chunks", 75))
+    assert chunks_of(kit, scheduler, 2) == [[16], [16]]
 
 
 def test_a_long_prompt_of_a_model_with_experts_has_the_longest_steps_while_nobody_decodes(kit):

@@ -2,9 +2,9 @@
 
 The fake device keeps what a real one keeps: tokens and lengths per slot, block tables, and
 what was written to every position of every block, for the target and for a drafter, by which
-version of the weights and which adapter; where states are kept, also the tokens that each slot has
-folded and those that are pending. Its next token is a hash of what it reads back, so a wrong block
-gives a wrong token; it also says at once which position is wrong.
+version of the weights, which adapter and in which form; where states are kept, also the tokens that
+each slot has folded and those that are pending. Its next token is a hash of what it reads back, so
+a wrong block gives a wrong token; it also says at once which position is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +24,7 @@ from sametoken.scheduler import kept_states
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.plan_draft import SHARE
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.layout import StepShape
 from sametoken.types.outputs import RequestResult, StepResult
@@ -63,6 +64,7 @@ class Slot:
     num_cached: int
     version: int
     adapter: int
+    fast_end: int
     table: list = field(default_factory=list)
     folded: tuple = ()
     pending: tuple = ()
@@ -72,13 +74,13 @@ class FakeDevice:
     def __init__(self, limits, rng):
         self.limits, self.rng = limits, rng
         self.slots = {}
-        nothing = (None, 0, None)
+        nothing = (None, 0, None, False)
         self.kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
         self.drafter_kv = [[nothing] * limits.block_size for _ in range(limits.num_blocks)]
         self.host = {}
         self.kept = {}
         self.next_step_id = self.version = 0
-        self.accepted = self.replayed = 0
+        self.accepted = self.replayed = self.fast = self.replayed_fast = 0
 
     def run(self, plan: StepPlan, poison: bool) -> StepResult:
         assert plan.step_id == self.next_step_id
@@ -101,14 +103,16 @@ class FakeDevice:
         for copy in plan.restored_states:
             slot = self.slots[copy.slot]
             assert copy.position == slot.num_computed == slot.num_cached
-            slot.folded, pending, adapter = self.kept[copy.state]
+            slot.folded, pending, adapter, num_fast = self.kept[copy.state]
             assert adapter == slot.adapter
+            assert num_fast == min(copy.position, slot.fast_end)
             slot.pending = pending[: copy.position - len(slot.folded)]
         rows = tuple(self.run_row(row, row.slot == failed) for row in plan.requests)
         for copy in plan.kept_states:
             slot = self.slots[copy.slot]
             if len(slot.folded) <= copy.position <= slot.num_computed:
-                self.kept[copy.state] = slot.folded, slot.pending, slot.adapter
+                num_fast = min(copy.position, slot.fast_end)
+                self.kept[copy.state] = slot.folded, slot.pending, slot.adapter, num_fast
         return StepResult(plan.step_id, rows)
 
     def move_out(self, plan: StepPlan):
@@ -144,14 +148,16 @@ class FakeDevice:
 
     def admit(self, admission: Admission):
         prompt = admission.prompt_token_ids
-        num_cached = admission.num_cached
+        num_cached, fast_end = admission.num_cached, self.limits.fast_end(admission)
+        cached = num_cached, num_cached
         self.slots[admission.slot] = Slot(
-            list(prompt), len(prompt), num_cached, num_cached, self.version, admission.adapter
+            list(prompt), len(prompt), *cached, self.version, admission.adapter, fast_end
         )
 
     def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
         slot = self.slots[row.slot]
         start, num_tokens = slot.num_computed, len(slot.tokens)
+        self.check_form(row, slot)
         if row.replays:
             return self.replay(row, slot)
         if row.samples:
@@ -193,6 +199,16 @@ class FakeDevice:
         return RequestResult(
             len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), failed=failed
         )
+
+    def check_form(self, row: ScheduledRequest, slot):
+        """By position alone; in the fast one at multiples alone, or the whole rest of it."""
+        start, end = slot.num_computed, slot.num_computed + row.num_query
+        assert (start < slot.fast_end) == (row.fast_to > 0)
+        if row.fast_to:
+            assert row.fast_to == end <= slot.fast_end
+            assert start % self.limits.fast_rows == end % self.limits.fast_rows == 0
+            self.fast += 1
+            self.replayed_fast += row.replays
 
     def replay(self, row: ScheduledRequest, slot):
         """Its tokens stand; it emits nothing."""
@@ -243,7 +259,8 @@ class FakeDevice:
 
     def read(self, memory, slot, position):
         block, offset = divmod(position, self.limits.block_size)
-        value, version, adapter = memory[slot.table[block]][offset]
+        value, version, adapter, fast = memory[slot.table[block]][offset]
+        assert fast == (position < slot.fast_end), "a request reads KV in another form"
         assert adapter == slot.adapter, "a request reads KV of another adapter"
         assert version >= slot.version, "a request reads KV of weights before its own"
         return value
@@ -251,7 +268,8 @@ class FakeDevice:
     def write(self, memory, slot, position, value):
         assert position >= slot.num_cached, "a shared block was written"
         block, offset = divmod(position, self.limits.block_size)
-        memory[slot.table[block]][offset] = value, self.version, slot.adapter
+        fast = position < slot.fast_end
+        memory[slot.table[block]][offset] = value, self.version, slot.adapter, fast
 
 
 class FakeFile:
@@ -306,6 +324,7 @@ class Driver:
         self.swap_ins = self.hits_in_swap = self.most_lingering = 0
         self.hits_on_emitted = self.hits_on_lingering = self.cuts = self.dropped = 0
         self.restored = self.restored_emitted = self.restored_swapped = self.replayed_hybrids = 0
+        self.fast_hits = 0
 
     def add(self, prompt, max_new, max_drafts=None):
         total = min(len(prompt) + max_new, self.limits.max_model_len)
@@ -351,6 +370,7 @@ class Driver:
         for admission in plan.admissions:
             former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
             self.hits_on_emitted += admission.num_cached > former
+            self.fast_hits += 0 < admission.num_cached <= self.limits.fast_end(admission)
             if self.limits.num_kept_states:
                 self.restored += admission.num_cached > 0
                 self.restored_emitted += admission.num_cached > former
@@ -421,7 +441,8 @@ class Driver:
         sizes = self.limits.block_size, self.limits.lookahead_tokens
         for request in (SimpleNamespace(adapter=0), SimpleNamespace(adapter=1)):
             root = self.scheduler._memory._root(request)
-            self.known_keys.update(block_keys(tokens, *sizes, root))
+            for form in (b"", b"fast"):
+                self.known_keys.update(block_keys(tokens, *sizes, root + form))
 
     def check(self):
         self.scheduler.check_integrity()
@@ -451,6 +472,9 @@ class Driver:
             "restored_emitted": self.restored_emitted,
             "restored_swapped": self.restored_swapped,
             "replayed_hybrids": self.replayed_hybrids,
+            "fast": self.device.fast,
+            "fast_hits": self.fast_hits,
+            "replayed_fast": self.device.replayed_fast,
         }
 
     def drain(self, depth):
@@ -495,6 +519,15 @@ def draw_limits(rng):
     )
 
 
+def with_fast_prompts(limits, rng):
+    """As engines have them: hybrids share no KV without states, and no prompt starves."""
+    share = max(1, min(limits.usual_rows, limits.max_num_batched_tokens) // SHARE)
+    most = min(share - share // SHARE, limits.longest_chunk)
+    recurs = limits.num_kept_states or not limits.enable_prefix_caching
+    fast_rows = rng.randint(1, most) if recurs else 1
+    return replace(limits, fast_prompts_from=rng.choice([2, 4, 7]), fast_rows=fast_rows)
+
+
 def draw_prompt(rng):
     """A few beginnings of two tokens, so that prefixes are shared and nearly shared."""
     shared = [rng.choice([(0, 1), (0, 0)])[i % 2] for i in range(rng.randint(0, 9))]
@@ -519,6 +552,9 @@ LEAST = {
     "restored_emitted": 10,
     "restored_swapped": 5,
     "replayed_hybrids": 10,
+    "fast": 200,
+    "fast_hits": 50,
+    "replayed_fast": 10,
 }
 
 
@@ -526,10 +562,11 @@ def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see all that ``LEAST`` names, and lingering."""
     totals: Counter[str] = Counter()
     lingering = 0
-    for seed in range(250):
+    for seed in range(300):
         rng = random.Random(seed)
         depth = rng.randint(1, 3)
-        driver = Driver(draw_limits(rng), seed)
+        limits = draw_limits(rng)
+        driver = Driver(limits if seed < 250 else with_fast_prompts(limits, rng), seed)
         for _ in range(60):
             action = rng.random()
             if action < 0.2:
@@ -559,9 +596,11 @@ def test_driver_reaches_every_corner():
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**20), depth=st.integers(1, 3))
-    def start(self, seed, depth):
-        self.driver = Driver(draw_limits(random.Random(seed)), seed)
+    @initialize(seed=st.integers(0, 2**20), depth=st.integers(1, 3), fast=st.booleans())
+    def start(self, seed, depth, fast):
+        rng = random.Random(seed)
+        limits = draw_limits(rng)
+        self.driver = Driver(with_fast_prompts(limits, rng) if fast else limits, seed)
         self.depth = depth
 
     @rule(seed=st.integers(0, 2**20), max_new=st.integers(1, 20), drafts=st.none() | st.just(1))

@@ -45,7 +45,7 @@ class _RawRows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePass:
-    """``RecurrentPass`` in C; rules without C kernels run row by row.
+    """``RecurrentPass`` in C; rules without C kernels run row by row, the fast form in PyTorch.
 
     Attributes:
         table: ``part_table`` of the pass.
@@ -78,7 +78,7 @@ class NativePass:
         gates, conv = _floats(params.A_log, params.dt_bias), _Convolution.of(params)
         done = self.library.gated_delta(
             self.table.data_ptr(),
-            len(self.table),
+            len(self.row_by_row.walked(rule)),
             ctypes.byref(_described(raw, memory, conv)),
             memory.states.data_ptr(),
             *(weight.data_ptr() for weight in gates),
@@ -89,6 +89,7 @@ class NativePass:
             rule.value_dim,
             out.dtype is torch.bfloat16,
         )
+        self.row_by_row.run_fast(params, raw, memory, out)
         return _checked(done, out)
 
     def _mamba2(self, params: Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:

@@ -12,15 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    ChunkRows,
-    ExpandedRows,
-    KeptRows,
-    RowRuns,
-    SampledRows,
-)
-from sametoken.types.expanded import ExpandedChunk
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
+from sametoken.ops.fast_rows import FastRows
 from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
@@ -97,19 +90,19 @@ class LayoutTable:
             shape.max_window,
         )
 
-    def with_prompts(self, rows: AttentionRows, block_size: int) -> AttentionRows:
-        """The step's rows, of which those of expanded prompts stand apart."""
-        expanded = self.shape.expanded
-        if not expanded:
+    def with_fast(self, rows: AttentionRows, block_size: int) -> AttentionRows:
+        """The step's rows, of which those of prompts in the fast form stand apart."""
+        fast = self.shape.fast
+        if not fast:
             return rows
-        first, table = expanded[0].first_row, rows.block_table
+        first, table = fast[0].first_row, rows.block_table
         longest, starts = min(self.shape.max_rows, first), self.starts(ROW_START).clamp(max=first)
         runs = replace(self.runs, max_rows=longest, starts=starts)
         others = AttentionRows(
             rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
         )
-        chunks = tuple(_rows_of(chunk, rows, block_size) for chunk in expanded)
-        return replace(rows, prompts=ExpandedRows(others, chunks))
+        first_run = self.shape.num_windows + fast[0].place
+        return replace(rows, fast=FastRows(others, first_run, rows, fast, block_size))
 
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
         """The sampled rows, if only their states are wanted; None: all rows are."""
@@ -119,22 +112,6 @@ class LayoutTable:
         count, longest = shape.num_requests, shape.max_window
         runs = RowRuns(count, longest, self.starts(WINDOW_START), count, longest)
         return KeptRows(sampled.index, sampled.positions, sampled.slots, block_table, runs)
-
-
-def _rows_of(chunk: ExpandedChunk, rows: AttentionRows, block_size: int) -> ChunkRows:
-    own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-    blocks = rows.block_table[chunk.slot, : -(-chunk.stop // block_size)]
-    # A view may be unaligned, and would cost a compilation.
-    positions = rows.positions[own].clone()
-    # No pass's own rows: keys and values before the first are written in this pass, too.
-    queries = KeptRows(
-        index=positions,
-        positions=positions,
-        slots=torch.zeros_like(positions),
-        block_table=torch.arange(len(blocks), device=blocks.device)[None],
-        runs=RowRuns.even(1, chunk.num_rows),
-    )
-    return ChunkRows(own, blocks, chunk.stop, queries)
 
 
 @dataclass(frozen=True, slots=True)

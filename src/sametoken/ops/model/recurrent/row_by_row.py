@@ -1,5 +1,7 @@
 """Fold by position in plain PyTorch for any rule: the kernels' reference, and the fallback.
 
+Of prompts in the fast form it runs whole chunks, which leave nothing pending.
+
 A slot keeps one state per layer, which covers positions below ``Folded.position``, and the raw
 inputs of the rows from there on (pending). A pass whose first row of the slot is at position p0
 first runs the pending rows below p0: the accepted drafts, since p0 positions are computed. Rejected
@@ -21,6 +23,7 @@ from sametoken.ops.model.recurrent.rule import (
     Folded,
     LayerMemory,
     RawRows,
+    RecurrentRule,
     RowFunction,
     RuleWeights,
 )
@@ -28,19 +31,23 @@ from sametoken.ops.model.recurrent.rule import (
 
 @dataclass(frozen=True, slots=True)
 class RowByRowPass:
-    """``RecurrentPass`` that runs rows one by one.
+    """``RecurrentPass`` that runs rows one by one, or by chunks where they are in the fast form.
 
     Attributes:
         parts: each slot's rows.
+        num_fast: how many of them, the last ones, are in the fast form.
     """
 
     folded: Folded
     parts: tuple[SlotRows, ...]
+    num_fast: int = 0
 
     @classmethod
     def begin(cls, rows: AttentionRows, folded: Folded) -> RowByRowPass:
         """See ``Kernels.begin_pass``."""
-        return cls(folded, slot_rows(rows, folded))
+        parts, fast = slot_rows(rows, folded), rows.fast
+        num_fast = sum(one.first_row >= fast.first_row for one in parts) if fast else 0
+        return cls(folded, parts, num_fast)
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """See ``RecurrentPass.run``."""
@@ -49,10 +56,28 @@ class RowByRowPass:
             raise InvariantError(f"raw inputs in {given} are kept in {kept}")
         run_row, gates = weights.row_function(), torch.cat(raw.gates, dim=-1)
         out = gates.new_empty(gates.shape[0], weights.rule.out_features)
-        for part in self.parts:
+        for part in self.walked(weights.rule):
             rows = slice(part.first_row, part.first_row + part.num_rows)
             out[rows] = self._run_slot(part, raw.mixed[rows], gates[rows], memory, run_row)
+        self.run_fast(weights, raw, memory, out)
         return out
+
+    def walked(self, rule: RecurrentRule) -> tuple[SlotRows, ...]:
+        """The parts that run row by row: all, if the rule has no fast form."""
+        return self.parts[: len(self.parts) - self.num_fast] if rule.fast_rows else self.parts
+
+    def run_fast(
+        self, weights: RuleWeights, raw: RawRows, memory: LayerMemory, out: Tensor
+    ) -> None:
+        """Run the other parts into ``out``, [T, out_features].
+
+        Raises:
+            InvariantError: they are no whole chunks.
+        """
+        for part in self.parts[len(self.walked(weights.rule)) :]:
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            gates = torch.cat([gate[rows] for gate in raw.gates], dim=-1)
+            out[rows] = _run_chunks(part, raw.mixed[rows], gates, memory, weights)
 
     def finish(self) -> None:
         """See ``RecurrentPass.finish``."""
@@ -89,3 +114,28 @@ class RowByRowPass:
         pending[: part.num_pending] = mixed[taps + lasting :]
         pending_gates[: part.num_pending] = gates[lasting:]
         return torch.stack(out[folded:])
+
+
+def _run_chunks(
+    part: SlotRows, mixed: Tensor, gates: Tensor, memory: LayerMemory, weights: RuleWeights
+) -> Tensor:
+    """Run a slot's rows chunk by chunk: [num_rows, out_features] fp32."""
+    run_chunk, size = weights.chunk_function(), weights.rule.fast_rows
+    assert run_chunk is not None
+    _require_whole(part, size)
+    state, history = memory.states[part.slot], memory.history[part.slot]
+    if part.starts:
+        state.zero_()
+        history.zero_()
+    taps, out = history.shape[0], []
+    mixed = torch.cat((history, mixed))
+    for first in range(0, part.num_rows, size):
+        chunk = mixed[first : first + taps + size].float()
+        out.append(run_chunk(state, chunk, gates[first : first + size].float()))
+    history.copy_(mixed[part.num_rows :])
+    return torch.cat(out)
+
+
+def _require_whole(part: SlotRows, size: int) -> None:
+    if part.num_folded or part.num_pending or part.num_rows % size:
+        raise InvariantError(f"slot {part.slot} has rows in the fast form that are no whole chunks")

@@ -6,7 +6,8 @@ position, of which the accepted one is kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from helpers.recurrent import Slots, params_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot, state_bytes
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.gated_delta_rule.rule import CHUNK, GatedDelta
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.native.backend import NativeKernels
@@ -72,9 +73,12 @@ def attention_rows(rows: list[Row]) -> AttentionRows:
     )
 
 
-def run(cache: Slots, rows: list[Row]) -> torch.Tensor:
-    """One pass: [L, T, out_features]."""
-    running = cache.begin(attention_rows(rows))
+def run(cache: Slots, rows: list[Row], first_fast: int | None = None) -> torch.Tensor:
+    """One pass: [L, T, out_features]; rows from ``first_fast`` on are in the fast form."""
+    given = attention_rows(rows)
+    if first_fast is not None:
+        given = replace(given, fast=SimpleNamespace(first_row=first_fast))
+    running = cache.begin(given)
     out, rule = [], cache.rule
     for layer, params in enumerate(PARAMS[rule]):
         raw = torch.stack([inputs_of(rule, layer, row.token) for row in rows])
@@ -269,6 +273,33 @@ def test_dead_rows_may_lie_anywhere(rule, kernels):
         held, wanted = getattr(cache, name), getattr(plain, name)
         assert torch.equal(held.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert held[:, NUM_SLOTS].isnan().all()
+
+
+@both_passes
+@both_rules
+def test_chunks_have_their_bits_in_every_pass(rule, kernels):
+    """Two in one pass beside rows that are walked, or alone; a rule without such a form walks."""
+    rows = [Row(0, p, p % 9, True) for p in range(2 * CHUNK)]
+    beside = [Row(2, p, p, p < 3) for p in range(5)]
+    cache, other, usual = (empty(3, kernels, rule=rule) for _ in range(3))
+    out = run(cache, [*beside, *rows], 5)
+    parts = [run(other, rows[:CHUNK], 0), run(other, rows[CHUNK:], 0)]
+    assert torch.equal(out[:, 5:], torch.cat(parts, dim=1))
+    assert torch.equal(out[:, :5], run(other, beside))
+    for name in ("states", "history", "position", "num_pending"):
+        held, wanted = getattr(cache, name), getattr(other, name)
+        assert torch.equal(held.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    walked = run(usual, rows)
+    assert torch.equal(walked, out[:, 5:]) == (not rule.fast_rows)
+    torch.testing.assert_close(walked, out[:, 5:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(usual.states[:, 0], cache.states[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@both_passes
+@pytest.mark.parametrize("num_rows", [1, CHUNK - 1, CHUNK + 1])
+def test_rows_in_the_fast_form_that_are_no_whole_chunks_are_refused(num_rows, kernels):
+    with pytest.raises(InvariantError, match="no whole chunks"):
+        run(empty(3, kernels), [Row(0, p, p, True) for p in range(num_rows)], 0)
 
 
 @both_passes

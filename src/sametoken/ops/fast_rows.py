@@ -1,0 +1,80 @@
+"""Rows of prompts in the fast form: expanded latents, Gated DeltaNet by chunks of positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
+from sametoken.types.fast_prompts import FastChunk
+
+
+@dataclass(frozen=True)
+class FastRows:
+    """The last live rows of a pass, one run for each chunk.
+
+    Attributes:
+        others: the rows before them.
+        first_run: index of the first chunk among the pass's runs.
+        pass_rows: all rows of the pass.
+        parts: the chunks, whose rows follow each other.
+        block_size: positions of a KV block.
+    """
+
+    others: AttentionRows
+    first_run: int
+    pass_rows: AttentionRows
+    parts: tuple[FastChunk, ...]
+    block_size: int
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first of them in the pass."""
+        return self.parts[0].first_row
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are; rows of the pass after them are dead."""
+        return sum(chunk.num_rows for chunk in self.parts)
+
+    @cached_property
+    def chunks(self) -> tuple[ChunkRows, ...]:
+        """What latent attention reads, laid out once for all layers."""
+        return tuple(ChunkRows.of(one, self.pass_rows, self.block_size) for one in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """One chunk of a prompt.
+
+    Attributes:
+        rows: its N rows in the pass.
+        blocks: [B] int64, the blocks of all positions that it sees.
+        stop: how many these are.
+        queries: the rows as readers of these blocks alone, one after the other.
+    """
+
+    rows: slice
+    blocks: Tensor
+    stop: int
+    queries: KeptRows
+
+    @classmethod
+    def of(cls, chunk: FastChunk, rows: AttentionRows, block_size: int) -> ChunkRows:
+        """Of one chunk of a pass's rows."""
+        own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+        blocks = rows.block_table[chunk.slot, : -(-chunk.stop // block_size)]
+        # A view may be unaligned, and would cost a compilation.
+        positions = rows.positions[own].clone()
+        # No pass's own rows: keys and values before the first are written in this pass, too.
+        queries = KeptRows(
+            index=positions,
+            positions=positions,
+            slots=torch.zeros_like(positions),
+            block_table=torch.arange(len(blocks), device=blocks.device)[None],
+            runs=RowRuns.even(1, chunk.num_rows),
+        )
+        return cls(own, blocks, chunk.stop, queries)

@@ -13,7 +13,6 @@ from sametoken.engine.step_memory import mixers_of
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.compile_ahead import compiled_ahead
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
-from sametoken.ops.model.gated_delta_rule.rule import CHUNK
 from sametoken.ops.model.latent_attention.heads_triton import MANY_ROWS
 from sametoken.ops.model.latent_attention.shape import ExpandedShape
 from sametoken.ops.triton import TritonKernels
@@ -192,12 +191,7 @@ def fast_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape
     mixers, doubled = tuple(mixers_of(step.model)), _doubling(max_rows)
     sizes = next((one for one in mixers if isinstance(one, ExpandedShape)), None)
     if sizes is None:
-        chunks = [
-            (first, rows - rows % CHUNK, 0)
-            for rows in doubled
-            for first in (0, 1)
-            if CHUNK <= rows <= max_rows - first
-        ]
+        chunks = [(0, max_rows, 0), (1, max_rows - 1, 0)]
     else:
         contexts = {sizes.num_at_once(stop, dtype): stop for stop in reversed(_doubling(longest))}
         # Attention of some head counts has a form from one and a half times a power of two alone.

@@ -89,11 +89,11 @@ class SchedulerLimits:
     def fast_end(self, request: EngineRequest) -> int:
         """Where a prompt's fast form ends: by its own length, whatever runs beside; 0: it has none.
 
-        The last token, which samples, is never part of it.
+        The last token is no part of it if it would be a chunk of its own, which is a window.
         """
         length = len(request.prompt_token_ids)
-        is_fast = 0 < self.fast_prompts_from <= length
-        return (length - 1) // self.fast_rows * self.fast_rows if is_fast else 0
+        ends_alone = length % self.fast_rows == 1 % self.fast_rows
+        return length - ends_alone if 0 < self.fast_prompts_from <= length else 0
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

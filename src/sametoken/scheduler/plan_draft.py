@@ -67,11 +67,12 @@ class Turn:
         return cls(request, request.least_query, 0)
 
     def cut(self, num_rows: int) -> Turn:
-        """The turn with ``num_rows`` rows, or of a chunk the multiple below that it may have."""
+        """The turn with ``num_rows`` rows, or of a chunk that does not end the multiple below."""
         request = self.request
-        if request.prefilling:
-            return Turn(request, num_rows - num_rows % request.least_query, 0)
-        return Turn(request, 1, num_rows - 1)
+        if not request.prefilling:
+            return Turn(request, 1, num_rows - 1)
+        rest = num_rows % request.least_query if num_rows < request.num_left else 0
+        return Turn(request, num_rows - rest, 0)
 
     def scheduled(self) -> ScheduledRequest:
         """The turn as part of a plan."""

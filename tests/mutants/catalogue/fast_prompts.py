@@ -29,13 +29,12 @@ def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "fast_to", mutant)
 
 
-@mutant("a-prompt-s-end-in-a-chunk-in-a-replay", DECISION, f"{REPLAYED}[hybrid-0]", "tokens")
-def the_end_runs_in_a_chunk(patch: pytest.MonkeyPatch) -> None:
+@mutant("a-prompt-s-end-in-the-usual-form-in-a-replay", DECISION, f"{REPLAYED}[hybrid-0]", "tokens")
+def the_end_runs_row_by_row(patch: pytest.MonkeyPatch) -> None:
     @instead_of(patch, RequestState, "lose_kv")
     def mutant(lose, self):
         lose(self)
-        if self.fast_end:
-            self.fast_end = self.prompt_len // self.fast_rows * self.fast_rows
+        self.fast_end -= self.fast_end % self.fast_rows
 
 
 @mutant("a-fast-chunk-cut-anywhere", LAW, CUT, "guard", guarded=True)
@@ -44,7 +43,7 @@ def chunks_are_cut_anywhere(patch: pytest.MonkeyPatch, guarded: bool) -> None:
     """So the next one begins at no multiple."""
     patch.setattr(Turn, "cut", lambda self, num_rows: replace(self, num_query=num_rows))
     if not guarded:
-        patch.setattr(row_by_row, "_require_whole", lambda part, size: None)
+        patch.setattr(row_by_row, "_require_multiple", lambda part, position: None)
 
 
 @mutant("usual-answers-serve-fast-prompts", DECISION, f"{CONVERSATION}[latents-None-8]", "tokens")

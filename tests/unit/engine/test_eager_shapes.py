@@ -140,18 +140,23 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 
 
-@pytest.mark.parametrize(("max_rows", "most"), [(8192, 8192), (341, 320), (63, None)])
-def test_start_up_runs_prompts_in_whole_chunks(tmp_path, max_rows, most):
+def test_start_up_compiles_what_steps_with_chunks_of_gated_delta_net_launch(tmp_path):
+    engine, draw = (4, 0, 1024, 2000), random.Random(0)
     write_shapes(tmp_path, "qwen35-9b", {})
-    with recorded():
-        step = step_on_meta(tmp_path / "qwen35-9b", None, 4, 9000)
-        shapes = fast_shapes(max_rows, step, torch.bfloat16)
-        run_on_meta(step, shapes[:2])
-    chunks = [one for shape in shapes for one in shape.fast]
-    assert len(chunks) == len(shapes)
-    assert not [one for one in chunks if one.num_rows % 64 or one.stop % 64]
-    assert max((one.num_rows for one in chunks), default=None) == most
-    assert {one.first_row for one in chunks} == ({0, 1} if most else set())
+    with recorded() as forms:
+        step = step_on_meta(tmp_path / "qwen35-9b", None, 4, 2000)
+        shapes = fast_shapes(1024, step, torch.bfloat16)
+        run_on_meta(step, [*compiled_shapes(engine), *shapes])
+        compiled = set(forms)
+        for _ in range(20):
+            windows, before = draw.randint(0, 2), draw.choice([0, 0, 1, 30, 300])
+            first, rows = windows + before, draw.choice([2, 60, 64, 100, 600])
+            chunk = FastChunk(0, first, rows, rows, int(before > 0))
+            sizes = (windows + (before > 0) + 1, first + rows, windows + 1, windows, 1)
+            shape = StepShape(*sizes, max(before, rows), fast=(chunk,))
+            run_on_meta(step, [padded(shape, ROW_MULTIPLE)])
+    assert {"_solve_kernel", "_scan_kernel"} <= {one for one, _ in compiled}
+    assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 
 
 #: Of products each row count has been compiled (tests/unit/engine/test_build_gpu.py).

@@ -56,18 +56,18 @@ def test_the_fast_form_ends_before_the_last_token(kit):
 
 
 def test_chunks_in_the_fast_form_begin_and_end_at_multiples(kit):
-    """What a step has beside them goes to others; the rest of the prompt runs in the next step."""
+    """What a step has beside them goes to others; the last one ends with the prompt."""
     scheduler = kit.scheduler(max_num_batched_tokens=22, fast_prompts_from=9, fast_rows=8)
-    scheduler.add(kit.request("long", 30))
+    scheduler.add(kit.request("long", 39))
     scheduler.add(kit.request("short", 7))
     plans = [kit.step(scheduler)[0] for _ in range(3)]
     assert [kit.rows(plan) for plan in plans] == [
         [(1, 6, 0, False), (0, 16, 0, False)],
-        [(1, 1, 0, True), (0, 8, 0, False)],
-        [(1, 1, 0, True), (0, 6, 0, True)],
+        [(1, 1, 0, True), (0, 16, 0, False)],
+        [(1, 1, 0, True), (0, 7, 0, True)],
     ]
     fast = [[one.fast_to for one in plan.requests] for plan in plans]
-    assert fast == [[0, 16], [0, 24], [0, 0]]
+    assert fast == [[0, 16], [0, 32], [0, 39]]
 
 
 @pytest.mark.parametrize(("rows", "starves"), [(40, False), (36, True)])
@@ -93,6 +93,16 @@ def test_a_share_of_a_chunk_keeps_a_prompt_from_starving(kit, rows, starves):
             if update.request_id[0] == "s":
                 scheduler.release(update.request_id)
     assert fast == ([] if starves else [*range(8, 65, 8)])
+
+
+@pytest.mark.parametrize(("length", "fast"), [(16, [16]), (17, [16, 0]), (18, [18])])
+def test_a_prompt_s_last_token_alone_is_no_chunk(kit, length, fast):
+    """It would be taken for a window."""
+    scheduler = kit.scheduler(fast_prompts_from=9, fast_rows=8)
+    scheduler.add(kit.request("one", length))
+    plans = [kit.step(scheduler)[0] for _ in fast]
+    assert [one.fast_to for plan in plans for one in plan.requests] == fast
+    assert [one.samples for one in plans[-1].requests] == [True]
 
 
 LONG = {

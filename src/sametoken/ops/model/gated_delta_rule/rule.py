@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import functional
 
 from sametoken.ops.model.gated_delta_rule import reference
 from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
 from sametoken.ops.model.recurrent.convolution import convolve_row
-from sametoken.ops.model.recurrent.rule import ChunkFunction, RowFunction
-
-#: Rows of a chunk in the fast form.
-CHUNK = 64
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, ChunkFunction, RowFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     conv_kernel: int
-    fast_rows: ClassVar[int] = CHUNK
+    fast_rows: ClassVar[int] = FAST_ROWS
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -105,8 +103,14 @@ class GatedDeltaParams:
         prepare, taps = self._preparation(), self.rule.conv_kernel
 
         def run_chunk(state: Tensor, mixed: Tensor, gates: Tensor) -> Tensor:
+            count = len(gates)
+            padding = 0, 0, 0, FAST_ROWS - count
+            mixed, gates = functional.pad(mixed, padding), functional.pad(gates, padding)
             prepared = prepare(mixed.unfold(0, taps, 1).mT, gates)
-            return advance_chunk(state, *prepared).flatten(1)
+            for part in prepared:
+                # Rows that leave the state as it is.
+                part[count:] = 0
+            return advance_chunk(state, *prepared).flatten(1)[:count]
 
         return run_chunk
 

@@ -5,7 +5,8 @@ folds, commits and leaves pending. Per layer, ``prepare`` turns raw rows, pendin
 into the inputs of the rule, and ``advance`` scans them sequentially with the state in registers:
 first folded rows, then new ones, which also produce output. One loop runs all rows, so decode,
 verify, fold and prefill run the same instructions and give a row the same bits. On Hopper,
-``hopper`` walks long runs, with the same operations in the same order.
+``hopper`` walks long runs, with the same operations in the same order. Prompts in the fast form run
+by ``chunks``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule import hopper
+from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
@@ -284,10 +286,15 @@ def advance(
         memory: the slots' memory in the layer; written.
         tile: of states, for this walk to serve all runs; by default what suits the pass.
     """
-    if not runs.rows.count:
-        return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
+    out = raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
+    if not runs.table.shape[0]:
+        return out
     prepared = prepare(runs, params, raw, memory)
-    return advance_prepared(runs, params.rule, prepared, raw, memory, tile)
+    if runs.fast:
+        # Before the next history is written.
+        advance_chunks(runs, runs.fast, params, raw, memory, out)
+    advance_prepared(runs, params.rule, prepared, raw, memory, out, tile)
+    return out
 
 
 def advance_prepared(
@@ -296,20 +303,19 @@ def advance_prepared(
     prepared: Tensor,
     raw: RawRows,
     memory: LayerMemory,
+    out: Tensor,
     tile: RuleTile | None,
-) -> Tensor:
-    """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
-    num_rows, num_channels = raw.mixed.shape
-    long = runs.rows.max_rows >= _LONG
-    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_rows)
+) -> None:
+    """``advance`` after ``prepare``, with its output, into ``out``; other arguments as there."""
+    long, num_walked = runs.rows.max_rows >= _LONG, runs.num_walked(len(raw.mixed))
+    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_walked)
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
-    out = raw.mixed.new_empty(num_rows, rule.out_features)
     keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
     lanes = min(keys, _PARTS, _TOGETHER.value * _THREADS.value // tile.value_columns)
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
     programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
-    blocks = triton.cdiv(num_channels, block)
+    blocks = triton.cdiv(rule.conv_channels, block)
     keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
@@ -324,7 +330,7 @@ def advance_prepared(
         *raw.strides,
         memory.max_pending,
         runs.rows.num_short,
-        runs.rows.num_short if on_hopper else batch,
+        runs.rows.num_short if on_hopper else runs.rows.count,
         **rule.constants,
         BK=keys,
         WARPS=tile.num_warps,
@@ -340,4 +346,3 @@ def advance_prepared(
     )
     if on_hopper:
         hopper.walk(runs, rule, prepared, memory, out)
-    return out

@@ -44,7 +44,7 @@ def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tup
     Args:
         rows: the pass's rows; rows on the reserved slot are dead and have no part.
         folded: folded and pending rows of each slot.
-        state_stride: positions of stored states are multiples of it.
+        state_stride: lasting rows of a part are a multiple of it, unless it is in the fast form.
 
     Raises:
         InvariantError: a slot's rows do not follow its folded and pending rows.
@@ -54,10 +54,12 @@ def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tup
     counts = position[slots], folded.num_pending[slots]
     facts = torch.stack((slots, rows.positions, committed, *counts))
     parts, first_row, reserved_slot = [], 0, position.shape[0] - 1
+    first_fast = rows.fast.first_row if rows.fast else len(slots)
     for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
         of_slot = list(group)
         if slot != reserved_slot:
-            parts.append(_part(of_slot, first_row, folded.max_pending, state_stride))
+            stride = state_stride if first_row < first_fast else 1
+            parts.append(_part(of_slot, first_row, folded.max_pending, stride))
         first_row += len(of_slot)
     return tuple(parts)
 

@@ -1,7 +1,5 @@
 """Fold by position in plain PyTorch for any rule: the kernels' reference, and the fallback.
 
-Of prompts in the fast form it runs whole chunks, which leave nothing pending.
-
 A slot keeps one state per layer, which covers positions below ``Folded.position``, and the raw
 inputs of the rows from there on (pending). A pass whose first row of the slot is at position p0
 first runs the pending rows below p0: the accepted drafts, since p0 positions are computed. Rejected
@@ -20,6 +18,7 @@ from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.recurrent.layout import SlotRows, slot_rows
 from sametoken.ops.model.recurrent.rule import (
+    FAST_ROWS,
     Folded,
     LayerMemory,
     RawRows,
@@ -72,10 +71,12 @@ class RowByRowPass:
         """Run the other parts into ``out``, [T, out_features].
 
         Raises:
-            InvariantError: they are no whole chunks.
+            InvariantError: one begins inside of a chunk.
         """
         for part in self.parts[len(self.walked(weights.rule)) :]:
             rows = slice(part.first_row, part.first_row + part.num_rows)
+            start = 0 if part.starts else int(self.folded.position[part.slot]) + part.num_folded
+            _require_multiple(part, start)
             gates = torch.cat([gate[rows] for gate in raw.gates], dim=-1)
             out[rows] = _run_chunks(part, raw.mixed[rows], gates, memory, weights)
 
@@ -120,22 +121,24 @@ def _run_chunks(
     part: SlotRows, mixed: Tensor, gates: Tensor, memory: LayerMemory, weights: RuleWeights
 ) -> Tensor:
     """Run a slot's rows chunk by chunk: [num_rows, out_features] fp32."""
-    run_chunk, size = weights.chunk_function(), weights.rule.fast_rows
+    run_chunk = weights.chunk_function()
     assert run_chunk is not None
-    _require_whole(part, size)
     state, history = memory.states[part.slot], memory.history[part.slot]
     if part.starts:
         state.zero_()
         history.zero_()
     taps, out = history.shape[0], []
     mixed = torch.cat((history, mixed))
-    for first in range(0, part.num_rows, size):
-        chunk = mixed[first : first + taps + size].float()
-        out.append(run_chunk(state, chunk, gates[first : first + size].float()))
+    for first in range(0, part.num_rows, FAST_ROWS):
+        chunk = mixed[first : first + taps + FAST_ROWS].float()
+        out.append(run_chunk(state, chunk, gates[first : first + FAST_ROWS].float()))
     history.copy_(mixed[part.num_rows :])
     return torch.cat(out)
 
 
-def _require_whole(part: SlotRows, size: int) -> None:
-    if part.num_folded or part.num_pending or part.num_rows % size:
-        raise InvariantError(f"slot {part.slot} has rows in the fast form that are no whole chunks")
+def _require_multiple(part: SlotRows, position: int) -> None:
+    if position % FAST_ROWS:
+        raise InvariantError(
+            f"slot {part.slot} has rows in the fast form from position {position} on, which is no "
+            f"multiple of {FAST_ROWS}"
+        )

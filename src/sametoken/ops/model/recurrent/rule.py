@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 
+#: Rows of a chunk of a prompt in the fast form, in every rule that has one.
+FAST_ROWS = 64
 #: Without drafts, a GPU stores states at positions that are multiples of it: a pass runs up to
 #: three pending rows again, and one in four writes a state, which takes longer than these rows.
 STATE_STRIDE = 4
@@ -29,8 +31,7 @@ class RecurrentRule(Protocol):
         conv_channels: C, the width of a raw row's convolved part; 0 without convolution.
         gate_sizes: widths of a raw row's other parts.
         out_features: width of a row's output.
-        fast_rows: rows of a chunk in the fast form, which begins at a multiple of it; 0: the rule
-            has no such form.
+        fast_rows: ``FAST_ROWS``: chunks in the fast form begin at its multiples; 0: there is none.
     """
 
     @property
@@ -71,15 +72,15 @@ class RowFunction(Protocol):
 
 
 class ChunkFunction(Protocol):
-    """The fast form of the reference, of ``RecurrentRule.fast_rows`` rows one after the other."""
+    """The fast form of the reference, of one chunk: n rows, at most ``FAST_ROWS``."""
 
     def __call__(self, state: Tensor, mixed: Tensor, gates: Tensor) -> Tensor:
-        """As ``RowFunction`` of every row: [fast_rows, out_features] fp32.
+        """As ``RowFunction`` of every row: [n, out_features] fp32, whose bits n does not change.
 
         Args:
             state: [*state_shape] fp32.
-            mixed: [K - 1 + fast_rows, C] fp32, inputs of the convolution.
-            gates: [fast_rows, G] fp32.
+            mixed: [K - 1 + n, C] fp32, inputs of the convolution.
+            gates: [n, G] fp32.
         """
         ...
 

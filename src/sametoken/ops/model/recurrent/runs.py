@@ -6,7 +6,7 @@ The reference is ``layout.slot_rows``.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.model.recurrent.rule import Folded
+from sametoken.ops.fast_rows import FastRows
+from sametoken.ops.launch_sizes import next_power_of_2
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
 from sametoken.ops.pdl import gdc_wait, pdl_options
 
 # Columns of the table of runs.
@@ -28,6 +30,14 @@ EMPTY = tl.constexpr(6)
 BROKEN = tl.constexpr(7)
 FIELDS = tl.constexpr(8)
 
+# Columns of the table of chunks, and where the rows before a chunk are.
+CHUNK_SLOT = tl.constexpr(0)
+CHUNK_ROW = tl.constexpr(1)
+CHUNK_ROWS = tl.constexpr(2)
+CHUNK_BEFORE = tl.constexpr(3)
+CHUNK_FIELDS = tl.constexpr(4)
+IN_PASS, IN_HISTORY, NOWHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 _ROW_BLOCK = 128
 
 
@@ -37,21 +47,54 @@ EXACT_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
+class FastRuns:
+    """The last runs of a pass, of prompts in the fast form.
+
+    Attributes:
+        first_run, num_runs: which of the pass's runs they are.
+        first_row: of the first of them; their rows are adjacent.
+        num_chunks: N, of all of them, each run's last one perhaps with fewer rows.
+        table: [N, 4] int64, of each chunk: slot, first row, rows, where the rows before it are
+            (``IN_PASS``, ``IN_HISTORY``, ``NOWHERE``).
+        first_chunks: [num_runs] int64, of each run.
+    """
+
+    first_run: int
+    num_runs: int
+    first_row: int
+    num_chunks: int
+    table: Tensor
+    first_chunks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Runs:
     """The plan of a pass for each of its B runs of rows; a run has one slot.
 
     Attributes:
         table: [B, 8] int64: slot, first row, end row, live rows, folded rows, lasting rows,
             whether nothing is folded yet, whether the rows do not follow the slot's.
-        rows: the runs on the host.
+        rows: the runs that are walked row by row, on the host: the first ones.
+        fast: the others.
     """
 
     table: Tensor
     rows: RowRuns
+    fast: FastRuns | None = None
+
+    def num_walked(self, num_rows: int) -> int:
+        """Rows of a pass of ``num_rows`` rows that are not fast."""
+        return num_rows if self.fast is None else self.fast.first_row
 
 
 @triton.jit(
-    do_not_specialize=["rows_per_run", "reserved_slot", "max_pending", "state_stride"],
+    do_not_specialize=[
+        "rows_per_run",
+        "reserved_slot",
+        "max_pending",
+        "state_stride",
+        "first_fast",
+    ],
     do_not_specialize_on_alignment=["starts"],
 )
 def _plan_runs_kernel(
@@ -66,6 +109,7 @@ def _plan_runs_kernel(
     reserved_slot,
     max_pending,
     state_stride,
+    first_fast,  # run; those from it on leave nothing pending
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -100,7 +144,7 @@ def _plan_runs_kernel(
     num_folded = tl.where(begins, 0, here - before)
     # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
-    num_lasting = num_lasting // state_stride * state_stride
+    num_lasting -= tl.where(run < first_fast, num_lasting % state_stride, 0)
     left = num_folded + num_rows - num_lasting
     follows = begins | ((num_folded >= 0) & (num_folded <= pending))
     sound = follows & (end_committed == num_committed) & (left <= max_pending)
@@ -154,11 +198,67 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
             position.shape[0] - 1,
             folded.max_pending,
             folded.state_stride,
+            runs.count if rows.fast is None else rows.fast.first_run,
             BLOCK=_ROW_BLOCK,
             num_warps=1,
             **pdl_options(position),
         )
-    return Runs(table, runs)
+    fast = rows.fast
+    if fast is None:
+        return Runs(table, runs)
+    first, walked = fast.first_run, fast.others.runs
+    assert walked
+    assert walked.starts is not None
+    walked = replace(walked, count=first, starts=walked.starts[: first + 1])
+    return Runs(table, walked, _plan_chunks(table, fast, most_runs=len(position)))
+
+
+@triton.jit(do_not_specialize=["first_run"])
+def _plan_chunks_kernel(
+    runs,  # [B, FIELDS]
+    table,  # [N, CHUNK_FIELDS], written
+    first_chunks,  # [R], written
+    first_run,
+    CHUNK: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+):
+    own = tl.program_id(0)
+    runs += first_run * FIELDS
+    run = tl.arange(0, BLOCK_RUNS)
+    before = run < own
+    first = tl.load(runs + run * FIELDS + FIRST_ROW, before, other=0)
+    stop = tl.load(runs + run * FIELDS + STOP_ROW, before, other=0)
+    first_chunk = tl.sum((stop - first + CHUNK - 1) // CHUNK, axis=0)
+    tl.store(first_chunks + own, first_chunk)
+    field = runs + own * FIELDS
+    slot, first_row, stop_row = fact(field, SLOT), fact(field, FIRST_ROW), fact(field, STOP_ROW)
+    num_rows, empty = fact(field, NUM_ROWS), fact(field, EMPTY)
+    for row in range(0, stop_row - first_row, CHUNK):
+        at = table + (first_chunk + row // CHUNK) * CHUNK_FIELDS
+        tl.store(at + CHUNK_SLOT, slot)
+        tl.store(at + CHUNK_ROW, first_row + row)
+        tl.store(at + CHUNK_ROWS, tl.minimum(tl.maximum(num_rows - row, 0), CHUNK))
+        tl.store(at + CHUNK_BEFORE, tl.where(row > 0, IN_PASS, IN_HISTORY + empty))
+
+
+def _plan_chunks(runs: Tensor, fast: FastRows, most_runs: int) -> FastRuns:
+    """The chunks of the runs in the fast form; ``runs`` is their table, a power of two or less."""
+    lengths = [part.num_rows for part in fast.parts]
+    num_chunks = sum(-(-length // FAST_ROWS) for length in lengths)
+    table, first_chunks = (
+        runs.new_empty(num_chunks, CHUNK_FIELDS.value),
+        runs.new_empty(len(lengths)),
+    )
+    _plan_chunks_kernel[(len(lengths),)](
+        runs,
+        table,
+        first_chunks,
+        fast.first_run,
+        CHUNK=FAST_ROWS,
+        BLOCK_RUNS=next_power_of_2(most_runs),
+        num_warps=1,
+    )
+    return FastRuns(fast.first_run, len(lengths), fast.first_row, num_chunks, table, first_chunks)
 
 
 @triton.jit

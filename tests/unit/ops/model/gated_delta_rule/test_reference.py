@@ -12,8 +12,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
 from sametoken.ops.model.gated_delta_rule.reference import advance, gates
-from sametoken.ops.model.gated_delta_rule.rule import CHUNK
 from sametoken.ops.model.recurrent.convolution import convolve_row
+from sametoken.ops.model.recurrent.rule import FAST_ROWS
 
 MODELINGS = pytest.mark.parametrize("modeling", [modeling_qwen3_next, modeling_qwen3_5])
 HEADS = pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 2), (2, 6), (1, 4)])
@@ -64,12 +64,12 @@ def test_a_chunk_is_its_rows_in_turn(dtype, tolerance, decays, equal_keys):
     def random(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    q, k, v = random(CHUNK, 2, 16), random(CHUNK, 2, 16), random(CHUNK, 6, 12)
-    beta, state = random(CHUNK, 6).sigmoid(), random(6, 16, 12)
+    q, k, v = random(FAST_ROWS, 2, 16), random(FAST_ROWS, 2, 16), random(FAST_ROWS, 6, 12)
+    beta, state = random(FAST_ROWS, 6).sigmoid(), random(6, 16, 12)
     if equal_keys:
         k[:], beta[:] = k[0].clone(), 1
-    weak = -random(CHUNK, 6).exp() * 1e-2
-    mixed = torch.where(torch.arange(CHUNK)[:, None] % 7 == 3, -1e4, weak)
+    weak = -random(FAST_ROWS, 6).exp() * 1e-2
+    mixed = torch.where(torch.arange(FAST_ROWS)[:, None] % 7 == 3, -1e4, weak)
     log_decay = {"none": weak * 0, "usual": weak, "strong": weak * 1e4, "strong after weak": mixed}
     rows = (q, k, v, log_decay[decays], beta)
     walked = state.clone()

@@ -19,9 +19,9 @@ from helpers.recurrent import Slots, params_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot, state_bytes
-from sametoken.ops.model.gated_delta_rule.rule import CHUNK, GatedDelta
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.mamba2.rule import Mamba2
-from sametoken.ops.model.recurrent.rule import STATE_STRIDE
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -279,11 +279,11 @@ def test_dead_rows_may_lie_anywhere(rule, kernels):
 @both_rules
 def test_chunks_have_their_bits_in_every_pass(rule, kernels):
     """Two in one pass beside rows that are walked, or alone; a rule without such a form walks."""
-    rows = [Row(0, p, p % 9, True) for p in range(2 * CHUNK)]
+    rows = [Row(0, p, p % 9, True) for p in range(2 * FAST_ROWS)]
     beside = [Row(2, p, p, p < 3) for p in range(5)]
     cache, other, usual = (empty(3, kernels, rule=rule) for _ in range(3))
     out = run(cache, [*beside, *rows], 5)
-    parts = [run(other, rows[:CHUNK], 0), run(other, rows[CHUNK:], 0)]
+    parts = [run(other, rows[:FAST_ROWS], 0), run(other, rows[FAST_ROWS:], 0)]
     assert torch.equal(out[:, 5:], torch.cat(parts, dim=1))
     assert torch.equal(out[:, :5], run(other, beside))
     for name in ("states", "history", "position", "num_pending"):
@@ -296,10 +296,24 @@ def test_chunks_have_their_bits_in_every_pass(rule, kernels):
 
 
 @both_passes
-@pytest.mark.parametrize("num_rows", [1, CHUNK - 1, CHUNK + 1])
-def test_rows_in_the_fast_form_that_are_no_whole_chunks_are_refused(num_rows, kernels):
-    with pytest.raises(InvariantError, match="no whole chunks"):
-        run(empty(3, kernels), [Row(0, p, p, True) for p in range(num_rows)], 0)
+@pytest.mark.parametrize("count", [1, 2, FAST_ROWS - 1])
+def test_a_chunk_with_fewer_rows_has_the_bits_of_a_whole_one(count, kernels):
+    """Its state is that after its last row, which a whole chunk's rows go on from."""
+    rows = [Row(0, p, p % 9, True) for p in range(2 * FAST_ROWS)]
+    cache, other = empty(3, kernels), empty(3, kernels)
+    out = run(cache, rows, 0)
+    assert torch.equal(run(other, rows[: FAST_ROWS + count], 0), out[:, : FAST_ROWS + count])
+    rest = run(other, rows[FAST_ROWS + count :])
+    torch.testing.assert_close(rest, out[:, FAST_ROWS + count :], rtol=1e-4, atol=1e-5)
+
+
+@both_passes
+@pytest.mark.parametrize("num_rows", [1, FAST_ROWS - 1, FAST_ROWS + 1])
+def test_rows_in_the_fast_form_that_begin_inside_of_a_chunk_are_refused(num_rows, kernels):
+    cache = empty(3, kernels)
+    run(cache, [Row(0, p, p, True) for p in range(num_rows)])
+    with pytest.raises(InvariantError, match="no multiple of 64"):
+        run(cache, [Row(0, p, p, True) for p in range(num_rows, 2 * FAST_ROWS)], 0)
 
 
 @both_passes

@@ -1,0 +1,422 @@
+"""Gated DeltaNet by chunks of 64 positions, for prompts in the fast form, in Triton.
+
+Yang et al., "Gated Delta Networks" (arXiv:2412.06464), section 3.3. In a chunk that begins with
+state S, row i has decay e_i, the product of its own and those before it in the chunk, gate b_i,
+and the delta d_i that it adds to the state along its key:
+
+    d_i = b_i (v_i - e_i S k_i - sum over j < i of e_i / e_j (k_j k_i) d_j)
+    o_i = e_i S q_i + sum over j <= i of e_i / e_j (k_j q_i) d_j
+    S' = e_63 S + sum over j of e_63 / e_j d_j k_j
+
+So deltas are (I + A)^-1 applied to b (v - e S k), for a strictly lower triangular A. Three kernels:
+``_prepare`` makes rows of q, k and v and their gates, ``_solve`` each chunk's (I + A)^-1 and its
+weights of q, ``_scan`` runs the chunks of a prompt in order, for some columns of a head's state.
+Operands are rounded to the dtype of the raw rows, sums and states are fp32. A chunk has its bits
+whatever else runs beside it. The reference is ``reference.advance_chunk``.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
+from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.recurrent.convolution_triton import sigmoid
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
+from sametoken.ops.model.recurrent.runs import (
+    BROKEN,
+    CHUNK_BEFORE,
+    CHUNK_FIELDS,
+    CHUNK_ROW,
+    CHUNK_ROWS,
+    CHUNK_SLOT,
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    IN_HISTORY,
+    IN_PASS,
+    NUM_ROWS,
+    SLOT,
+    STOP_ROW,
+    FastRuns,
+    Runs,
+)
+
+_EPS = tl.constexpr(NORM_EPS)
+_CHUNK = tl.constexpr(FAST_ROWS)
+# Rows and columns of the diagonal blocks that ``_inverse`` solves row by row.
+_BLOCK = tl.constexpr(16)
+# Rows that a program of ``_prepare`` has at once.
+_ROWS = tl.constexpr(32)
+# Columns of a head's state in a program of ``_scan``: the fewest rows of a product on Hopper.
+_COLUMNS = 64
+
+
+@triton.jit
+def _prepare_gates(
+    a,  # [T, HV], rows a_stride apart
+    b,
+    a_stride,
+    b_stride,
+    row,
+    num_rows,
+    A_log,
+    dt_bias,
+    gates,  # [2, HV, CHUNK] of the chunk, written
+    HV: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """log(e) and b of a chunk's rows; rows that it lacks keep the state as it is."""
+    index = tl.arange(0, _CHUNK)[:, None]
+    head = tl.arange(0, HEADS)[None, :]
+    inside = head < HV
+    exists = inside & (index < num_rows)
+    rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
+    raw_a = tl.load(a + (row + index) * a_stride + head, exists, other=0.0).to(tl.float32)
+    raw_b = tl.load(b + (row + index) * b_stride + head, exists, other=0.0).to(tl.float32)
+    shifted = raw_a + tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
+    softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
+    at = gates + head * _CHUNK + index
+    tl.store(at, tl.cumsum(tl.where(exists, -rate * softplus, 0.0), 0), inside)
+    tl.store(at + HV * _CHUNK, tl.where(exists, sigmoid(raw_b), 0.0), inside)
+
+
+@triton.jit
+def _convolved(raw, channel, inside, conv_weight, conv_bias, C: tl.constexpr, K: tl.constexpr):
+    """SiLU of the convolution of _ROWS rows, zeros for missing ones: [_ROWS, channels] fp32."""
+    qkv, stride, row, num_rows, history, before = raw
+    index = tl.arange(0, _ROWS)[:, None]
+    total = tl.zeros((_ROWS, channel.shape[1]), tl.float32)
+    if conv_bias is not None:
+        total += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(K):
+        at = index + (tap - K + 1)
+        exists = inside & (index < num_rows) & ((at >= 0) | (before == IN_PASS))
+        x = tl.load(qkv + (row + at) * stride + channel, exists, other=0.0).to(tl.float32)
+        # A branch, as addresses that depend on a row are no whole vectors; one tap at a time, as
+        # the order of a sum must not depend on where a pass begins.
+        if before == IN_HISTORY:
+            held = history + (at + K - 1) * C + channel
+            x += tl.load(held, inside & (at < 0), other=0.0).to(tl.float32)
+        weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0).to(tl.float32)
+        total += weight * x
+    return tl.where(index < num_rows, total * sigmoid(total), 0.0)
+
+
+@triton.jit
+def _prepare_head(
+    first,  # channel
+    scale,  # of rows of length 1; 0: rows keep their length
+    raw,
+    conv_weight,
+    conv_bias,
+    out,  # at the head's first element of the first row, written
+    strides,  # by row, by element
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One head of q, k or v."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < D
+    x = _convolved(raw, first + column, inside, conv_weight, conv_bias, C, K)
+    length = tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS)
+    x *= tl.where(scale > 0, scale * length, 1.0)[:, None]
+    row_stride, stride = strides
+    tl.store(out + tl.arange(0, _ROWS)[:, None] * row_stride + column * stride, x, inside)
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv,  # [T, C], rows qkv_stride apart
+    a,  # [T, HV], rows a_stride apart
+    b,  # [T, HV], rows b_stride apart
+    history,  # [S, K - 1, C]
+    A_log,  # [HV]
+    dt_bias,  # [HV]
+    conv_weight,  # [K, C]
+    conv_bias,  # [C] or None
+    chunks,  # [N, CHUNK_FIELDS]
+    keys,  # [N, CHUNK, 2, HK, DK], written: q and k in length 1, q scaled by 1 / sqrt(DK)
+    values,  # [N, HV, DV, CHUNK], written
+    gates,  # [N, 2, HV, CHUNK] fp32, written: log(e) and b
+    qkv_stride,
+    a_stride,
+    b_stride,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    PARTS: tl.constexpr = _CHUNK // _ROWS
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    chunk, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
+    unit = tl.program_id(1)
+    field = chunks + chunk * CHUNK_FIELDS
+    slot, row, num_rows = (
+        tl.load(field + CHUNK_SLOT), tl.load(field + CHUNK_ROW), tl.load(field + CHUNK_ROWS),
+    )  # fmt: skip
+    before = tl.where(part == 0, tl.load(field + CHUNK_BEFORE), IN_PASS)
+    if unit == 2 * HK + HV:
+        if part == 0:
+            gates += chunk * 2 * HV * _CHUNK
+            _prepare_gates(
+                a, b, a_stride, b_stride, row, num_rows, A_log, dt_bias, gates, HV, HEADS
+            )
+    else:
+        first = part * _ROWS
+        history += slot * (K - 1) * C
+        raw = qkv, qkv_stride, row + first, num_rows - first, history, before
+        if unit < 2 * HK:
+            scale = tl.where(unit < HK, DK**-0.5, 1.0)
+            out = keys + ((chunk * _CHUNK + first) * 2 * HK + unit) * DK
+            strides = 2 * HK * DK, 1
+            _prepare_head(unit * DK, scale, raw, conv_weight, conv_bias, out, strides, DK, BK, C, K)
+        else:
+            head = unit - 2 * HK
+            channel = 2 * HK * DK + head * DV
+            out = values + (chunk * HV + head) * DV * _CHUNK + first
+            strides = 1, _CHUNK
+            _prepare_head(channel, 0.0, raw, conv_weight, conv_bias, out, strides, DV, BV, C, K)
+
+
+@triton.jit
+def _diagonal_inverses(a):
+    """Inverses of the diagonal blocks of I + a: [CHUNK / 16, 16, 16], by forward substitution."""
+    COUNT: tl.constexpr = _CHUNK // _BLOCK
+    block, index = tl.arange(0, COUNT), tl.arange(0, _BLOCK)
+    blocks = tl.permute(tl.reshape(a, (COUNT, _BLOCK, COUNT, _BLOCK)), (0, 2, 1, 3))
+    is_diagonal = (block[:, None] == block[None, :])[:, :, None, None]
+    strict = -tl.sum(tl.where(is_diagonal, blocks, 0.0), axis=1)
+    for i in range(1, _BLOCK):
+        is_own = index[None, :, None] == i
+        own = tl.sum(tl.where(is_own, strict, 0.0), axis=1)
+        row = own + tl.sum(own[:, :, None] * strict, axis=1)
+        strict = tl.where(is_own, row[:, None, :], strict)
+    return strict + tl.where(index[:, None] == index[None, :], 1.0, 0.0)[None]
+
+
+@triton.jit
+def _joined(a, inverses, PAIRS: tl.constexpr, SIZE: tl.constexpr):
+    """Inverses of PAIRS diagonal blocks of I + a, given those of their halves, of SIZE rows."""
+    pair = tl.arange(0, PAIRS)
+    halves = tl.permute(tl.reshape(inverses, (PAIRS, 2, SIZE, SIZE)), (0, 2, 3, 1))
+    first, second = tl.split(halves)
+    blocks = tl.reshape(a, (PAIRS, 2, SIZE, PAIRS, 2, SIZE))
+    left, _ = tl.split(tl.permute(blocks, (0, 3, 2, 5, 1, 4)))
+    _, below = tl.split(left)
+    is_own = (pair[:, None] == pair[None, :])[:, :, None, None]
+    below = tl.sum(tl.where(is_own, below, 0.0), axis=1)
+    x = -tl.dot(second, tl.dot(below, first, input_precision="ieee"), input_precision="ieee")
+    whole = tl.join(tl.join(first, x), tl.join(tl.zeros_like(x), second))
+    return tl.reshape(tl.permute(whole, (0, 3, 1, 4, 2)), (PAIRS, 2 * SIZE, 2 * SIZE))
+
+
+@triton.jit
+def _inverse(a):
+    """Inverse of I + a for a strictly lower triangular a: [CHUNK, CHUNK] fp32.
+
+    No powers of a: where keys repeat they grow beyond what sums in fp32 hold.
+    """
+    inverses = _joined(a, _diagonal_inverses(a), _CHUNK // (2 * _BLOCK), _BLOCK)
+    return tl.reshape(_joined(a, inverses, 1, 2 * _BLOCK), (_CHUNK, _CHUNK))
+
+
+@triton.jit
+def _solve_kernel(
+    keys,  # [N, CHUNK, 2, HK, DK]
+    gates,  # [N, 2, HV, CHUNK]
+    inverses,  # [N, HV, CHUNK, CHUNK], written: (I + A)^-1
+    weights,  # [N, HV, CHUNK, CHUNK], written: e_i / e_j (k_j q_i) for j <= i, else 0
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    BK: tl.constexpr,
+):
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, key = tl.arange(0, _CHUNK), tl.arange(0, BK)[None, :]
+    q_at = keys + ((chunk * _CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
+    gate_at = gates + (chunk * 2 * HV + head) * _CHUNK + index
+    log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * _CHUNK)
+    q = tl.load(q_at, key < DK, other=0.0)
+    k = tl.load(q_at + HK * DK, key < DK, other=0.0)
+    below, until = index[:, None] > index[None, :], index[:, None] >= index[None, :]
+    # Above the diagonal the exponential could overflow.
+    ratio = tl.exp(tl.where(until, log_decay[:, None] - log_decay[None, :], -float("inf")))
+    at = (chunk * HV + head) * _CHUNK * _CHUNK + index[:, None] * _CHUNK + index[None, :]
+    q_k = tl.dot(q, k.T, input_precision="ieee") * ratio
+    tl.store(weights + at, q_k.to(weights.dtype.element_ty))
+    k_k = tl.dot(k, k.T, input_precision="ieee") * ratio
+    inverse = _inverse(tl.where(below, beta[:, None] * k_k, 0.0))
+    tl.store(inverses + at, inverse.to(inverses.dtype.element_ty))
+
+
+@triton.jit
+def _run_chunk(state, q, k, v, inverse, weight, log_decay, log_last, beta):
+    """The state after a chunk, and what its rows read."""
+    decay, rounded = tl.exp(log_decay)[None, :], state.to(k.dtype)
+    lacking = v.to(tl.float32) - decay * tl.dot(rounded, k.T, input_precision="ieee")
+    lacking = (beta[None, :] * lacking).to(k.dtype)
+    delta = tl.dot(lacking, inverse.T, input_precision="ieee")
+    lasting = (delta * tl.exp(log_last - log_decay)[None, :]).to(k.dtype)
+    state = tl.dot(lasting, k, state * tl.exp(log_last), input_precision="ieee")
+    read = decay * tl.dot(rounded, q.T, input_precision="ieee")
+    return state, tl.dot(delta.to(k.dtype), weight.T, read, input_precision="ieee")
+
+
+@triton.jit
+def _fill_broken(out, stride, num_rows, inside):
+    bad = tl.where(inside, float("nan"), 0.0).to(out.dtype.element_ty)
+    for row in range(num_rows):
+        tl.store(out + row * stride, bad, inside)
+
+
+@triton.jit(do_not_specialize=["first_run"])
+def _scan_kernel(
+    keys,  # [N, CHUNK, 2, HK, DK]
+    values,  # [N, HV, DV, CHUNK]
+    gates,  # [N, 2, HV, CHUNK]
+    inverses,  # [N, HV, CHUNK, CHUNK]
+    weights,  # [N, HV, CHUNK, CHUNK]
+    runs,  # [B, FIELDS]
+    first_chunks,  # [R]
+    states,  # [S, HV, DK, DV], written
+    out,  # [T, HV * DV], written
+    first_run,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """States and sums are transposed, [columns, keys] and [columns, rows].
+
+    So each product's left operand is the one before it, and stays in registers.
+    """
+    TILES: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
+    head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    run = tl.program_id(1)
+    field = runs + (first_run + run).to(tl.int64) * FIELDS
+    slot, empty, broken = tl.load(field + SLOT), tl.load(field + EMPTY), tl.load(field + BROKEN)
+    first, num_rows = tl.load(field + FIRST_ROW), tl.load(field + NUM_ROWS).to(tl.int32)
+    index, key = tl.arange(0, _CHUNK), tl.arange(0, BK)[None, :]
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = key < DK, column < DV
+    inside = is_column[:, None] & is_key
+    state_at = states + (slot * HV + head) * DK * DV + key * DV + column[:, None]
+    state = tl.load(state_at, inside & (empty == 0) & (num_rows > 0), other=0.0)
+    # Of the run's first chunk.
+    chunk = tl.load(first_chunks + run)
+    keys += (chunk * _CHUNK * 2 * HK + head // (HV // HK)) * DK
+    values += (chunk * HV + head) * DV * _CHUNK
+    gates += (chunk * 2 * HV + head) * _CHUNK
+    inverses += (chunk * HV + head) * _CHUNK * _CHUNK
+    weights += (chunk * HV + head) * _CHUNK * _CHUNK
+    out += first * HV * DV + head * DV + column[None, :]
+    q_at, v_at = index[:, None] * (2 * HK * DK) + key, column[:, None] * _CHUNK + index[None, :]
+    square = index[:, None] * _CHUNK + index[None, :]
+    for i in tl.range(tl.cdiv(num_rows, _CHUNK), num_stages=STAGES):
+        row = index + i * _CHUNK
+        k = tl.load(keys + i * (_CHUNK * 2 * HK * DK) + HK * DK + q_at, is_key, other=0.0)
+        inverse = tl.load(inverses + i * (HV * _CHUNK * _CHUNK) + square)
+        v = tl.load(values + i * (HV * DV * _CHUNK) + v_at, is_column[:, None], other=0.0)
+        q = tl.load(keys + i * (_CHUNK * 2 * HK * DK) + q_at, is_key, other=0.0)
+        weight = tl.load(weights + i * (HV * _CHUNK * _CHUNK) + square)
+        gate_at = gates + i * (2 * HV * _CHUNK) + index
+        log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * _CHUNK)
+        log_last = tl.load(gates + i * (2 * HV * _CHUNK) + _CHUNK - 1)
+        state, read = _run_chunk(state, q, k, v, inverse, weight, log_decay, log_last, beta)
+        exists = (row < num_rows)[:, None] & is_column[None, :]
+        tl.store(out + row[:, None] * (HV * DV), read.T.to(out.dtype.element_ty), exists)
+
+    tl.store(state_at, state, inside & (num_rows > 0))
+    if broken:
+        _fill_broken(out, HV * DV, tl.load(field + STOP_ROW) - first, is_column[None, :])
+
+
+def advance_chunks(
+    runs: Runs,
+    fast: FastRuns,
+    params: GatedDeltaParams,
+    raw: RawRows,
+    memory: LayerMemory,
+    out: Tensor,
+) -> None:
+    """Convolution and gated delta rule of the fast runs of a pass in one layer.
+
+    Args:
+        runs: of the pass; those that do not follow their slot's rows give NaN.
+        fast: the fast ones.
+        params: the layer's weights.
+        raw: the pass's rows, in the dtype of ``memory``.
+        memory: of which states are written, history is read.
+        out: [T, Hv * Dv], of which the fast rows are written.
+    """
+    rule, count = params.rule, fast.num_chunks
+    heads, num_values = rule.num_value_heads, rule.value_dim
+    sizes = {name: size for name, size in rule.constants.items() if name != "K"}
+    # Products have at least 16 rows and columns.
+    block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (rule.key_dim, num_values))
+    new = raw.mixed.new_empty
+    keys = new(count, FAST_ROWS, 2, rule.num_key_heads, rule.key_dim)
+    values = new(count, heads, num_values, FAST_ROWS)
+    inverses, weights = (new(count, heads, FAST_ROWS, FAST_ROWS) for _ in range(2))
+    gates = memory.states.new_empty(count, 2, heads, FAST_ROWS)
+    parts = count * (FAST_ROWS // _ROWS.value)
+    _prepare_kernel[(parts, 2 * rule.num_key_heads + heads + 1)](
+        raw.mixed,
+        *raw.gates,
+        memory.history,
+        params.A_log,
+        params.dt_bias,
+        params.conv_weight,
+        params.conv_bias,
+        fast.table,
+        keys,
+        values,
+        gates,
+        *raw.strides,
+        **rule.constants,
+        BK=block_k,
+        BV=block_v,
+        HEADS=triton.next_power_of_2(heads),
+        num_warps=8,
+    )
+    _solve_kernel[(count, heads)](
+        keys,
+        gates,
+        inverses,
+        weights,
+        **{name: size for name, size in sizes.items() if name != "DV"},
+        BK=block_k,
+        num_warps=4,
+    )
+    columns = min(_COLUMNS, block_v)
+    _scan_kernel[(heads * triton.cdiv(num_values, columns), fast.num_runs)](
+        keys,
+        values,
+        gates,
+        inverses,
+        weights,
+        runs.table,
+        fast.first_chunks,
+        memory.states,
+        out,
+        fast.first_run,
+        **sizes,
+        BK=block_k,
+        COLUMNS=columns,
+        # As many as shared memory holds.
+        STAGES=3 if block_k * raw.mixed.itemsize <= 256 else 1,
+        num_warps=4,
+    )

@@ -1,0 +1,156 @@
+"""Gated DeltaNet's chunks on a GPU: the reference's rows, whatever else a pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+
+from helpers.compiled import compile_launches
+from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
+from helpers.rows import runs_of
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.fast_rows import FastRows
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE
+from sametoken.ops.model.recurrent.triton import TritonPass
+from sametoken.types.fast_prompts import FastChunk
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NUM_SLOTS = 4
+#: Beside them others run: some decode, one with pending rows, one is a short prompt.
+OTHERS = [(0, 0, 3), (1, 0, 70)]
+SPECS = [
+    Recurrent(GatedDelta(1, 2, 8, 16, 4), torch.float32),
+    Recurrent(GatedDelta(2, 2, 5, 24, 3), torch.float32),
+    Recurrent(GatedDelta(1, 3, 4, 8, 1), torch.float32),
+]
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec.rule.value_dim))
+
+
+def empty(spec: Recurrent, begin_pass=TritonPass.begin, stride: int = STATE_STRIDE) -> Slots:
+    return Slots(
+        spec, 2, num_slots=NUM_SLOTS, begin_pass=begin_pass, device=DEVICE, state_stride=stride
+    )
+
+
+def raw_rows(spec: Recurrent, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """A row is a function of its slot and position; two rows without a run are NaN."""
+    heads, generator = spec.rule.num_value_heads, torch.Generator().manual_seed(0)
+    width = spec.rule.conv_channels + 2 * heads
+    table = torch.randn(NUM_SLOTS, 400, width, generator=generator)
+    rows = [table[slot, first : first + count] for slot, first, count in parts]
+    raw = torch.cat([*rows, torch.full((2, width), torch.nan)]).to(DEVICE, spec.dtype)
+    return list(raw.split((spec.rule.conv_channels, heads, heads), dim=-1))
+
+
+def run(cache: Slots, parts: list[tuple[int, int, int]], num_fast: int) -> list[torch.Tensor]:
+    """One pass over parts (slot, first position, rows), of which the last ones are fast."""
+    starts = [*accumulate((count for *_, count in parts), initial=0)]
+    facts = [(slot, first + i) for slot, first, count in parts for i in range(count)]
+    slots, positions = torch.tensor([*facts, *[(NUM_SLOTS, 0)] * 2], device=DEVICE).t().contiguous()
+    runs = runs_of([count for *_, count in parts], 0, DEVICE)
+    rows = AttentionRows(positions, slots, slots, slots[None], runs)
+    if num_fast:
+        first = len(parts) - num_fast
+        longest = max((count for *_, count in parts[:first]), default=0)
+        walked = replace(runs, max_rows=longest, starts=runs.starts.clamp(max=starts[first]))
+        chunks = [
+            FastChunk(slot, start, count, 0, 0)
+            for (slot, _, count), start in zip(parts[first:], starts[first:], strict=False)
+        ]
+        rows = replace(
+            rows, fast=FastRows(replace(rows, runs=walked), first, rows, tuple(chunks), 1)
+        )
+    running = cache.begin(rows)
+    params = params_of(cache.declared, device=DEVICE)
+    out = cache.run(running, 0, params, *raw_rows(cache.declared, parts))
+    running.finish()
+    return [out[begin:end] for begin, end in pairwise(starts)]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@every_spec
+@pytest.mark.parametrize("stride", [1, STATE_STRIDE])
+def test_chunks_are_those_of_the_reference(spec, stride):
+    """Whole ones and shorter ones of two prompts, from nothing and from a state, beside others."""
+    cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)
+    for parts, num_fast in (
+        ([(3, 0, 64)], 1),
+        ([*OTHERS, (2, 0, 130), (3, 64, 67)], 2),
+        ([(0, 3, 1), (1, 70, 1), (2, 130, 1), (3, 131, 2)], 0),
+    ):
+        for out, wanted in zip(
+            run(cache, parts, num_fast), run(oracle, parts, num_fast), strict=True
+        ):
+            close(out, wanted)
+        assert torch.equal(cache.position, oracle.position)
+        assert torch.equal(cache.num_pending, oracle.num_pending)
+        folded = cache.position > 0
+        close(cache.states[:, folded], oracle.states[:, folded])
+        assert torch.equal(cache.history[:, folded], oracle.history[:, folded])
+    assert cache.states[:, NUM_SLOTS].isnan().all()
+
+
+@every_spec
+def test_a_prompt_has_the_same_bits_in_every_pass(spec):
+    """Cut at any multiples of 64, alone or beside others."""
+    whole, cut = empty(spec), empty(spec)
+    (wanted,) = run(whole, [(2, 0, 200)], 1)
+    first = run(cut, [*OTHERS, (3, 0, 100), (2, 0, FAST_ROWS)], 2)[3]
+    second = run(cut, [(0, 3, 1), (2, 64, 128)], 1)[1]
+    (third,) = run(cut, [(2, 192, 8)], 1)
+    assert torch.equal(torch.cat((first, second, third)), wanted)
+    assert torch.equal(cut.states[:, 2], whole.states[:, 2])
+    assert torch.equal(cut.history[:, 2], whole.history[:, 2])
+
+
+def test_a_chunk_with_fewer_rows_has_the_bits_of_a_whole_one():
+    whole, short = empty(SPECS[0]), empty(SPECS[0])
+    (wanted,) = run(whole, [(2, 0, 128)], 1)
+    assert torch.equal(run(short, [(2, 0, 70)], 1)[0], wanted[:70])
+
+
+def test_rows_that_do_not_follow_give_nan_and_change_nothing():
+    cache = empty(SPECS[0])
+    run(cache, [(2, 0, 64), (3, 0, 64)], 2)
+    before = [held[:, 2].clone() for held in (cache.states, cache.history)]
+    broken, sound = run(cache, [(2, 192, 70), (3, 64, 70)], 2)
+    assert broken.isnan().all()
+    assert sound.isfinite().all()
+    for held, wanted in zip((cache.states, cache.history), before, strict=True):
+        assert torch.equal(held[:, 2], wanted)
+
+
+COMPILED = """
+from sametoken.ops.backend import RowRuns
+from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
+from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, FastRuns, Runs
+
+def zeros(*size, dtype=torch.bfloat16):
+    return torch.zeros(*size, dtype=dtype)
+
+def numbers(*size):
+    return zeros(*size, dtype=torch.int64)
+
+rule = GatedDelta(16, 32, 128, 128, 4)
+params = GatedDeltaParams(rule, zeros(32), zeros(32), zeros(4, 8192), None)
+states = zeros(4, 32, 128, 128, dtype=torch.float32)
+memory = LayerMemory(states, zeros(4, 3, 8192), zeros(4, 3, 8192), zeros(4, 3, 64))
+fast = FastRuns(1, 2, 9, 5, numbers(5, CHUNK_FIELDS.value), numbers(2))
+runs = Runs(numbers(3, 8), RowRuns(1, 9, numbers(2), 0, 0), fast)
+raw = RawRows(zeros(300, 8192), (zeros(300, 32), zeros(300, 32)))
+advance_chunks(runs, fast, params, raw, memory, zeros(300, 4096))
+"""
+
+
+def test_they_compile(tmp_path):
+    compile_launches(COMPILED, tmp_path)

@@ -175,14 +175,13 @@ class KVMemory:
             request.num_dropped += count
 
     def fit(self, turn: Turn) -> Turn:
-        """The turn cut to the rows that available blocks hold, at least its request's fewest.
+        """The turn cut to the rows that available blocks hold; they hold its request's shortest.
 
         So neither drafts nor a long chunk preempt another request.
         """
         blocks = turn.request.table_len + self.pool.num_available
         surplus = turn.hi_after + self.limits.lookahead_slots - blocks * self.limits.block_size
-        fitting = max(turn.request.least_query, turn.num_rows - surplus)
-        return turn if surplus <= 0 else turn.cut(fitting)
+        return turn if surplus <= 0 else turn.cut(turn.num_rows - surplus)
 
     def index_chunk(self, request: RequestState, start: int, end: int) -> None:
         """Cache the prompt blocks that the chunk ``start .. end - 1`` completes."""

@@ -122,6 +122,7 @@ def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_ca
         (17, 0, 2, (8,)),  # the block that ends at 16 has no key
         (9, 0, 0, (8,)),
         (8, 0, 0, (8,)),  # too short
+        (6, 0, 0, ()),
     ],
 )
 def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
@@ -134,15 +135,22 @@ def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
     assert states.chunk_ends(scheduler._waiting["one"], 0, num_cached) == ends
 
 
+def test_a_state_at_the_end_of_the_fast_form_costs_no_step(kit):
+    """A chunk ends there anyhow, however few blocks are new."""
+    scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=5, fast_rows=4)
+    _, plans = ask(kit, scheduler, "one", spoken(6, 6))
+    assert [copy.position for plan in plans for copy in plan.kept_states] == [4]
+
+
 def test_a_fast_prompt_shares_states_of_its_fast_form_alone(kit):
     scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=9, fast_rows=8)
     ask(kit, scheduler, "usual", spoken(8, 8))
     admission, plans = ask(kit, scheduler, "fast", spoken(18, 18))
     assert admission.num_cached == 0
     assert [copy.position for plan in plans for copy in plan.kept_states] == [16]
-    held = scheduler._running["fast"].held_states
+    while scheduler._running["fast"].num_processed < 26:
+        assert not kit.step(scheduler)[0].kept_states
     finish(kit, scheduler, "fast", 26)
-    assert not held
     assert ask(kit, scheduler, "next", spoken(18, 27))[0].num_cached == 16
 
 

@@ -451,6 +451,26 @@ def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_
     assert kit.rows(plan) == [(0, 9, 0, True)]
 
 
+def test_a_prompt_waits_for_the_blocks_of_a_whole_chunk(kit):
+    """Its next token alone would have a place, in the last block of those that it has."""
+    fast = {"longest_chunk": 8, "fast_prompts_from": 9, "fast_rows": 8}
+    scheduler = kit.scheduler(num_blocks=13, **fast)
+    scheduler.add(kit.request("old", 33, max_total=35))
+    scheduler.add(kit.request("young", 25, max_total=27))
+    plans = [kit.step(scheduler)[0] for _ in range(4)]
+    fast = [[(one.slot, one.fast_to) for one in plan.requests] for plan in plans]
+    assert fast == [[(0, 8), (1, 8)], [(0, 16), (1, 16)], [(0, 24)], [(0, 32)]]
+    assert [swap.slot for swap in plans[3].swap_outs] == [1]
+    while "old" in scheduler._running:
+        if kit.step(scheduler)[1][0].samples:
+            scheduler.release("old")
+    taken = scheduler._pool.allocate(7)
+    assert scheduler.plan() is None
+    scheduler._pool.release(taken[:1])
+    plan = scheduler.plan()
+    assert [(one.slot, one.fast_to) for one in plan.requests] == [(1, 24)]
+
+
 def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     scheduler = kit.scheduler(
         max_num_seqs=7, num_blocks=16, max_num_batched_tokens=16, num_speculative_tokens=2

@@ -189,6 +189,18 @@ def test_every_rank_starts_from_states_that_it_kept(files, method, monkeypatch):
             prompt = (*prompt, *tokens, 3, 4)
 
 
+def test_every_rank_runs_its_heads_of_a_hybrid_in_chunks(files):
+    """Prompts that end on both sides of one, alone or beside others that draft."""
+    prompts = [([*range(40)] * 4)[:150], ([*range(9)] * 8)[:65], [*range(9)]]
+    items = requests_of(prompts, MAX_TOKENS, 0.0, 0.9, logprobs=1)
+    options = {"fast_prompts_from": 65, "max_num_batched_tokens": 341, "max_model_len": 200}
+    plain = answer(files["dense"], None, items, max_num_seqs=1, prefill_chunk_size=0, **options)
+    more = {"steps_in_flight": 2, "prefill_chunk_size": 100}
+    assert answer(files["dense"], DRAFTS["mtp"], items, **more, **options) == plain
+    usual = answer(files["dense"], None, items, **options | {"fast_prompts_from": 0})
+    assert [usual[name] == plain[name] for name in plain] == [False, False, True]
+
+
 def test_processes_say_the_same(files, truths):
     core = build_engine(config_of(files["experts"], DRAFTS["mtp"], steps_in_flight=2))
     answers = drive(core)

@@ -1,7 +1,8 @@
 """The gated delta rule of a chunk of positions as matrix products, in plain PyTorch.
 
 The chunked form of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), by a triangular solve.
-It adds in another order than ``reference.advance``, so its bits differ.
+It adds in another order than ``reference.advance``, so its bits differ. Those of a chunk are the
+same on equal numbers of threads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule.reference import normalised
-from sametoken.ops.model.one_thread import one_thread
 
 
 def advance_chunk(
@@ -31,17 +31,14 @@ def advance_chunk(
     q, v, beta = q / q.shape[-1] ** 0.5, v.transpose(0, 1), beta.t()[..., None]
     own = log_decay.t().contiguous()
     whole, between = _decays(own)
-    with one_thread():
-        # Memory of its own: a library's additions may follow a state's place in memory.
-        before = state.clone()
-        found = (k @ before) * whole
-        couplings = beta * (k @ k.mT) * between
-        deltas = torch.linalg.solve_triangular(
-            couplings, beta * (v - found), upper=False, unitriangular=True
-        )
-        out: Tensor = (q @ before) * whole + ((q @ k.mT) * between) @ deltas
-        last = between[:, -1, :, None]
-        state.copy_(before * whole[:, -1:] + (k * last).mT @ deltas)
+    # Memory of its own: a library's additions may follow a state's place in memory.
+    before = state.clone()
+    couplings = beta * (k @ k.mT) * between
+    missing = beta * (v - (k @ before) * whole)
+    deltas = torch.linalg.solve_triangular(couplings, missing, upper=False, unitriangular=True)
+    out: Tensor = (q @ before) * whole + ((q @ k.mT) * between) @ deltas
+    last = between[:, -1, :, None]
+    state.copy_(before * whole[:, -1:] + (k * last).mT @ deltas)
     return out.transpose(0, 1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.one_thread import one_thread
 from sametoken.ops.model.recurrent.layout import SlotRows, slot_rows
 from sametoken.ops.model.recurrent.rule import (
     FAST_ROWS,
@@ -129,9 +130,10 @@ def _run_chunks(
         history.zero_()
     taps, out = history.shape[0], []
     mixed = torch.cat((history, mixed))
-    for first in range(0, part.num_rows, FAST_ROWS):
-        chunk = mixed[first : first + taps + FAST_ROWS].float()
-        out.append(run_chunk(state, chunk, gates[first : first + FAST_ROWS].float()))
+    with one_thread():
+        for first in range(0, part.num_rows, FAST_ROWS):
+            chunk = mixed[first : first + taps + FAST_ROWS].float()
+            out.append(run_chunk(state, chunk, gates[first : first + FAST_ROWS].float()))
     history.copy_(mixed[part.num_rows :])
     return torch.cat(out)
 

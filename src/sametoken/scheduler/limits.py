@@ -92,8 +92,9 @@ class SchedulerLimits:
         The last token is no part of it if it would be a chunk of its own, which is a window.
         """
         length = len(request.prompt_token_ids)
-        ends_alone = length % self.fast_rows == 1 % self.fast_rows
-        return length - ends_alone if 0 < self.fast_prompts_from <= length else 0
+        if not 0 < self.fast_prompts_from <= length:
+            return 0
+        return length - (length % self.fast_rows == 1 % self.fast_rows)
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

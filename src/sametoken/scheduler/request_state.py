@@ -98,7 +98,7 @@ class RequestState:
     @property
     def least_query(self) -> int:
         """Tokens of its shortest turn; a chunk that does not end what is left has multiples."""
-        return self.fast_rows if self.position < self.fast_end else 1
+        return max(1, min(self.fast_rows, self.fast_end - self.position))
 
     def fast_to(self, num_query: int) -> int:
         """Positions that a chunk from here on sees in the fast form; 0 in the usual one."""

@@ -138,8 +138,8 @@ def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
 def test_a_state_at_the_end_of_the_fast_form_costs_no_step(kit):
     """A chunk ends there anyhow, however few blocks are new."""
     scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=5, fast_rows=4)
-    _, plans = ask(kit, scheduler, "one", spoken(6, 6))
-    assert [copy.position for plan in plans for copy in plan.kept_states] == [4]
+    _, plans = ask(kit, scheduler, "one", spoken(9, 9))
+    assert [copy.position for plan in plans for copy in plan.kept_states] == [8]
 
 
 def test_a_fast_prompt_shares_states_of_its_fast_form_alone(kit):

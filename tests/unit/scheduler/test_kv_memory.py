@@ -581,3 +581,12 @@ def test_who_sees_no_block_is_swapped_out_without_a_copy(kit):
     assert draft.swap_outs == []
     assert memory.may_return(victim)
     assert victim.replays
+
+
+def test_the_last_chunk_of_the_fast_form_needs_no_block_beyond_the_prompt(kit):
+    """Of three rows, in the last block there is."""
+    sizes = {"num_blocks": 6, "max_num_batched_tokens": 16, "longest_chunk": 16}
+    scheduler = kit.scheduler(**sizes, fast_prompts_from=9, fast_rows=16)
+    scheduler.add(kit.request("one", 19, max_total=20))
+    rows = [kit.rows(kit.step(scheduler)[0]) for _ in range(2)]
+    assert rows == [[(0, 16, 0, False)], [(0, 3, 0, True)]]

@@ -13,7 +13,9 @@ import torch
 from gpu_files import HYBRID_SIZES, OPTIONS, plain_requests, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
+from helpers.fast_passes import OTHERS, empty, run
 from helpers.hybrids import FULL, LINEAR, hybrid_config
+from helpers.recurrent import begin_as_on_a_gpu
 from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
 from sametoken.drafters import draft_model
@@ -26,12 +28,14 @@ from sametoken.ops.backend import (
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import moe as experts_reference
 from sametoken.ops.model import moe_triton as experts
+from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
 from sametoken.ops.model.gated_delta_rule.rule import (
     GatedDelta,
     GatedDeltaParams,
 )
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
 
@@ -119,6 +123,21 @@ def test_long_runs_have_the_bits_of_single_rows():
 
 def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
     driver().require_captured(sequence)
+
+
+@pytest.mark.parametrize("stride", [1, STATE_STRIDE])
+def test_prompts_by_chunks_are_near_the_reference_and_have_their_bits_in_every_pass(stride):
+    spec = Recurrent(RULE, DTYPE)
+    cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)
+    parts = [*OTHERS, (3, 0, 100), (2, 0, 200)]
+    for out, wanted in zip(run(cache, parts, 2), run(oracle, parts, 2), strict=True):
+        assert (out.float() - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert torch.equal(cache.position, oracle.position)
+    cut = empty(spec, stride=stride)
+    first = run(cut, [(3, 0, 64), (2, 0, 128)], 2)[1]
+    second = run(cut, [*OTHERS, (2, 128, 72)], 1)[2]
+    assert torch.equal(torch.cat((first, second)), run(empty(spec), [(2, 0, 200)], 1)[0])
+    assert torch.equal(cut.states[:, 2], cache.states[:, 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -238,6 +257,24 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     assert ran.offered > 0
     if method == "adversary":
         assert 0 < ran.accepted < ran.offered
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "other", "adversary", "mtp"])
+def test_the_same_tokens_of_prompts_by_chunks(files, method, monkeypatch):
+    """In steps of any rows, beside requests whose prompts are walked."""
+    ran_by_chunks = []
+    advance = gated_delta_rule.advance_chunks
+    monkeypatch.setattr(
+        gated_delta_rule,
+        "advance_chunks",
+        lambda *given: (ran_by_chunks.append(1), advance(*given)),
+    )
+    items, fast = list(requests(24, MAX_TOKENS)), {"fast_prompts_from": 66}
+    alone = generate(files, "plain", items, max_num_seqs=1, enforce_eager=True, **fast)
+    assert ran_by_chunks
+    ran = generate(files, method, items, max_num_seqs=24, **fast, max_num_batched_tokens=700)
+    assert ran.tokens == alone.tokens
+    assert method == "plain" or ran.offered > 0
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

@@ -1,0 +1,101 @@
+"""Microseconds of Gated DeltaNet's layer operation over prompts: walked, and by chunks.
+
+    python benchmarks/kernels/gated_delta_chunks.py
+
+Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. Prompts go on from
+position 64; chunks are those of ``fast_prompts_from``, also by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.fast_rows import FastRows
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.gated_delta_rule.triton import advance
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE, Folded, LayerMemory, RawRows
+from sametoken.ops.model.recurrent.runs import Runs, plan_runs
+from sametoken.types.fast_prompts import FastChunk
+
+RULE = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_kernel=4)
+CASES = ([1024], [4096], [8192], [512] * 8)
+REPEATS = 20
+
+
+def planned(lengths: list[int], *, by_chunks: bool) -> Runs:
+    """A pass over prompts of these lengths, each in a slot of its own."""
+    device, starts = torch.device("cuda"), [*accumulate(lengths, initial=0)]
+    slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device) + FAST_ROWS
+    runs = RowRuns(len(lengths), max(lengths), torch.tensor(starts, device=device), 0, 0)
+    rows = AttentionRows(positions, slots, positions, positions[None], runs)
+    if by_chunks:
+        parts = tuple(
+            FastChunk(slot, first, rows, 0, slot)
+            for slot, (first, rows) in enumerate(zip(starts, lengths, strict=False))
+        )
+        nothing = replace(rows, runs=replace(runs, max_rows=0, starts=runs.starts * 0))
+        rows = replace(rows, fast=FastRows(nothing, 0, rows, parts, 16))
+    before = torch.full((len(lengths) + 1,), FAST_ROWS, device=device)
+    return plan_runs(rows, Folded(before, torch.zeros_like(before), 3, STATE_STRIDE))
+
+
+def microseconds(operation: Callable[[], object]) -> float:
+    """Of one call, of many in a row."""
+    operation()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPEATS):
+        operation()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / REPEATS * 1000
+
+
+def by_kernel(operation: Callable[[], object]) -> str:
+    """Of one call, by the profiler."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(REPEATS):
+            operation()
+        torch.cuda.synchronize()
+    events = [event for event in found.key_averages() if event.key.endswith("_kernel")]
+    return ", ".join(f"{event.key.strip('_')} {event.device_time:.0f}" for event in events)
+
+
+def main() -> None:
+    """Print a line for each case."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+    channels, heads = RULE.conv_channels, RULE.num_value_heads
+    params = GatedDeltaParams(
+        RULE, random(heads) - 3, random(heads), random(RULE.conv_kernel, channels), None
+    )
+    for lengths in CASES:
+        raw = RawRows(random(sum(lengths), channels), (random(sum(lengths), heads),) * 2)
+        slots = len(lengths) + 1
+        memory = LayerMemory(
+            random(slots, *RULE.state_shape, dtype=torch.float32),
+            random(slots, RULE.conv_kernel - 1, channels),
+            random(slots, 3, channels),
+            random(slots, 3, 2 * heads),
+        )
+        walk, chunks = (
+            partial(advance, planned(lengths, by_chunks=by_chunks), params, raw, memory)
+            for by_chunks in (False, True)
+        )
+        print(f"{len(lengths)} x {lengths[0]}: walked {microseconds(walk):.0f}", end=", ")
+        print(f"by chunks {microseconds(chunks):.0f} ({by_kernel(chunks)})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

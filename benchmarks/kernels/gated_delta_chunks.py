@@ -1,9 +1,9 @@
-"""Microseconds of Gated DeltaNet's layer operation over prompts: walked, and by chunks.
+"""Microseconds of Gated DeltaNet's layer operation over prompts in a CUDA graph, by form.
 
     python benchmarks/kernels/gated_delta_chunks.py
 
 Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. Prompts go on from
-position 64; chunks are those of ``fast_prompts_from``, also by kernel.
+position 64, walked and by the chunks of ``fast_prompts_from``; these by kernel, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from graph_times import microseconds
 from torch.profiler import ProfilerActivity, profile
 
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -26,7 +27,7 @@ from sametoken.types.fast_prompts import FastChunk
 
 RULE = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_kernel=4)
 CASES = ([1024], [4096], [8192], [512] * 8)
-REPEATS = 20
+CALLS = 20
 
 
 def planned(lengths: list[int], *, by_chunks: bool) -> Runs:
@@ -47,22 +48,10 @@ def planned(lengths: list[int], *, by_chunks: bool) -> Runs:
     return plan_runs(rows, Folded(before, torch.zeros_like(before), 3, STATE_STRIDE))
 
 
-def microseconds(operation: Callable[[], object]) -> float:
-    """Of one call, of many in a row."""
-    operation()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPEATS):
-        operation()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / REPEATS * 1000
-
-
 def by_kernel(operation: Callable[[], object]) -> str:
     """Of one call, by the profiler."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(REPEATS):
+        for _ in range(CALLS):
             operation()
         torch.cuda.synchronize()
     events = [event for event in found.key_averages() if event.key.endswith("_kernel")]
@@ -93,8 +82,11 @@ def main() -> None:
             partial(advance, planned(lengths, by_chunks=by_chunks), params, raw, memory)
             for by_chunks in (False, True)
         )
-        print(f"{len(lengths)} x {lengths[0]}: walked {microseconds(walk):.0f}", end=", ")
-        print(f"by chunks {microseconds(chunks):.0f} ({by_kernel(chunks)})", flush=True)
+        times = [
+            microseconds(lambda once: once(), [operation] * CALLS) for operation in (walk, chunks)
+        ]
+        print(f"{len(lengths)} x {lengths[0]}: walked {times[0]:.0f}, by chunks {times[1]:.0f}")
+        print(f"    {by_kernel(chunks)}", flush=True)
 
 
 if __name__ == "__main__":

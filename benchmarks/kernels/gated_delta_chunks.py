@@ -9,7 +9,6 @@ position 64, walked and by the chunks of ``fast_prompts_from``; these by kernel,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -17,13 +16,11 @@ import torch
 from graph_times import microseconds
 from torch.profiler import ProfilerActivity, profile
 
-from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.fast_rows import FastRows
+from sametoken.ops.backend import AttentionRows, FastPrompts, RowRuns
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.gated_delta_rule.triton import advance
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE, Folded, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import Runs, plan_runs
-from sametoken.types.fast_prompts import FastChunk
 
 RULE = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_kernel=4)
 CASES = ([1024], [4096], [8192], [512] * 8)
@@ -36,14 +33,10 @@ def planned(lengths: list[int], *, by_chunks: bool) -> Runs:
     slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device) + FAST_ROWS
     runs = RowRuns(len(lengths), max(lengths), torch.tensor(starts, device=device), 0, 0)
-    rows = AttentionRows(positions, slots, positions, positions[None], runs)
-    if by_chunks:
-        parts = tuple(
-            FastChunk(slot, first, rows, 0, slot)
-            for slot, (first, rows) in enumerate(zip(starts, lengths, strict=False))
-        )
-        nothing = replace(rows, runs=replace(runs, max_rows=0, starts=runs.starts * 0))
-        rows = replace(rows, fast=FastRows(nothing, 0, rows, parts, 16))
+    longest = max(lengths) + FAST_ROWS
+    prompts = FastPrompts(torch.full((len(lengths) + 1,), longest, device=device), 1)
+    fast = prompts if by_chunks else None
+    rows = AttentionRows(positions, slots, positions, positions[None], runs, fast_prompts=fast)
     before = torch.full((len(lengths) + 1,), FAST_ROWS, device=device)
     return plan_runs(rows, Folded(before, torch.zeros_like(before), 3, STATE_STRIDE))
 

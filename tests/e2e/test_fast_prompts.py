@@ -84,7 +84,7 @@ HYBRIDS = Family(
         "kv_cache_memory_bytes": 2**22,
     },
     # No chunk, one and several; ends just after a chunk, just before one, and between.
-    prompts=[text(n, 7, 9, 4) for n in (193, 205, 5, 65, 66, 128)],
+    prompts=[text(n, 7, 9, 4) for n in (193, 205, 5, 66, 128, 129)],
     turns=[text(65, 4, 5, 6), *(text(n, *range(2, 22)) for n in (100, 130, 193))],
     few_blocks={"num_kv_blocks": 36, "max_model_len": 280, "prefill_chunk_size": 64},
     most_cached=192,

@@ -187,6 +187,8 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         drafter=share_drafter(drafter, config.num_speculative_tokens, ranks.parallel),
         results=ring.rows,
         all_states=loaded.all_states,
+        fast_prompts_from=config.fast_prompts_from if fast_rows(loaded.caches) > 1 else 0,
+        expands=config.fast_prompts_from > 0 and fast_rows(loaded.caches) == 1,
         chances=_chances(loaded, table),
         parallel=ranks.parallel,
     )

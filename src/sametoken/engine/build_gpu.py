@@ -20,7 +20,7 @@ from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
-from sametoken.types.fast_prompts import FastChunk
+from sametoken.types.fast_prompts import ExpandedChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.units import in_units
 
@@ -92,8 +92,8 @@ def gpu_launchers(
             states = launcher.step.all_states
             for shape in (*captured, *eager_shapes(*sizes, all_states=states)):
                 launcher.run_padding(shape)
-        if config.fast_prompts_from:
-            for shape in fast_shapes(config.max_num_batched_tokens, step, resolved.dtype):
+        if step.expands:
+            for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
                 eager[0].run_padding(shape)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
@@ -179,31 +179,28 @@ def eager_shapes(
     return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
 
 
-def fast_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape]:
-    """Steps with one chunk in the fast form, which launch every kernel that such steps do.
+def expanded_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape]:
+    """Steps with one chunk of an expanded prompt, which launch every kernel that such steps do.
 
     Args:
         max_rows: maximum rows per step.
-        step: its model has latent attention or Gated DeltaNet.
+        step: its model has latent attention.
         dtype: of the activations.
     """
     slot, longest = step.sequences.reserved_slot, step.sequences.token_ids.shape[1]
-    mixers, doubled = tuple(mixers_of(step.model)), _doubling(max_rows)
-    sizes = next((one for one in mixers if isinstance(one, ExpandedShape)), None)
-    if sizes is None:
-        chunks = [(0, max_rows, 0), (1, max_rows - 1, 0)]
-    else:
-        contexts = {sizes.num_at_once(stop, dtype): stop for stop in reversed(_doubling(longest))}
-        # Attention of some head counts has a form from one and a half times a power of two alone.
-        rows_of_chunks = {*doubled, *(size * 3 // 4 for size in doubled if size >= 512)}
-        chunks = [(0, *one) for one in product(sorted(rows_of_chunks), contexts.values())]
-        # Products of few rows before a chunk, and of more positions than a step has rows.
-        chunks += [(min(n, max_rows - 1), 1, n) for n in _doubling(min(longest, MANY_ROWS))]
+    sizes = next(one for one in mixers_of(step.model) if isinstance(one, ExpandedShape))
+    contexts = {sizes.num_at_once(stop, dtype): stop for stop in reversed(_doubling(longest))}
+    doubled = _doubling(max_rows)
+    # Attention of some head counts has a form from one and a half times a power of two alone.
+    rows_of_chunks = {*doubled, *(size * 3 // 4 for size in doubled if size >= 512)}
+    chunks = [(0, *one) for one in product(sorted(rows_of_chunks), contexts.values())]
+    # Products of few rows before a chunk, and of more positions than a step has rows.
+    chunks += [(min(n, max_rows - 1), 1, n) for n in _doubling(min(longest, MANY_ROWS))]
     shapes = []
     for first, rows, stop in chunks:
-        fast = (FastChunk(slot, first, rows, max(rows, stop), int(first > 0)),)
+        expanded = (ExpandedChunk(slot, first, rows, max(rows, stop)),)
         count, most = 1 + (first > 0), max(first, rows)
-        shapes.append(StepShape(count, first + rows, 1, 0, 1, most, step.all_states, fast))
+        shapes.append(StepShape(count, first + rows, 1, 0, 1, most, step.all_states, expanded))
     return [padded(shape, ROW_MULTIPLE) for shape in shapes]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sametoken.ops.backend import Kernels, LayerKV
-from sametoken.ops.fast_rows import ChunkRows
+from sametoken.ops.expanded_rows import ChunkRows
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, HeadWeights, LayerLatent
 
 

@@ -89,8 +89,8 @@ class LatentAttention(Matrices):
         q = self.queries(q).unflatten(-1, (shape.num_heads, -1))
         not_rotated = q.shape[-1] - shape.rope_dim
         # No kept row is in the fast form: a prompt's last token is absorbed.
-        fast = rows.fast if kept is None else None
-        absorbed_rows = fast.others if fast else rows
+        expanded = rows.expanded if kept is None else None
+        absorbed_rows = expanded.others if expanded else rows
         count = len(absorbed_rows.positions)
         absorbed = q.new_empty(*q.shape[:2], shape.width)
         self.absorb.matmul(q[:count, :, :not_rotated], absorbed[:count, :, : shape.rank])
@@ -100,12 +100,12 @@ class LatentAttention(Matrices):
         )
         absorbed_q, wanted = wanted_queries(kernels, absorbed[:count], absorbed_rows, kept)
         attended = kernels.latent_attention(absorbed_q, shape.scale, wanted, memory)
-        num_rows = len(q) if fast else len(attended)
+        num_rows = len(q) if expanded else len(attended)
         values = attended.new_empty(num_rows, shape.num_heads, self.expanded.v_dim)
         self.expand.matmul(attended, values[: len(attended)])
-        if fast:
+        if expanded:
             heads = ExpandedHeads(kernels, self.expanded, self.absorb, self.expand)
-            for chunk in fast.chunks:
+            for chunk in expanded.chunks:
                 own = chunk.rows
                 heads.attend(q[own], rotated[own], chunk, memory, values[own])
         return self.output(values.flatten(1))

@@ -23,12 +23,13 @@ from sametoken.ops.model.latent_attention.shape import (
     LatentShape,
     LayerLatent,
 )
+from sametoken.ops.model.recurrent.rule import FastPrompts as FastPrompts
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
 from sametoken.ops.weight import Packing, RoundedRows, UnquantizedWeight
 
 if TYPE_CHECKING:
-    from sametoken.ops.fast_rows import FastRows
+    from sametoken.ops.expanded_rows import ExpandedRows
 
 
 class RunGroup(NamedTuple):
@@ -87,7 +88,8 @@ class AttentionRows:
         runs: the rows by slot; None on a CPU, whose kernels need none.
         committed: [T] bool, whether the row's token is committed; None: all are. A slot's
             committed rows come first. Only layers with recurrent state read it.
-        fast: the rows of prompts in the fast form; None: none.
+        expanded: the rows whose latents are expanded; None: none.
+        fast_prompts: which positions recurrent layers run in the fast form; None: none.
     """
 
     positions: Tensor
@@ -96,7 +98,8 @@ class AttentionRows:
     block_table: Tensor
     runs: RowRuns | None = None
     committed: Tensor | None = None
-    fast: FastRows | None = None
+    expanded: ExpandedRows | None = None
+    fast_prompts: FastPrompts | None = None
 
 
 @dataclass(frozen=True, slots=True)

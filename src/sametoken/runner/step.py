@@ -15,7 +15,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.context import DraftContext
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM, HiddenStates
-from sametoken.ops.backend import Kernels
+from sametoken.ops.backend import FastPrompts, Kernels
 from sametoken.ops.step.types import Chances, LayoutTable, StepInputs, StepOps, VerifyResult
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
@@ -49,6 +49,8 @@ class Step:
         drafter: proposes drafts.
         results: [R, NUM_COUNTS + k + 1] int64, host memory for results.
         all_states: whether a drafter reads the last layer's states of all rows, or a recorder.
+        fast_prompts_from: tokens from which recurrent layers run prompts in the fast form; 0: none.
+        expands: whether latents of prompts in the fast form are expanded.
         chances: synthetic acceptance; None: drafts are verified.
         parallel: the ranks that share the model.
     """
@@ -62,13 +64,19 @@ class Step:
     drafter: Drafter
     results: Tensor
     all_states: bool = False
+    fast_prompts_from: int = 0
+    expands: bool = False
     chances: Chances | None = None
     parallel: TensorParallel = SINGLE_RANK
 
     def forward(self, layout: LayoutTable) -> ForwardOutput:
         """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
-        rows = layout.with_fast(x.rows, self.sequences.block_size)
+        rows = x.rows
+        if self.fast_prompts_from:
+            fast = FastPrompts(self.sequences.prompt_len, self.fast_prompts_from)
+            rows = replace(rows, fast_prompts=fast)
+        rows = layout.with_expanded(rows, self.sequences.block_size)
         hidden = self.model.forward(x.token_ids, rows, self.kv, x.kept)
         sampled = hidden.last
         if x.kept is None:

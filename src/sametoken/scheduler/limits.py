@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from sametoken.errors import ConfigError, RequestError
 from sametoken.scheduler.draft_limits import StepReads
+from sametoken.types.fast_prompts import fast_end
 from sametoken.types.layout import StepShape
 from sametoken.types.request import EngineRequest
 
@@ -87,14 +88,8 @@ class SchedulerLimits:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
 
     def fast_end(self, request: EngineRequest) -> int:
-        """Where a prompt's fast form ends: by its own length, whatever runs beside; 0: it has none.
-
-        The last token is no part of it if it would be a chunk of its own, which is a window.
-        """
-        length = len(request.prompt_token_ids)
-        if not 0 < self.fast_prompts_from <= length:
-            return 0
-        return length - (length % self.fast_rows == 1 % self.fast_rows)
+        """Where a prompt's fast form ends; 0: it has none."""
+        return fast_end(len(request.prompt_token_ids), self.fast_prompts_from, self.fast_rows)
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from sametoken.types.fast_prompts import FastChunk, fast_chunks
+from sametoken.types.fast_prompts import ExpandedChunk, expanded_chunks
 from sametoken.types.plan import StepPlan
 
 #: Row indices of a layout's table.
@@ -30,7 +30,7 @@ class StepShape:
         max_rows: rows of the longest request.
         all_states: whether the last layer's states of all rows are wanted, not only of the
             sampled ones.
-        fast: the last chunks, in the fast form, which no captured graph holds.
+        expanded: the last chunks, whose latents are expanded, which no captured graph holds.
     """
 
     num_requests: int
@@ -40,7 +40,7 @@ class StepShape:
     max_window: int
     max_rows: int
     all_states: bool = False
-    fast: tuple[FastChunk, ...] = ()
+    expanded: tuple[ExpandedChunk, ...] = ()
 
     @property
     def all_sampled(self) -> bool:
@@ -64,7 +64,7 @@ class StepShape:
             # Windows have no other rows.
             (other.all_states, self.all_states or self.all_sampled),
         )
-        return not other.fast and all(needed <= available for needed, available in pairs)
+        return not other.expanded and all(needed <= available for needed, available in pairs)
 
     @property
     def table_width(self) -> int:
@@ -85,7 +85,7 @@ class StepLayout:
         step_id: the plan's.
         slots, num_query, draft_limit, samples: by request; windows come first.
         row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
-        all_states, fast: as in ``StepShape``.
+        all_states, expanded: as in ``StepShape``.
     """
 
     step_id: int
@@ -96,11 +96,16 @@ class StepLayout:
     row_starts: tuple[int, ...]
     window_starts: tuple[int, ...]
     all_states: bool = False
-    fast: tuple[FastChunk, ...] = ()
+    expanded: tuple[ExpandedChunk, ...] = ()
 
     @classmethod
     def of(
-        cls, plan: StepPlan, num_drafts: Sequence[int] | None = None, *, all_states: bool = False
+        cls,
+        plan: StepPlan,
+        num_drafts: Sequence[int] | None = None,
+        *,
+        all_states: bool = False,
+        expands: bool = False,
     ) -> StepLayout:
         """The layout of a plan.
 
@@ -108,6 +113,7 @@ class StepLayout:
             plan: the scheduled requests, windows before chunks.
             num_drafts: drafts of each request, if the host can read them; only these get rows.
             all_states: as in ``StepShape``.
+            expands: whether latents of chunks in the fast form are expanded.
         """
         limits = [scheduled.draft_limit for scheduled in plan.requests]
         if num_drafts is not None:
@@ -125,7 +131,7 @@ class StepLayout:
             row_starts=row_starts,
             window_starts=tuple(accumulate(windows, initial=0)),
             all_states=all_states,
-            fast=fast_chunks(plan, row_starts),
+            expanded=expanded_chunks(plan, row_starts) if expands else (),
         )
 
     @property
@@ -145,7 +151,7 @@ class StepLayout:
             max_window=_longest(self.window_starts),
             max_rows=_longest(self.row_starts),
             all_states=self.all_states,
-            fast=self.fast,
+            expanded=self.expanded,
         )
 
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ DECISION = "docs/decisions/0044"
 FAST = "tests/e2e/test_fast_prompts.py::test"
 REPLAYED = f"{FAST}_what_is_computed_again_has_the_form_that_it_had"
 CONVERSATION = f"{FAST}_a_conversation_reads_no_block_of_another_form"
+
 CUT = f"{FAST}_drafts_chunks_and_other_requests_change_no_bit[hybrid-0]"
 
 
@@ -27,14 +28,6 @@ def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
         return self.position + num_query if fast else 0
 
     patch.setattr(RequestState, "fast_to", mutant)
-
-
-@mutant("a-prompt-s-end-in-the-usual-form-in-a-replay", DECISION, f"{REPLAYED}[hybrid-0]", "tokens")
-def the_end_runs_row_by_row(patch: pytest.MonkeyPatch) -> None:
-    @instead_of(patch, RequestState, "lose_kv")
-    def mutant(lose, self):
-        lose(self)
-        self.fast_end -= self.fast_end % self.fast_rows
 
 
 @mutant("a-fast-chunk-cut-anywhere", LAW, CUT, "guard", guarded=True)

@@ -17,13 +17,13 @@ from helpers.launch_forms import (
     step_on_meta,
     write_shapes,
 )
-from sametoken.engine.build_gpu import captured_shapes, eager_shapes, fast_shapes
+from sametoken.engine.build_gpu import captured_shapes, eager_shapes, expanded_shapes
 from sametoken.models.base import StandIn
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
-from sametoken.types.fast_prompts import FastChunk
+from sametoken.types.fast_prompts import ExpandedChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
 
@@ -120,10 +120,10 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
     draw = random.Random(0)
     with recorded() as forms:
         step = step_on_meta(tmp_path / "glm-4.7-flash", None, max_num_seqs, max_len)
-        shapes = fast_shapes(max_rows, step, torch.bfloat16)
+        shapes = expanded_shapes(max_rows, step, torch.bfloat16)
         # Also of an engine that returns the experts of its tokens.
         recording = replace(step, model=StandIn(step.model))
-        assert fast_shapes(max_rows, recording, torch.bfloat16) == shapes
+        assert expanded_shapes(max_rows, recording, torch.bfloat16) == shapes
         run_on_meta(step, [*compiled_shapes(engine), *shapes])
         compiled = set(forms)
         for _ in range(60):
@@ -132,9 +132,9 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
             windows, before = min(windows, first), first - min(windows, first)
             rows = min(draw.choice([1, 5, 60, 100, 330, 700, 1600, 8192]), max_rows - first)
             stop = min(rows + draw.choice([0, 3, 500, 9000, 28000, 110000]), max_len)
-            chunk = FastChunk(0, first, rows, stop, int(before > 0))
+            chunk = ExpandedChunk(0, first, rows, stop)
             sizes = (windows + (before > 0) + 1, first + rows, windows + 1, windows, 1)
-            shape = StepShape(*sizes, max(before, rows), fast=(chunk,))
+            shape = StepShape(*sizes, max(before, rows), expanded=(chunk,))
             run_on_meta(step, [padded(shape, ROW_MULTIPLE)])
     assert {"splits_kernel", "_head_products_kernel"} <= {one for one, _ in compiled}
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
@@ -145,16 +145,14 @@ def test_start_up_compiles_what_steps_with_chunks_of_gated_delta_net_launch(tmp_
     write_shapes(tmp_path, "qwen35-9b", {})
     with recorded() as forms:
         step = step_on_meta(tmp_path / "qwen35-9b", None, 4, 2000)
-        shapes = fast_shapes(1024, step, torch.bfloat16)
-        run_on_meta(step, [*compiled_shapes(engine), *shapes])
+        step = replace(step, fast_prompts_from=66)
+        run_on_meta(step, compiled_shapes(engine))
         compiled = set(forms)
         for _ in range(20):
-            windows, before = draw.randint(0, 2), draw.choice([0, 0, 1, 30, 300])
-            first, rows = windows + before, draw.choice([2, 60, 64, 100, 600])
-            chunk = FastChunk(0, first, rows, rows, int(before > 0))
-            sizes = (windows + (before > 0) + 1, first + rows, windows + 1, windows, 1)
-            shape = StepShape(*sizes, max(before, rows), fast=(chunk,))
-            run_on_meta(step, [padded(shape, ROW_MULTIPLE)])
+            windows, chunks = draw.randint(0, 2), draw.randint(1, 2)
+            rows = draw.choice([2, 60, 64, 100, 300])
+            sizes = (windows + chunks, windows + chunks * rows, windows + 1, windows, 1, rows)
+            run_on_meta(step, [padded(StepShape(*sizes), ROW_MULTIPLE)])
     assert {"_solve_kernel", "_scan_kernel"} <= {one for one, _ in compiled}
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 

@@ -42,7 +42,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
-from sametoken.types.fast_prompts import FastChunk
+from sametoken.types.fast_prompts import ExpandedChunk
 from sametoken.types.layout import StepShape
 
 GIB = 2**30
@@ -104,8 +104,8 @@ def peak_and_planned(
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
         if expands:
-            chunks = [FastChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
-            shapes += [StepShape(1, 256, 1, 0, 1, 256, fast=(chunk,)) for chunk in chunks]
+            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
+            shapes += [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
         with PeakMemory() as memory:
             run_on_meta(step, shapes)
         config = EngineConfig(

@@ -8,7 +8,7 @@ import torch
 from helpers.latent_scene import LatentScene
 from sametoken.layers.expanded_heads import ExpandedHeads
 from sametoken.ops.backend import KeptRows, RowRuns
-from sametoken.ops.fast_rows import ChunkRows
+from sametoken.ops.expanded_rows import ChunkRows
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.latent_attention import shape as shapes
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape

@@ -56,16 +56,6 @@ def test_starts_are_running_sums_and_every_row_is_somebody_s(plan):
     assert [slot for slot, _, _ in layout.windows()] == [row.slot for row in plan.requests]
 
 
-@given(plans, st.integers(1, 9))
-def test_the_runs_of_fast_chunks_are_found_in_any_padding(plan, multiple):
-    fast = tuple(ScheduledRequest(8, count, 0, False, fast_to=70) for count in (64, 3))
-    layout = StepLayout.of(replace(plan, requests=(*plan.requests, *fast)))
-    shape = padded(layout.shape, multiple)
-    starts = layout.table(shape, RESERVED, 0)[ROW_START]
-    firsts = [starts[shape.num_windows + chunk.place] for chunk in layout.fast]
-    assert firsts == [chunk.first_row for chunk in layout.fast] == [*layout.row_starts[-3:-1]]
-
-
 @given(plans)
 def test_the_shape_counts_windows_and_the_longest(plan):
     shape = StepLayout.of(plan).shape

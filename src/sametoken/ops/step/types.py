@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
-from sametoken.ops.fast_rows import FastRows
+from sametoken.ops.expanded_rows import ExpandedRows
 from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
@@ -90,19 +90,18 @@ class LayoutTable:
             shape.max_window,
         )
 
-    def with_fast(self, rows: AttentionRows, block_size: int) -> AttentionRows:
-        """The step's rows, of which those of prompts in the fast form stand apart."""
-        fast = self.shape.fast
-        if not fast:
+    def with_expanded(self, rows: AttentionRows, block_size: int) -> AttentionRows:
+        """The step's rows, of which those of expanded prompts stand apart."""
+        expanded = self.shape.expanded
+        if not expanded:
             return rows
-        first, table = fast[0].first_row, rows.block_table
+        first, table = expanded[0].first_row, rows.block_table
         longest, starts = min(self.shape.max_rows, first), self.starts(ROW_START).clamp(max=first)
         runs = replace(self.runs, max_rows=longest, starts=starts)
         others = AttentionRows(
             rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
         )
-        first_run = self.shape.num_windows + fast[0].place
-        return replace(rows, fast=FastRows(others, first_run, rows, fast, block_size))
+        return replace(rows, expanded=ExpandedRows(others, rows, expanded, block_size))
 
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
         """The sampled rows, if only their states are wanted; None: all rows are."""

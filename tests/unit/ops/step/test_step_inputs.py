@@ -24,7 +24,7 @@ from helpers.step_scenes import (
 from sametoken.ops.backend import RunGroup
 from sametoken.ops.step import reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.types.fast_prompts import FastChunk
+from sametoken.types.fast_prompts import ExpandedChunk
 from sametoken.types.layout import NO_PLACE, NUM_QUERY, SAMPLES, SLOT, StepShape
 
 DEAD_KV_SLOT = RESERVED_BLOCK * BLOCK_SIZE
@@ -151,18 +151,17 @@ def test_no_row_is_dropped_where_all_states_are_wanted(ops):
     assert ops.prepare_inputs(sequences, whole).kept is None
 
 
-def test_rows_of_fast_prompts_stand_apart():
+def test_rows_of_expanded_prompts_stand_apart():
     """Kernels are compiled for aligned memory: a chunk's positions may begin at any row."""
     slots = (Slot(9, 8), Slot(20, 4), Slot(24, 5))
     rows = (row_of(0, slots[0], 1, 0), row_of(1, slots[1], 8, 0), row_of(2, slots[2], 6, 0))
     scene = Scene(slots, rows, 0)
     sequences = scene.sequences()
     layout = scene.table(sequences)
-    fast = (FastChunk(2, first_row=9, num_rows=6, stop=11, place=1),)
-    layout = replace(layout, shape=replace(layout.shape, fast=fast))
+    expanded = (ExpandedChunk(2, first_row=9, num_rows=6, stop=11),)
+    layout = replace(layout, shape=replace(layout.shape, expanded=expanded))
     x = reference.prepare_inputs(sequences, layout)
-    found = layout.with_fast(x.rows, BLOCK_SIZE).fast
-    assert (found.first_row, found.first_run, found.num_rows) == (9, 2, 6)
+    found = layout.with_expanded(x.rows, BLOCK_SIZE).expanded
     assert found.others.positions.tolist() == [8, *range(4, 12)]
     assert found.others.runs.starts.tolist() == [0, 1, 9, 9]
     (chunk,) = found.chunks
@@ -172,7 +171,7 @@ def test_rows_of_fast_prompts_stand_apart():
     assert chunk.queries.positions.tolist() == [*range(5, 11)]
     assert chunk.queries.positions.data_ptr() % 16 == 0
     assert chunk.blocks.tolist() == sequences.block_table[2, : -(-11 // BLOCK_SIZE)].tolist()
-    assert layout.with_fast(x.rows, BLOCK_SIZE).positions is x.rows.positions
+    assert layout.with_expanded(x.rows, BLOCK_SIZE).positions is x.rows.positions
 
 
 @pytest.mark.parametrize(

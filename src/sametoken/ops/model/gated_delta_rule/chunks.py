@@ -42,7 +42,6 @@ from sametoken.ops.model.recurrent.runs import (
     SLOT,
     STOP_ROW,
     FastRuns,
-    Runs,
 )
 
 _EPS = tl.constexpr(NORM_EPS)
@@ -51,32 +50,23 @@ _CHUNK = tl.constexpr(FAST_ROWS)
 _BLOCK = tl.constexpr(16)
 # Rows that a program of ``_prepare`` has at once.
 _ROWS = tl.constexpr(32)
+# Channels of raw rows that a program keeps at once.
+_CHANNELS = tl.constexpr(128)
 # Columns of a head's state in a program of ``_scan``: the fewest rows of a product on Hopper.
 _COLUMNS = 64
 
 
 @triton.jit
-def _prepare_gates(
-    a,  # [T, HV], rows a_stride apart
-    b,
-    a_stride,
-    b_stride,
-    row,
-    num_rows,
-    A_log,
-    dt_bias,
-    gates,  # [2, HV, CHUNK] of the chunk, written
-    HV: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr, HEADS: tl.constexpr):
     """log(e) and b of a chunk's rows; rows that it lacks keep the state as it is."""
+    a, b, a_stride, b_stride = raw
     index = tl.arange(0, _CHUNK)[:, None]
     head = tl.arange(0, HEADS)[None, :]
     inside = head < HV
     exists = inside & (index < num_rows)
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
-    raw_a = tl.load(a + (row + index) * a_stride + head, exists, other=0.0).to(tl.float32)
-    raw_b = tl.load(b + (row + index) * b_stride + head, exists, other=0.0).to(tl.float32)
+    raw_a = tl.load(a + index * a_stride + head, exists, other=0.0).to(tl.float32)
+    raw_b = tl.load(b + index * b_stride + head, exists, other=0.0).to(tl.float32)
     shifted = raw_a + tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
     softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
     at = gates + head * _CHUNK + index
@@ -166,12 +156,11 @@ def _prepare_kernel(
     )  # fmt: skip
     before = tl.where(part == 0, tl.load(field + CHUNK_BEFORE), IN_PASS)
     if unit == 2 * HK + HV:
-        if part == 0:
+        if (part == 0) & (num_rows > 0):
             gates += chunk * 2 * HV * _CHUNK
-            _prepare_gates(
-                a, b, a_stride, b_stride, row, num_rows, A_log, dt_bias, gates, HV, HEADS
-            )
-    else:
+            raw = a + row * a_stride, b + row * b_stride, a_stride, b_stride
+            _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV, HEADS)
+    elif num_rows > 0:
         first = part * _ROWS
         history += slot * (K - 1) * C
         raw = qkv, qkv_stride, row + first, num_rows - first, history, before
@@ -232,6 +221,7 @@ def _inverse(a):
 
 @triton.jit
 def _solve_kernel(
+    chunks,  # [N, CHUNK_FIELDS]
     keys,  # [N, CHUNK, 2, HK, DK]
     gates,  # [N, 2, HV, CHUNK]
     inverses,  # [N, HV, CHUNK, CHUNK], written: (I + A)^-1
@@ -242,6 +232,8 @@ def _solve_kernel(
     BK: tl.constexpr,
 ):
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(chunks + chunk * CHUNK_FIELDS + CHUNK_ROWS) == 0:
+        return
     index, key = tl.arange(0, _CHUNK), tl.arange(0, BK)[None, :]
     q_at = keys + ((chunk * _CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
     gate_at = gates + (chunk * 2 * HV + head) * _CHUNK + index
@@ -273,6 +265,26 @@ def _run_chunk(state, q, k, v, inverse, weight, log_decay, log_last, beta):
 
 
 @triton.jit
+def _keep_history(
+    rows, slot, history, C: tl.constexpr, TAPS: tl.constexpr, TAPS_BLOCK: tl.constexpr
+):
+    """Store a run's last raw rows; each of its programs does so for some channels."""
+    qkv, stride, num_rows, empty = rows
+    history += slot * TAPS * C
+    tap = tl.arange(0, TAPS_BLOCK)[:, None]
+    row = num_rows - TAPS + tap
+    for first in range(tl.program_id(0) * _CHANNELS, C, tl.num_programs(0) * _CHANNELS):
+        channel = first + tl.arange(0, _CHANNELS)[None, :]
+        inside = (tap < TAPS) & (channel < C)
+        held = history + (row + TAPS) * C + channel
+        new = tl.load(qkv + row * stride + channel, inside & (row >= 0), other=0.0)
+        old = tl.load(held, inside & (row < 0) & (empty == 0), other=0.0)
+        # All threads read, then they meet, then they write.
+        tl.debug_barrier()
+        tl.store(history + tap * C + channel, tl.where(row < 0, old, new), inside)
+
+
+@triton.jit
 def _fill_broken(out, stride, num_rows, inside):
     bad = tl.where(inside, float("nan"), 0.0).to(out.dtype.element_ty)
     for row in range(num_rows):
@@ -288,16 +300,21 @@ def _scan_kernel(
     weights,  # [N, HV, CHUNK, CHUNK]
     runs,  # [B, FIELDS]
     first_chunks,  # [R]
+    qkv,  # [T, C], rows qkv_stride apart
     states,  # [S, HV, DK, DV], written
+    history,  # [S, K - 1, C], written
     out,  # [T, HV * DV], written
+    qkv_stride,
     first_run,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    K: tl.constexpr,
     BK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
 ):
     """States and sums are transposed, [columns, keys] and [columns, rows].
 
@@ -340,12 +357,14 @@ def _scan_kernel(
         tl.store(out + row[:, None] * (HV * DV), read.T.to(out.dtype.element_ty), exists)
 
     tl.store(state_at, state, inside & (num_rows > 0))
+    if (K > 1) & (num_rows > 0):
+        rows = qkv + first * qkv_stride, qkv_stride, num_rows, empty
+        _keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1, TAPS_BLOCK)
     if broken:
         _fill_broken(out, HV * DV, tl.load(field + STOP_ROW) - first, is_column[None, :])
 
 
 def advance_chunks(
-    runs: Runs,
     fast: FastRuns,
     params: GatedDeltaParams,
     raw: RawRows,
@@ -355,16 +374,15 @@ def advance_chunks(
     """Convolution and gated delta rule of the fast runs of a pass in one layer.
 
     Args:
-        runs: of the pass; those that do not follow their slot's rows give NaN.
-        fast: the fast ones.
+        fast: the runs; those that do not follow their slot's rows give NaN.
         params: the layer's weights.
         raw: the pass's rows, in the dtype of ``memory``.
-        memory: of which states are written, history is read.
+        memory: of which states and history are written.
         out: [T, Hv * Dv], of which the fast rows are written.
     """
     rule, count = params.rule, fast.num_chunks
     heads, num_values = rule.num_value_heads, rule.value_dim
-    sizes = {name: size for name, size in rule.constants.items() if name != "K"}
+    sizes = rule.constants
     # Products have at least 16 rows and columns.
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (rule.key_dim, num_values))
     new = raw.mixed.new_empty
@@ -381,23 +399,24 @@ def advance_chunks(
         params.dt_bias,
         params.conv_weight,
         params.conv_bias,
-        fast.table,
+        fast.chunks,
         keys,
         values,
         gates,
         *raw.strides,
-        **rule.constants,
+        **sizes,
         BK=block_k,
         BV=block_v,
         HEADS=triton.next_power_of_2(heads),
         num_warps=8,
     )
     _solve_kernel[(count, heads)](
+        fast.chunks,
         keys,
         gates,
         inverses,
         weights,
-        **{name: size for name, size in sizes.items() if name != "DV"},
+        **{name: sizes[name] for name in ("HK", "HV", "DK")},
         BK=block_k,
         num_warps=4,
     )
@@ -408,15 +427,19 @@ def advance_chunks(
         gates,
         inverses,
         weights,
-        runs.table,
+        fast.runs,
         fast.first_chunks,
+        raw.mixed,
         memory.states,
+        memory.history,
         out,
+        raw.strides[0],
         fast.first_run,
         **sizes,
         BK=block_k,
         COLUMNS=columns,
         # As many as shared memory holds.
         STAGES=3 if block_k * raw.mixed.itemsize <= 256 else 1,
+        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         num_warps=4,
     )

@@ -36,7 +36,7 @@ def walk(runs: Runs, rule: GatedDelta, prepared: Tensor, memory: LayerMemory, ou
     """
     first, end = runs.rows.num_short, runs.rows.count
     tiles = rule.num_value_heads * rule.value_dim // COLUMNS.value
-    at_once = max(2, runs.num_walked(out.shape[0]) // runs.rows.max_rows)
+    at_once = max(2, out.shape[0] // runs.rows.max_rows)
     walk_kernel[(tiles, min(end - first, at_once))](
         prepared,
         runs.table,

@@ -178,7 +178,7 @@ def _prepare_kernel(
 
 
 def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory) -> Tensor:
-    """Inputs of the rule for folded and new rows to walk: fp32 [T + B * k, C + 2 * Hv + Hk].
+    """Inputs of the rule for folded and new rows of each run: fp32 [T + B * k, C + 2 * Hv + Hk].
 
     A row is [q | k | v | decay | beta | q . k], q and k normalised, q scaled by 1 / sqrt(Dk).
     Run b starts at its first row plus k * b. Arguments are those of ``triton.advance``.
@@ -188,15 +188,15 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
     assert all(weight is None or weight.is_contiguous() for weight in weights)
     assert raw.mixed.shape[1] == rule.conv_channels == memory.history.shape[2]
     assert params.conv_weight.shape == (rule.conv_kernel, rule.conv_channels)
-    heads, num_walked = rule.num_value_heads, runs.num_walked(raw.mixed.shape[0])
-    num_rows = num_walked + runs.rows.count * memory.max_pending
+    batch, heads = runs.table.shape[0], rule.num_value_heads
+    num_rows = raw.mixed.shape[0] + batch * memory.max_pending
     width = rule.conv_channels + 2 * heads + rule.num_key_heads
     prepared = memory.states.new_empty(num_rows, width)
     values = min(_VALUES, triton.next_power_of_2(heads * rule.value_dim))
     units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        parts = parts_of(group, num_walked, memory, units)
+        parts = parts_of(group, raw.mixed.shape[0], memory, units)
         _prepare_kernel[(units, *parts.grid)](
             raw.mixed,
             *raw.gates,

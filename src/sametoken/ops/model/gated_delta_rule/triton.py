@@ -290,10 +290,9 @@ def advance(
     if not runs.table.shape[0]:
         return out
     prepared = prepare(runs, params, raw, memory)
-    if runs.fast:
-        # Before the next history is written.
-        advance_chunks(runs, runs.fast, params, raw, memory, out)
     advance_prepared(runs, params.rule, prepared, raw, memory, out, tile)
+    if runs.fast:
+        advance_chunks(runs.fast, params, raw, memory, out)
     return out
 
 
@@ -307,8 +306,8 @@ def advance_prepared(
     tile: RuleTile | None,
 ) -> None:
     """``advance`` after ``prepare``, with its output, into ``out``; other arguments as there."""
-    long, num_walked = runs.rows.max_rows >= _LONG, runs.num_walked(len(raw.mixed))
-    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_walked)
+    long = runs.rows.max_rows >= _LONG
+    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, len(raw.mixed))
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
@@ -330,7 +329,7 @@ def advance_prepared(
         *raw.strides,
         memory.max_pending,
         runs.rows.num_short,
-        runs.rows.num_short if on_hopper else runs.rows.count,
+        runs.rows.num_short if on_hopper else batch,
         **rule.constants,
         BK=keys,
         WARPS=tile.num_warps,

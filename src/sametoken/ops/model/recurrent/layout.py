@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
-from sametoken.ops.model.recurrent.rule import Folded
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
+from sametoken.types.fast_prompts import fast_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SlotRows:
     Attributes:
         starts: the first row is at position 0, so the slot's former state is void.
         first_row: index of the first row among the pass's rows.
+        is_fast: the rows are in the fast form, and all of them last.
     """
 
     slot: int
@@ -31,6 +33,7 @@ class SlotRows:
     num_rows: int
     num_folded: int
     num_lasting: int
+    is_fast: bool = False
 
     @property
     def num_pending(self) -> int:
@@ -39,7 +42,7 @@ class SlotRows:
 
 
 def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tuple[SlotRows, ...]:
-    """The parts of a pass, derived from positions only.
+    """The parts of a pass, derived from positions only; those in the fast form come last.
 
     Args:
         rows: the pass's rows; rows on the reserved slot are dead and have no part.
@@ -49,23 +52,26 @@ def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tup
     Raises:
         InvariantError: a slot's rows do not follow its folded and pending rows.
     """
-    slots, position = rows.slots, folded.position
+    slots, position, prompts = rows.slots, folded.position, rows.fast_prompts
     committed = torch.ones_like(slots) if rows.committed is None else rows.committed
     counts = position[slots], folded.num_pending[slots]
-    facts = torch.stack((slots, rows.positions, committed, *counts))
+    lengths = prompts.prompt_len[slots] if prompts else torch.zeros_like(slots)
+    facts = torch.stack((slots, rows.positions, committed, *counts, lengths))
     parts, first_row, reserved_slot = [], 0, position.shape[0] - 1
-    first_fast = rows.fast.first_row if rows.fast else len(slots)
     for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
         of_slot = list(group)
         if slot != reserved_slot:
-            stride = state_stride if first_row < first_fast else 1
-            parts.append(_part(of_slot, first_row, folded.max_pending, stride))
+            _, first, *_, length = of_slot[0]
+            is_fast = first < fast_end(length, prompts.least_len if prompts else 0, FAST_ROWS)
+            stride = 1 if is_fast else state_stride
+            part = _part(of_slot, first_row, folded.max_pending, stride)
+            parts.append(replace(part, is_fast=is_fast))
         first_row += len(of_slot)
-    return tuple(parts)
+    return tuple(sorted(parts, key=attrgetter("is_fast")))
 
 
 def _part(facts: list[list[int]], first_row: int, max_pending: int, state_stride: int) -> SlotRows:
-    slot, first, _, folded, pending = facts[0]
+    slot, first, _, folded, pending, _ = facts[0]
     flags = [fact[2] for fact in facts]
     num_committed, starts = sum(flags), first == 0
     num_folded = 0 if starts else first - folded

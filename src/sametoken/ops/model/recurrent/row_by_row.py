@@ -34,20 +34,16 @@ class RowByRowPass:
     """``RecurrentPass`` that runs rows one by one, or by chunks where they are in the fast form.
 
     Attributes:
-        parts: each slot's rows.
-        num_fast: how many of them, the last ones, are in the fast form.
+        parts: each slot's rows, those in the fast form last.
     """
 
     folded: Folded
     parts: tuple[SlotRows, ...]
-    num_fast: int = 0
 
     @classmethod
     def begin(cls, rows: AttentionRows, folded: Folded) -> RowByRowPass:
         """See ``Kernels.begin_pass``."""
-        parts, fast = slot_rows(rows, folded), rows.fast
-        num_fast = sum(one.first_row >= fast.first_row for one in parts) if fast else 0
-        return cls(folded, parts, num_fast)
+        return cls(folded, slot_rows(rows, folded))
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """See ``RecurrentPass.run``."""
@@ -64,7 +60,7 @@ class RowByRowPass:
 
     def walked(self, rule: RecurrentRule) -> tuple[SlotRows, ...]:
         """The parts that run row by row: all, if the rule has no fast form."""
-        return self.parts[: len(self.parts) - self.num_fast] if rule.fast_rows else self.parts
+        return tuple(part for part in self.parts if not (part.is_fast and rule.fast_rows))
 
     def run_fast(
         self, weights: RuleWeights, raw: RawRows, memory: LayerMemory, out: Tensor

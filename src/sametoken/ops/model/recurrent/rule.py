@@ -162,6 +162,19 @@ class LayerMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class FastPrompts:
+    """The positions of each slot's prompt that recurrent layers run in the fast form.
+
+    Attributes:
+        prompt_len: [S] int64.
+        least_len: tokens from which a prompt has that form (``types.fast_prompts.fast_end``).
+    """
+
+    prompt_len: Tensor
+    least_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Folded:
     """Folded and pending rows of a model's recurrent layers; only passes write it.
 

@@ -6,7 +6,7 @@ The reference is ``layout.slot_rows``.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.fast_rows import FastRows
 from sametoken.ops.launch_sizes import next_power_of_2
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
 from sametoken.ops.pdl import gdc_wait, pdl_options
@@ -48,22 +47,22 @@ EXACT_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class FastRuns:
-    """The last runs of a pass, of prompts in the fast form.
+    """The runs of a pass that are in the fast form, of its long runs.
 
     Attributes:
-        first_run, num_runs: which of the pass's runs they are.
-        first_row: of the first of them; their rows are adjacent.
-        num_chunks: N, of all of them, each run's last one perhaps with fewer rows.
-        table: [N, 4] int64, of each chunk: slot, first row, rows, where the rows before it are
-            (``IN_PASS``, ``IN_HISTORY``, ``NOWHERE``).
-        first_chunks: [num_runs] int64, of each run.
+        first_run, num_runs: the long runs.
+        num_chunks: N, the most chunks that they have, each run's last one perhaps with fewer rows.
+        runs: as ``Runs.table``; the others have no rows here.
+        chunks: [N, 4] int64: slot, first row, rows, and where the rows before it are (``IN_PASS``,
+            ``IN_HISTORY``, ``NOWHERE``); unused ones have no rows.
+        first_chunks: [num_runs] int64, of each long run.
     """
 
     first_run: int
     num_runs: int
-    first_row: int
     num_chunks: int
-    table: Tensor
+    runs: Tensor
+    chunks: Tensor
     first_chunks: Tensor
 
 
@@ -73,18 +72,15 @@ class Runs:
 
     Attributes:
         table: [B, 8] int64: slot, first row, end row, live rows, folded rows, lasting rows,
-            whether nothing is folded yet, whether the rows do not follow the slot's.
-        rows: the runs that are walked row by row, on the host: the first ones.
-        fast: the others.
+            whether nothing is folded yet, whether the rows do not follow the slot's. Those in the
+            fast form have no rows here.
+        rows: the runs on the host.
+        fast: those in the fast form; None: there can be none.
     """
 
     table: Tensor
     rows: RowRuns
     fast: FastRuns | None = None
-
-    def num_walked(self, num_rows: int) -> int:
-        """Rows of a pass of ``num_rows`` rows that are not fast."""
-        return num_rows if self.fast is None else self.fast.first_row
 
 
 @triton.jit(
@@ -93,7 +89,7 @@ class Runs:
         "reserved_slot",
         "max_pending",
         "state_stride",
-        "first_fast",
+        "least_len",
     ],
     do_not_specialize_on_alignment=["starts"],
 )
@@ -104,12 +100,15 @@ def _plan_runs_kernel(
     starts,  # [B + 1], or None: each run has rows_per_run rows
     position,  # [S], written
     num_pending,  # [S], written
+    prompt_len,  # [S], or None: no prompt has a fast form
     runs,  # [B, FIELDS], written
+    fast_runs,  # [B, FIELDS], or None, written
     rows_per_run,
     reserved_slot,
     max_pending,
     state_stride,
-    first_fast,  # run; those from it on leave nothing pending
+    least_len,  # tokens from which prompts have a fast form
+    FAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -118,8 +117,7 @@ def _plan_runs_kernel(
     gdc_wait(PDL)
     run = tl.program_id(0).to(tl.int64)
     if starts is None:
-        first = run * rows_per_run
-        stop = first + rows_per_run
+        first, stop = run * rows_per_run, (run + 1) * rows_per_run
     else:
         first, stop = tl.load(starts + run), tl.load(starts + run + 1)
     slot = tl.load(slots + first, first < stop, other=reserved_slot).to(tl.int64)
@@ -144,24 +142,40 @@ def _plan_runs_kernel(
     num_folded = tl.where(begins, 0, here - before)
     # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
-    num_lasting -= tl.where(run < first_fast, num_lasting % state_stride, 0)
+    is_fast = first < 0
+    if prompt_len is not None:
+        length = tl.load(prompt_len + slot)
+        is_fast = (length >= least_len) & (here < length - (length % FAST == 1).to(tl.int64))
+    # In the fast form nothing is left pending: drafts or none, the state is the same.
+    num_lasting -= tl.where(is_fast, 0, num_lasting % state_stride)
     left = num_folded + num_rows - num_lasting
     follows = begins | ((num_folded >= 0) & (num_folded <= pending))
     sound = follows & (end_committed == num_committed) & (left <= max_pending)
     live = slot != reserved_slot
     runs_on = live & sound
 
-    field = runs + run * FIELDS
+    broken = live & ~sound
+    empty = (before == 0).to(tl.int64)
+    facts = slot, first, stop, num_rows, num_folded, num_lasting, empty
+    _store_run(runs + run * FIELDS, facts, runs_on & ~is_fast, broken & ~is_fast, ~is_fast)
+    if fast_runs is not None:
+        _store_run(fast_runs + run * FIELDS, facts, runs_on & is_fast, broken & is_fast, is_fast)
+    tl.store(position + slot, before + num_lasting, runs_on)
+    tl.store(num_pending + slot, left, runs_on)
+
+
+@triton.jit
+def _store_run(field, facts, runs_on, broken, is_own):
+    """Of a run that is in the other table, only that it has no row."""
+    slot, first, stop, num_rows, num_folded, num_lasting, empty = facts
     tl.store(field + SLOT, slot)
     tl.store(field + FIRST_ROW, first)
-    tl.store(field + STOP_ROW, stop)
+    tl.store(field + STOP_ROW, tl.where(is_own, stop, first))
     tl.store(field + NUM_ROWS, tl.where(runs_on, num_rows, 0))
     tl.store(field + NUM_FOLDED, tl.where(runs_on, num_folded, 0))
     tl.store(field + NUM_LASTING, tl.where(runs_on, num_lasting, 0))
-    tl.store(field + EMPTY, (before == 0).to(tl.int64))
-    tl.store(field + BROKEN, (live & ~sound).to(tl.int64))
-    tl.store(position + slot, before + num_lasting, runs_on)
-    tl.store(num_pending + slot, left, runs_on)
+    tl.store(field + EMPTY, empty)
+    tl.store(field + BROKEN, broken.to(tl.int64))
 
 
 def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
@@ -184,7 +198,8 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
     assert runs.starts is not None or runs.count * runs.max_rows <= rows.slots.shape[0]
     for tensor in (rows.slots, rows.positions, position, num_pending, rows.committed):
         assert tensor is None or tensor.is_contiguous()
-    table = position.new_empty(runs.count, FIELDS.value)
+    prompts = rows.fast_prompts if runs.num_short < runs.count else None
+    tables = position.new_empty(2 if prompts else 1, runs.count, FIELDS.value)
     if runs.count:
         _plan_runs_kernel[(runs.count,)](
             rows.positions,
@@ -193,30 +208,27 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
             runs.starts,
             position,
             num_pending,
-            table,
+            prompts and prompts.prompt_len,
+            tables[0],
+            tables[1] if prompts else None,
             runs.max_rows,
             position.shape[0] - 1,
             folded.max_pending,
             folded.state_stride,
-            runs.count if rows.fast is None else rows.fast.first_run,
+            prompts.least_len if prompts else 0,
+            FAST=FAST_ROWS,
             BLOCK=_ROW_BLOCK,
             num_warps=1,
             **pdl_options(position),
         )
-    fast = rows.fast
-    if fast is None:
-        return Runs(table, runs)
-    first, walked = fast.first_run, fast.others.runs
-    assert walked
-    assert walked.starts is not None
-    walked = replace(walked, count=first, starts=walked.starts[: first + 1])
-    return Runs(table, walked, _plan_chunks(table, fast, most_runs=len(position)))
+    fast = _plan_chunks(tables[1], runs, len(rows.slots), len(position)) if prompts else None
+    return Runs(tables[0], runs, fast)
 
 
 @triton.jit(do_not_specialize=["first_run"])
 def _plan_chunks_kernel(
     runs,  # [B, FIELDS]
-    table,  # [N, CHUNK_FIELDS], written
+    chunks,  # [N, CHUNK_FIELDS], written
     first_chunks,  # [R], written
     first_run,
     CHUNK: tl.constexpr,
@@ -234,31 +246,29 @@ def _plan_chunks_kernel(
     slot, first_row, stop_row = fact(field, SLOT), fact(field, FIRST_ROW), fact(field, STOP_ROW)
     num_rows, empty = fact(field, NUM_ROWS), fact(field, EMPTY)
     for row in range(0, stop_row - first_row, CHUNK):
-        at = table + (first_chunk + row // CHUNK) * CHUNK_FIELDS
+        at = chunks + (first_chunk + row // CHUNK) * CHUNK_FIELDS
         tl.store(at + CHUNK_SLOT, slot)
         tl.store(at + CHUNK_ROW, first_row + row)
         tl.store(at + CHUNK_ROWS, tl.minimum(tl.maximum(num_rows - row, 0), CHUNK))
         tl.store(at + CHUNK_BEFORE, tl.where(row > 0, IN_PASS, IN_HISTORY + empty))
 
 
-def _plan_chunks(runs: Tensor, fast: FastRows, most_runs: int) -> FastRuns:
-    """The chunks of the runs in the fast form; ``runs`` is their table, a power of two or less."""
-    lengths = [part.num_rows for part in fast.parts]
-    num_chunks = sum(-(-length // FAST_ROWS) for length in lengths)
-    table, first_chunks = (
-        runs.new_empty(num_chunks, CHUNK_FIELDS.value),
-        runs.new_empty(len(lengths)),
-    )
-    _plan_chunks_kernel[(len(lengths),)](
-        runs,
+def _plan_chunks(table: Tensor, runs: RowRuns, num_rows: int, num_slots: int) -> FastRuns:
+    """The chunks of the runs in the fast form, of which ``table`` is."""
+    first, count = runs.num_short, runs.count - runs.num_short
+    num_chunks = num_rows // FAST_ROWS + count
+    chunks = table.new_zeros(num_chunks, CHUNK_FIELDS.value)
+    first_chunks = table.new_empty(count)
+    _plan_chunks_kernel[(count,)](
         table,
+        chunks,
         first_chunks,
-        fast.first_run,
+        first,
         CHUNK=FAST_ROWS,
-        BLOCK_RUNS=next_power_of_2(most_runs),
+        BLOCK_RUNS=next_power_of_2(max(num_slots, count)),
         num_warps=1,
     )
-    return FastRuns(fast.first_run, len(lengths), fast.first_row, num_chunks, table, first_chunks)
+    return FastRuns(first, count, num_chunks, table, chunks, first_chunks)
 
 
 @triton.jit

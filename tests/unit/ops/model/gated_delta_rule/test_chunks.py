@@ -77,11 +77,10 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing():
 
 
 COMPILED = """
-from sametoken.ops.backend import RowRuns
 from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
-from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, FastRuns, Runs
+from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, FastRuns
 
 def zeros(*size, dtype=torch.bfloat16):
     return torch.zeros(*size, dtype=dtype)
@@ -93,10 +92,9 @@ rule = GatedDelta(16, 32, 128, 128, 4)
 params = GatedDeltaParams(rule, zeros(32), zeros(32), zeros(4, 8192), None)
 states = zeros(4, 32, 128, 128, dtype=torch.float32)
 memory = LayerMemory(states, zeros(4, 3, 8192), zeros(4, 3, 8192), zeros(4, 3, 64))
-fast = FastRuns(1, 2, 9, 5, numbers(5, CHUNK_FIELDS.value), numbers(2))
-runs = Runs(numbers(3, 8), RowRuns(1, 9, numbers(2), 0, 0), fast)
+fast = FastRuns(1, 2, 5, numbers(3, 8), numbers(5, CHUNK_FIELDS.value), numbers(2))
 raw = RawRows(zeros(300, 8192), (zeros(300, 32), zeros(300, 32)))
-advance_chunks(runs, fast, params, raw, memory, zeros(300, 4096))
+advance_chunks(fast, params, raw, memory, zeros(300, 4096))
 """
 
 

@@ -7,7 +7,6 @@ position, of which the accepted one is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from helpers.decaying_sum import DecayingSum, DecayingSumWeights
 from helpers.recurrent import Slots, params_of
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.backend import AttentionRows, FastPrompts, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot, state_bytes
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.mamba2.rule import Mamba2
@@ -77,7 +76,9 @@ def run(cache: Slots, rows: list[Row], first_fast: int | None = None) -> torch.T
     """One pass: [L, T, out_features]; rows from ``first_fast`` on are in the fast form."""
     given = attention_rows(rows)
     if first_fast is not None:
-        given = replace(given, fast=SimpleNamespace(first_row=first_fast))
+        prompt_len = torch.zeros(NUM_SLOTS + 1, dtype=torch.int64)
+        prompt_len[given.slots[first_fast:]] = 2**20
+        given = replace(given, fast_prompts=FastPrompts(prompt_len, 1))
     running = cache.begin(given)
     out, rule = [], cache.rule
     for layer, params in enumerate(PARAMS[rule]):

@@ -1,4 +1,4 @@
-"""Rows of prompts in the fast form: expanded latents, Gated DeltaNet by chunks of positions."""
+"""Rows of prompts whose latents are expanded: the fast form of latent attention."""
 
 from __future__ import annotations
 
@@ -9,36 +9,24 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
-from sametoken.types.fast_prompts import FastChunk
+from sametoken.types.fast_prompts import ExpandedChunk
 
 
 @dataclass(frozen=True)
-class FastRows:
+class ExpandedRows:
     """The last live rows of a pass, one run for each chunk.
 
     Attributes:
         others: the rows before them.
-        first_run: index of the first chunk among the pass's runs.
         pass_rows: all rows of the pass.
         parts: the chunks, whose rows follow each other.
         block_size: positions of a KV block.
     """
 
     others: AttentionRows
-    first_run: int
     pass_rows: AttentionRows
-    parts: tuple[FastChunk, ...]
+    parts: tuple[ExpandedChunk, ...]
     block_size: int
-
-    @property
-    def first_row(self) -> int:
-        """Index of the first of them in the pass."""
-        return self.parts[0].first_row
-
-    @property
-    def num_rows(self) -> int:
-        """How many there are; rows of the pass after them are dead."""
-        return sum(chunk.num_rows for chunk in self.parts)
 
     @cached_property
     def chunks(self) -> tuple[ChunkRows, ...]:
@@ -63,7 +51,7 @@ class ChunkRows:
     queries: KeptRows
 
     @classmethod
-    def of(cls, chunk: FastChunk, rows: AttentionRows, block_size: int) -> ChunkRows:
+    def of(cls, chunk: ExpandedChunk, rows: AttentionRows, block_size: int) -> ChunkRows:
         """Of one chunk of a pass's rows."""
         own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
         blocks = rows.block_table[chunk.slot, : -(-chunk.stop // block_size)]

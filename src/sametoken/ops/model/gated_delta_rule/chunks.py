@@ -158,8 +158,8 @@ def _prepare_kernel(
     if unit == 2 * HK + HV:
         if (part == 0) & (num_rows > 0):
             gates += chunk * 2 * HV * _CHUNK
-            raw = a + row * a_stride, b + row * b_stride, a_stride, b_stride
-            _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV, HEADS)
+            of_gates = a + row * a_stride, b + row * b_stride, a_stride, b_stride
+            _prepare_gates(of_gates, num_rows, A_log, dt_bias, gates, HV, HEADS)
     elif num_rows > 0:
         first = part * _ROWS
         history += slot * (K - 1) * C

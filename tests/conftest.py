@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import signal
 from contextlib import suppress
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import typer.testing
+from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
@@ -41,6 +43,21 @@ settings.load_profile("suite")
 
 # Typer makes the commands of an application anew, in 50 ms, each time that a test runs one.
 typer.testing._get_command = cache(typer.testing._get_command)
+
+_catch_everywhere = catching_logs.__enter__
+
+
+def _catch_at_the_root(self: catching_logs) -> logging.Handler:
+    # Six times a test, pytest looks at all loggers for some whose records do not reach the root:
+    # libraries have thousands.
+    if self.level is not None:
+        return _catch_everywhere(self)
+    logging.root.addHandler(self.handler)
+    self.attached_loggers.append(logging.root)
+    return self.handler
+
+
+catching_logs.__enter__ = _catch_at_the_root
 
 if not torch.cuda.is_available():
     # Forked processes cannot use CUDA where their parent has asked for its devices.

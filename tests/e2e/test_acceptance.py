@@ -24,7 +24,7 @@ VOCAB = 11
 K = 3
 MODEL = ToyModel(VOCAB)
 PROMPTS = ((1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5), (7, 0, 7), (2,) * 17)
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 
 def self_drafter(parts):

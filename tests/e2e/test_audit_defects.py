@@ -176,7 +176,7 @@ def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
         return audited(build(model, SHAPE, make_drafter=lambda parts: drafter), MANY)
 
     settings = AuditSettings(concurrency=2, num_alone=1, diagnose=False)
-    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 20), settings, build=make)
+    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 12), settings, build=make)
     assert verdict.summary == CORRUPTED
     divergences = [d for comparison in verdict.comparisons for d in comparison.divergences]
     assert CORRUPTION in {d.kind for d in divergences}

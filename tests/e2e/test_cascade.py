@@ -98,7 +98,7 @@ PARAMS = (
 
 def asked(prefix: str = ""):
     return [
-        request(f"{prefix}{i}-{j}", prompt, max_tokens=24, **params)
+        request(f"{prefix}{i}-{j}", prompt, max_tokens=16, **params)
         for i, prompt in enumerate(PROMPTS)
         for j, params in enumerate(PARAMS)
     ]

@@ -33,7 +33,7 @@ from sametoken.runner.swap import SwapStore
 
 transformers_logging.disable_progress_bar()
 CPU = torch.device("cpu")
-MAX_TOKENS = 12
+MAX_TOKENS = 9
 PROMPTS = [
     (3, 5),
     tuple(i * 7 % VOCAB for i in range(30)),

@@ -20,7 +20,7 @@ from sametoken.engine.build import build_engine
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.load.sent import source_of
 
-MAX_TOKENS = 14
+MAX_TOKENS = 10
 #: Half of each prompt is another's too, so that blocks are shared.
 PROMPTS = [(*range(1, 17), *(i * (n + 3) % VOCAB for i in range(4 + n))) for n in range(4)]
 FP8 = {"kv_cache_dtype": "fp8"}

@@ -17,7 +17,7 @@ from helpers.turns import Talk, check_turns, start
 from sametoken.runner.stream import LaggingStream
 
 BLOCK_SIZE = 4
-MAX_TOKENS = 11
+MAX_TOKENS = 8
 OPENING = (3, 5, 1, 8, 2, 9, 4)
 REPLIES = ((5, 6, 7), (1, 2, 3, 4))
 K = 3

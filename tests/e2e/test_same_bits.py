@@ -25,7 +25,7 @@ from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 PROMPTS = {
     "short": (3, 5),
     "long": tuple(i * 7 % VOCAB for i in range(30)),

@@ -67,7 +67,7 @@ def draw(operation, mode: GenerationMode, check) -> None:
 
     @seed(0)
     @settings(
-        max_examples=12,
+        max_examples=8,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -29,7 +29,7 @@ PROMPTS = (
     (0, 11),
     tuple(range(15)),
 )
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 
 def twin_shape(k: int, steps_in_flight: int) -> Shape:

@@ -45,7 +45,7 @@ def tensors_of(path: Path) -> dict:
 
 def said(llm: LLM, prompts=PROMPTS) -> list:
     """Token ids and log-probabilities, to the bit, of prompts that run together."""
-    outputs = llm.generate(prompts, params())
+    outputs = llm.generate(prompts, params(7))
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 

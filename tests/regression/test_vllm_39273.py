@@ -110,7 +110,7 @@ def test_so_it_is_with_mamba_2_on_which_it_was_confirmed(tmp_path):
 )
 def test_the_reported_request_on_a_trained_hybrid(name, temperature, monkeypatch):
     """Beside two others: its beginning, and the code alone."""
-    limit = 64
+    limit = 48
     token_ids = encoded(name, calculator.PROMPT)
     prompts = {"whole": token_ids, "beginning": token_ids[:33], "code": token_ids[3:28]}
     requests = [

@@ -122,7 +122,7 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_parser_reads_the_text_a_few_times(name):
     parser, begin, repeated = ANSWERS[name]
-    text = begin + repeated * (20_000 // len(repeated))
+    text = begin + repeated * (10_000 // len(repeated))
     # What is held back, as an open call, is read again with each piece of four characters.
     most = 2 + len(CALL) // 4 if "<" in repeated else 4
     assert num_read(parser, text) <= most * len(text)
@@ -140,6 +140,6 @@ def test_a_parser_reads_the_text_a_few_times(name):
     ],
 )
 def test_a_long_call_is_read_in_nearly_linear_time(parser, begin):
-    sizes = 100_000, 200_000
+    sizes = 50_000, 100_000
     small, large = (num_read(parser, begin + "a" * size) for size in sizes)
     assert large < 2.1 * small

@@ -259,7 +259,8 @@ def resolve_steps(
     models, stored = (target, head), kv_dtype(config, dtype)
     caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
     num_expanded = most_expanded(models, device)
-    mixing = most_mixing(models, config, stored, device, longest, has_sinks=target.has_sinks)
+    sinks, width = target.has_sinks, dtype.itemsize
+    mixing = most_mixing(models, config, stored, device, longest, has_sinks=sinks, width=width)
     sizes = num_aux_layers, num_expanded, mixing, most_adapted(target)
     return StepMemory.of(config, target.config, caches, dtype, *sizes)
 

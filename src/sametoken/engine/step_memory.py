@@ -23,7 +23,7 @@ from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShap
 from sametoken.ops.model.low_rank import AdaptedWeight
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
-from sametoken.ops.model.recurrent.rule import RecurrentRule
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, RecurrentRule
 from sametoken.ops.weight import ExpandedWeight, PackedMatrix
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
@@ -179,6 +179,7 @@ def most_mixing(
     max_len: int,
     *,
     has_sinks: bool,
+    width: int,
 ) -> int:
     """The most bytes that a token mixer needs on a GPU whatever the rows of a step.
 
@@ -189,6 +190,7 @@ def most_mixing(
         device: where they run.
         max_len: tokens of the longest request.
         has_sinks: of the target.
+        width: bytes of an activation.
     """
     if device.type == "cpu":
         return 0
@@ -205,7 +207,10 @@ def most_mixing(
             )
         # Prepared rows have room for the pending ones of every run.
         most_runs = max(runs.num_runs for runs in launches.runs)
-        return most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
+        pending = most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
+        # A prompt's last chunk has room for a whole one, however few its rows.
+        chunk = _chunk_bytes(mixer, width) if config.fast_prompts_from else 0
+        return pending + config.max_num_seqs * chunk
 
     return max((bytes_of(mixer) for mixer in set(mixers_of(node))), default=0)
 
@@ -270,6 +275,14 @@ def _up(number: int, multiple: int) -> int:
 def _prepared_width(rule: RecurrentRule) -> int:
     """Elements of a prepared row, at most: a raw one's, and for each gate at most four numbers."""
     return rule.conv_channels + 4 * sum(rule.gate_sizes)
+
+
+def _chunk_bytes(rule: RecurrentRule, width: int) -> int:
+    """Bytes of a chunk in the fast form on a GPU: q, k, v, an inverse, weights and gates."""
+    if not isinstance(rule, GatedDelta):
+        return 0
+    squares = 2 * rule.num_value_heads * FAST_ROWS
+    return FAST_ROWS * ((rule.conv_channels + squares) * width + sum(rule.gate_sizes) * _FP32)
 
 
 def require_addressable(

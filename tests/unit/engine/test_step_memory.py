@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -94,26 +96,26 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
 
 
 def peak_and_planned(
-    path, max_len: int, longest_chunks=range(1, 17), *, expands: bool = False
+    path, max_len: int, longest_chunks=range(1, 17), *, fast: Sequence[StepShape] = ()
 ) -> tuple[int, int]:
     """Bytes that steps of 256 rows take on a GPU, of 64 requests, and those planned."""
     sizes = (64, 0, 256)
     with recorded():
         step = step_on_meta(path, None, sizes[0], max_len + 1)
+        step = replace(step, fast_prompts_from=len(fast))
         shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]
-        if expands:
-            chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, max_len)]
-            shapes += [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
         with PeakMemory() as memory:
-            run_on_meta(step, shapes)
+            run_on_meta(step, [*shapes, *fast])
         config = EngineConfig(
             "m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64,
-            fast_prompts_from=int(expands),
+            fast_prompts_from=len(fast),
         )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
-        mixing = most_mixing(model, config, dtype, META, max_len, has_sinks=model.has_sinks)
+        mixing = most_mixing(
+            model, config, dtype, META, max_len, has_sinks=model.has_sinks, width=dtype.itemsize
+        )
         planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
     return memory.peak, planned.bytes_of(256)
 
@@ -142,7 +144,21 @@ def test_an_expanded_prompt_on_a_gpu_takes_no_more_than_planned(tmp_path, heads)
     write_shapes(
         tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
     )
-    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, expands=True)
+    chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, 70_000)]
+    fast = [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
+    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, fast=fast)
+    assert peak <= planned <= 1.2 * peak
+
+
+def test_chunks_of_few_rows_on_a_gpu_take_no_more_than_planned(tmp_path):
+    """Each has room for a whole one. A large vocabulary's logits would take more."""
+    write_shapes(tmp_path, "qwen35-9b", {})
+    path = tmp_path / "qwen35-9b" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["vocab_size"] = 1000
+    path.write_text(json.dumps(config))
+    fast = [StepShape(64, 256, 64, 0, 1, 4)]
+    peak, planned = peak_and_planned(path.parent, 500, fast=fast)
     assert peak <= planned <= 1.2 * peak
 
 

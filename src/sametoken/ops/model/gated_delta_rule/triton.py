@@ -289,8 +289,8 @@ def advance(
     out = raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
     if not runs.table.shape[0]:
         return out
-    prepared = prepare(runs, params, raw, memory)
-    advance_prepared(runs, params.rule, prepared, raw, memory, out, tile)
+    # Nobody holds prepared rows while there are chunks.
+    advance_prepared(runs, params.rule, prepare(runs, params, raw, memory), raw, memory, out, tile)
     if runs.fast:
         advance_chunks(runs.fast, params, raw, memory, out)
     return out

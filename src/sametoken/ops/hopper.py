@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 #: Of an H100 or H200. Other chips get the same choices of tiles, with the same bits.
 MULTIPROCESSORS = 132
@@ -17,3 +18,16 @@ SHARED_MEMORY = 227 << 10
 def is_hopper(device: torch.device) -> bool:
     """Whether the device is a GPU of compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory per program on the tensor's GPU; Hopper's for tensors elsewhere."""
+    return _memory_of(x.get_device()) if x.is_cuda else SHARED_MEMORY
+
+
+@functools.cache
+def _memory_of(device: int) -> int:
+    # Only CUDA builds of torch come with Triton.
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.convolution_triton import sigmoid
@@ -421,6 +422,9 @@ def advance_chunks(
         num_warps=4,
     )
     columns = min(_COLUMNS, block_v)
+    # Of what ``_scan`` reads of a chunk: two are in flight beside the one that products read.
+    held = FAST_ROWS * (2 * block_k + columns + 2 * FAST_ROWS) * raw.mixed.itemsize
+    fits = block_k * raw.mixed.itemsize <= 256 and 2 * held <= shared_memory(out)
     _scan_kernel[(heads * triton.cdiv(num_values, columns), fast.num_runs)](
         keys,
         values,
@@ -438,8 +442,7 @@ def advance_chunks(
         **sizes,
         BK=block_k,
         COLUMNS=columns,
-        # As many as shared memory holds.
-        STAGES=3 if block_k * raw.mixed.itemsize <= 256 else 1,
+        STAGES=3 if fits else 1,
         TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         num_warps=4,
     )

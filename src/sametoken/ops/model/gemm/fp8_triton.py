@@ -9,16 +9,14 @@ of groups end a sum every ``DEPTH`` elements. So all configurations have the sam
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
+from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper, shared_memory
 from sametoken.ops.model.gemm import streamed_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import (
@@ -252,16 +250,6 @@ def _operand(x: Normed, rounding: Rounding | None) -> tuple[Tensor, Tensor | Non
     assert rounding is not None
     assert rounding.by_row
     return x.values, x.scale
-
-
-def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory per program on the tensor's device."""
-    return _memory_of(x.get_device()) if x.is_cuda else SHARED_MEMORY
-
-
-@functools.cache
-def _memory_of(device: int) -> int:
-    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.hopper import MULTIPROCESSORS
+from sametoken.ops.hopper import MULTIPROCESSORS, shared_memory
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm import int4_hopper
-from sametoken.ops.model.gemm.fp8_triton import shared_memory
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.product import product as product_of_matrix
 from sametoken.ops.model.gemm.triton import epilogue_of, launch_and_prefetch, output_of

@@ -98,5 +98,21 @@ advance_chunks(fast, params, raw, memory, zeros(300, 4096))
 """
 
 
-def test_they_compile(tmp_path):
-    compile_launches(COMPILED, tmp_path)
+SMALL = """
+from triton.runtime.jit import JITFunction
+from sametoken.ops.model.gated_delta_rule import chunks
+
+chunks.shared_memory = lambda tensor: 99 << 10
+compiled = JITFunction.run
+
+def run(self, *args, **options):
+    kernel = compiled(self, *args, **options)
+    assert kernel.metadata.shared <= 99 << 10, kernel.metadata
+
+JITFunction.run = run
+"""
+
+
+@pytest.mark.parametrize("code", [COMPILED, SMALL + COMPILED], ids=["hopper", "99 KiB"])
+def test_they_compile_for_the_memory_of_a_program(code, tmp_path):
+    compile_launches(code, tmp_path)

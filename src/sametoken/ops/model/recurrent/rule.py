@@ -182,7 +182,7 @@ class Folded:
         position: [S] int64, number of folded positions.
         num_pending: [S] int64, number of pending rows after them.
         max_pending: P, the most pending rows of a slot.
-        state_stride: positions that a GPU folds up to are multiples of it.
+        state_stride: a GPU folds multiples of it at once, except in the fast form.
     """
 
     position: Tensor

@@ -50,8 +50,8 @@ class SchedulerLimits:
         captured_shapes: a step that the first of them holds is padded to it.
         fast_prompts_from: tokens from which a prompt begins in a faster form of its own; 0: none
             does.
-        fast_rows: chunks in the fast form begin and end at multiples of it: 1 for latent attention,
-            64 for Gated DeltaNet.
+        fast_rows: chunks in the fast form begin at multiples of it: 1 for latent attention, 64 for
+            Gated DeltaNet.
 
     Raises:
         ConfigError: a value is impossible.

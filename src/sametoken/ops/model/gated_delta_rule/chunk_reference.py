@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule.reference import normalised
+from sametoken.ops.model.recurrent.chunk_reference import decays
 
 
 def advance_chunk(
@@ -30,7 +31,7 @@ def advance_chunk(
     q, k = (normalised(x).repeat_interleave(heads_per_key, dim=1).transpose(0, 1) for x in (q, k))
     q, v, beta = q / q.shape[-1] ** 0.5, v.transpose(0, 1), beta.t()[..., None]
     own = log_decay.t().contiguous()
-    whole, between = _decays(own)
+    whole, between = decays(own)
     # Memory of its own: a library's additions may follow a state's place in memory.
     before = state.clone()
     couplings = beta * (k @ k.mT) * between
@@ -40,16 +41,3 @@ def advance_chunk(
     last = between[:, -1, :, None]
     state.copy_(before * whole[:, -1:] + (k * last).mT @ deltas)
     return out.transpose(0, 1)
-
-
-def _decays(own: Tensor) -> tuple[Tensor, Tensor]:
-    """From the chunk's beginning to each row, and to row i from row j <= i, else 0.
-
-    [H, n] -> [H, n, 1] and [H, n, n]. Sums of what lies between, not differences of sums, which
-    would lose small decays after large ones.
-    """
-    length = own.shape[1]
-    after = torch.ones(length, length, dtype=torch.bool, device=own.device).tril(-1)
-    summed = torch.where(after, own[:, :, None], 0).cumsum(dim=1)
-    between = summed.masked_fill(after.mT, -torch.inf)
-    return own.cumsum(dim=1).exp()[..., None], between.exp()

@@ -25,34 +25,24 @@ from torch import Tensor
 from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.recurrent.chunks_triton import (
+    CHUNK,
+    PART,
+    PARTS,
+    convolved_part,
+    fill_broken,
+    keep_history,
+    part_to_prepare,
+    run_to_scan,
+    store_gates,
+)
 from sametoken.ops.model.recurrent.convolution_triton import sigmoid
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
-from sametoken.ops.model.recurrent.runs import (
-    BROKEN,
-    CHUNK_BEFORE,
-    CHUNK_FIELDS,
-    CHUNK_ROW,
-    CHUNK_ROWS,
-    CHUNK_SLOT,
-    EMPTY,
-    FIELDS,
-    FIRST_ROW,
-    IN_HISTORY,
-    IN_PASS,
-    NUM_ROWS,
-    SLOT,
-    STOP_ROW,
-    FastRuns,
-)
+from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROWS, FastRuns
 
 _EPS = tl.constexpr(NORM_EPS)
-_CHUNK = tl.constexpr(FAST_ROWS)
 # Rows and columns of the diagonal blocks that ``_inverse`` solves row by row.
 _BLOCK = tl.constexpr(16)
-# Rows that a program of ``_prepare`` has at once.
-_ROWS = tl.constexpr(32)
-# Channels of raw rows that a program keeps at once.
-_CHANNELS = tl.constexpr(128)
 # Columns of a head's state in a program of ``_scan``: the fewest rows of a product on Hopper.
 _COLUMNS = 64
 
@@ -61,7 +51,7 @@ _COLUMNS = 64
 def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr, HEADS: tl.constexpr):
     """log(e) and b of a chunk's rows; rows that it lacks keep the state as it is."""
     a, b, a_stride, b_stride = raw
-    index = tl.arange(0, _CHUNK)[:, None]
+    index = tl.arange(0, CHUNK)[:, None]
     head = tl.arange(0, HEADS)[None, :]
     inside = head < HV
     exists = inside & (index < num_rows)
@@ -70,31 +60,8 @@ def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr, HEADS
     raw_b = tl.load(b + index * b_stride + head, exists, other=0.0).to(tl.float32)
     shifted = raw_a + tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
     softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
-    at = gates + head * _CHUNK + index
-    tl.store(at, tl.cumsum(tl.where(exists, -rate * softplus, 0.0), 0), inside)
-    tl.store(at + HV * _CHUNK, tl.where(exists, sigmoid(raw_b), 0.0), inside)
-
-
-@triton.jit
-def _convolved(raw, channel, inside, conv_weight, conv_bias, C: tl.constexpr, K: tl.constexpr):
-    """SiLU of the convolution of _ROWS rows, zeros for missing ones: [_ROWS, channels] fp32."""
-    qkv, stride, row, num_rows, history, before = raw
-    index = tl.arange(0, _ROWS)[:, None]
-    total = tl.zeros((_ROWS, channel.shape[1]), tl.float32)
-    if conv_bias is not None:
-        total += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
-    for tap in tl.static_range(K):
-        at = index + (tap - K + 1)
-        exists = inside & (index < num_rows) & ((at >= 0) | (before == IN_PASS))
-        x = tl.load(qkv + (row + at) * stride + channel, exists, other=0.0).to(tl.float32)
-        # A branch, as addresses that depend on a row are no whole vectors; one tap at a time, as
-        # the order of a sum must not depend on where a pass begins.
-        if before == IN_HISTORY:
-            held = history + (at + K - 1) * C + channel
-            x += tl.load(held, inside & (at < 0), other=0.0).to(tl.float32)
-        weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0).to(tl.float32)
-        total += weight * x
-    return tl.where(index < num_rows, total * sigmoid(total), 0.0)
+    decay = tl.cumsum(tl.where(exists, -rate * softplus, 0.0), 0)
+    store_gates(gates, (decay, tl.where(exists, sigmoid(raw_b), 0.0)), HV)
 
 
 @triton.jit
@@ -114,11 +81,11 @@ def _prepare_head(
     """One head of q, k or v."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < D
-    x = _convolved(raw, first + column, inside, conv_weight, conv_bias, C, K)
+    x = convolved_part(raw, first + column, inside, conv_weight, conv_bias, C, K)
     length = tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS)
     x *= tl.where(scale > 0, scale * length, 1.0)[:, None]
     row_stride, stride = strides
-    tl.store(out + tl.arange(0, _ROWS)[:, None] * row_stride + column * stride, x, inside)
+    tl.store(out + tl.arange(0, PART)[:, None] * row_stride + column * stride, x, inside)
 
 
 @triton.jit
@@ -147,41 +114,33 @@ def _prepare_kernel(
     BV: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    PARTS: tl.constexpr = _CHUNK // _ROWS
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    chunk, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
     unit = tl.program_id(1)
-    field = chunks + chunk * CHUNK_FIELDS
-    slot, row, num_rows = (
-        tl.load(field + CHUNK_SLOT), tl.load(field + CHUNK_ROW), tl.load(field + CHUNK_ROWS),
-    )  # fmt: skip
-    before = tl.where(part == 0, tl.load(field + CHUNK_BEFORE), IN_PASS)
+    chunk, first, raw = part_to_prepare(chunks, qkv, qkv_stride, history, C, K)
+    _, _, row, num_rows, _, _ = raw
     if unit == 2 * HK + HV:
-        if (part == 0) & (num_rows > 0):
-            gates += chunk * 2 * HV * _CHUNK
+        if (first == 0) & (num_rows > 0):
+            gates += chunk * 2 * HV * CHUNK
             of_gates = a + row * a_stride, b + row * b_stride, a_stride, b_stride
             _prepare_gates(of_gates, num_rows, A_log, dt_bias, gates, HV, HEADS)
-    elif num_rows > 0:
-        first = part * _ROWS
-        history += slot * (K - 1) * C
-        raw = qkv, qkv_stride, row + first, num_rows - first, history, before
+    elif first + num_rows > 0:
         if unit < 2 * HK:
             scale = tl.where(unit < HK, DK**-0.5, 1.0)
-            out = keys + ((chunk * _CHUNK + first) * 2 * HK + unit) * DK
+            out = keys + ((chunk * CHUNK + first) * 2 * HK + unit) * DK
             strides = 2 * HK * DK, 1
             _prepare_head(unit * DK, scale, raw, conv_weight, conv_bias, out, strides, DK, BK, C, K)
         else:
             head = unit - 2 * HK
             channel = 2 * HK * DK + head * DV
-            out = values + (chunk * HV + head) * DV * _CHUNK + first
-            strides = 1, _CHUNK
+            out = values + (chunk * HV + head) * DV * CHUNK + first
+            strides = 1, CHUNK
             _prepare_head(channel, 0.0, raw, conv_weight, conv_bias, out, strides, DV, BV, C, K)
 
 
 @triton.jit
 def _diagonal_inverses(a):
     """Inverses of the diagonal blocks of I + a: [CHUNK / 16, 16, 16], by forward substitution."""
-    COUNT: tl.constexpr = _CHUNK // _BLOCK
+    COUNT: tl.constexpr = CHUNK // _BLOCK
     block, index = tl.arange(0, COUNT), tl.arange(0, _BLOCK)
     blocks = tl.permute(tl.reshape(a, (COUNT, _BLOCK, COUNT, _BLOCK)), (0, 2, 1, 3))
     is_diagonal = (block[:, None] == block[None, :])[:, :, None, None]
@@ -216,8 +175,8 @@ def _inverse(a):
 
     No powers of a: where keys repeat they grow beyond what sums in fp32 hold.
     """
-    inverses = _joined(a, _diagonal_inverses(a), _CHUNK // (2 * _BLOCK), _BLOCK)
-    return tl.reshape(_joined(a, inverses, 1, 2 * _BLOCK), (_CHUNK, _CHUNK))
+    inverses = _joined(a, _diagonal_inverses(a), CHUNK // (2 * _BLOCK), _BLOCK)
+    return tl.reshape(_joined(a, inverses, 1, 2 * _BLOCK), (CHUNK, CHUNK))
 
 
 @triton.jit
@@ -235,16 +194,16 @@ def _solve_kernel(
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(chunks + chunk * CHUNK_FIELDS + CHUNK_ROWS) == 0:
         return
-    index, key = tl.arange(0, _CHUNK), tl.arange(0, BK)[None, :]
-    q_at = keys + ((chunk * _CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
-    gate_at = gates + (chunk * 2 * HV + head) * _CHUNK + index
-    log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * _CHUNK)
+    index, key = tl.arange(0, CHUNK), tl.arange(0, BK)[None, :]
+    q_at = keys + ((chunk * CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
+    gate_at = gates + (chunk * 2 * HV + head) * CHUNK + index
+    log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * CHUNK)
     q = tl.load(q_at, key < DK, other=0.0)
     k = tl.load(q_at + HK * DK, key < DK, other=0.0)
     below, until = index[:, None] > index[None, :], index[:, None] >= index[None, :]
     # Above the diagonal the exponential could overflow.
     ratio = tl.exp(tl.where(until, log_decay[:, None] - log_decay[None, :], -float("inf")))
-    at = (chunk * HV + head) * _CHUNK * _CHUNK + index[:, None] * _CHUNK + index[None, :]
+    at = (chunk * HV + head) * CHUNK * CHUNK + index[:, None] * CHUNK + index[None, :]
     q_k = tl.dot(q, k.T, input_precision="ieee") * ratio
     tl.store(weights + at, q_k.to(weights.dtype.element_ty))
     k_k = tl.dot(k, k.T, input_precision="ieee") * ratio
@@ -263,33 +222,6 @@ def _run_chunk(state, q, k, v, inverse, weight, log_decay, log_last, beta):
     state = tl.dot(lasting, k, state * tl.exp(log_last), input_precision="ieee")
     read = decay * tl.dot(rounded, q.T, input_precision="ieee")
     return state, tl.dot(delta.to(k.dtype), weight.T, read, input_precision="ieee")
-
-
-@triton.jit
-def _keep_history(
-    rows, slot, history, C: tl.constexpr, TAPS: tl.constexpr, TAPS_BLOCK: tl.constexpr
-):
-    """Store a run's last raw rows; each of its programs does so for some channels."""
-    qkv, stride, num_rows, empty = rows
-    history += slot * TAPS * C
-    tap = tl.arange(0, TAPS_BLOCK)[:, None]
-    row = num_rows - TAPS + tap
-    for first in range(tl.program_id(0) * _CHANNELS, C, tl.num_programs(0) * _CHANNELS):
-        channel = first + tl.arange(0, _CHANNELS)[None, :]
-        inside = (tap < TAPS) & (channel < C)
-        held = history + (row + TAPS) * C + channel
-        new = tl.load(qkv + row * stride + channel, inside & (row >= 0), other=0.0)
-        old = tl.load(held, inside & (row < 0) & (empty == 0), other=0.0)
-        # All threads read, then they meet, then they write.
-        tl.debug_barrier()
-        tl.store(history + tap * C + channel, tl.where(row < 0, old, new), inside)
-
-
-@triton.jit
-def _fill_broken(out, stride, num_rows, inside):
-    bad = tl.where(inside, float("nan"), 0.0).to(out.dtype.element_ty)
-    for row in range(num_rows):
-        tl.store(out + row * stride, bad, inside)
 
 
 @triton.jit(do_not_specialize=["first_run"])
@@ -323,46 +255,42 @@ def _scan_kernel(
     """
     TILES: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    run = tl.program_id(1)
-    field = runs + (first_run + run).to(tl.int64) * FIELDS
-    slot, empty, broken = tl.load(field + SLOT), tl.load(field + EMPTY), tl.load(field + BROKEN)
-    first, num_rows = tl.load(field + FIRST_ROW), tl.load(field + NUM_ROWS).to(tl.int32)
-    index, key = tl.arange(0, _CHUNK), tl.arange(0, BK)[None, :]
+    chunk, facts = run_to_scan(runs, first_chunks, first_run)
+    slot, first, num_rows, begun, bad_rows = facts
+    index, key = tl.arange(0, CHUNK), tl.arange(0, BK)[None, :]
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < DK, column < DV
     inside = is_column[:, None] & is_key
     state_at = states + (slot * HV + head) * DK * DV + key * DV + column[:, None]
-    state = tl.load(state_at, inside & (empty == 0) & (num_rows > 0), other=0.0)
+    state = tl.load(state_at, inside & begun, other=0.0)
     # Of the run's first chunk.
-    chunk = tl.load(first_chunks + run)
-    keys += (chunk * _CHUNK * 2 * HK + head // (HV // HK)) * DK
-    values += (chunk * HV + head) * DV * _CHUNK
-    gates += (chunk * 2 * HV + head) * _CHUNK
-    inverses += (chunk * HV + head) * _CHUNK * _CHUNK
-    weights += (chunk * HV + head) * _CHUNK * _CHUNK
+    keys += (chunk * CHUNK * 2 * HK + head // (HV // HK)) * DK
+    values += (chunk * HV + head) * DV * CHUNK
+    gates += (chunk * 2 * HV + head) * CHUNK
+    inverses += (chunk * HV + head) * CHUNK * CHUNK
+    weights += (chunk * HV + head) * CHUNK * CHUNK
     out += first * HV * DV + head * DV + column[None, :]
-    q_at, v_at = index[:, None] * (2 * HK * DK) + key, column[:, None] * _CHUNK + index[None, :]
-    square = index[:, None] * _CHUNK + index[None, :]
-    for i in tl.range(tl.cdiv(num_rows, _CHUNK), num_stages=STAGES):
-        row = index + i * _CHUNK
-        k = tl.load(keys + i * (_CHUNK * 2 * HK * DK) + HK * DK + q_at, is_key, other=0.0)
-        inverse = tl.load(inverses + i * (HV * _CHUNK * _CHUNK) + square)
-        v = tl.load(values + i * (HV * DV * _CHUNK) + v_at, is_column[:, None], other=0.0)
-        q = tl.load(keys + i * (_CHUNK * 2 * HK * DK) + q_at, is_key, other=0.0)
-        weight = tl.load(weights + i * (HV * _CHUNK * _CHUNK) + square)
-        gate_at = gates + i * (2 * HV * _CHUNK) + index
-        log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * _CHUNK)
-        log_last = tl.load(gates + i * (2 * HV * _CHUNK) + _CHUNK - 1)
+    q_at, v_at = index[:, None] * (2 * HK * DK) + key, column[:, None] * CHUNK + index[None, :]
+    square = index[:, None] * CHUNK + index[None, :]
+    for i in tl.range(tl.cdiv(num_rows, CHUNK), num_stages=STAGES):
+        row = index + i * CHUNK
+        k = tl.load(keys + i * (CHUNK * 2 * HK * DK) + HK * DK + q_at, is_key, other=0.0)
+        inverse = tl.load(inverses + i * (HV * CHUNK * CHUNK) + square)
+        v = tl.load(values + i * (HV * DV * CHUNK) + v_at, is_column[:, None], other=0.0)
+        q = tl.load(keys + i * (CHUNK * 2 * HK * DK) + q_at, is_key, other=0.0)
+        weight = tl.load(weights + i * (HV * CHUNK * CHUNK) + square)
+        gate_at = gates + i * (2 * HV * CHUNK) + index
+        log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * CHUNK)
+        log_last = tl.load(gates + i * (2 * HV * CHUNK) + CHUNK - 1)
         state, read = _run_chunk(state, q, k, v, inverse, weight, log_decay, log_last, beta)
         exists = (row < num_rows)[:, None] & is_column[None, :]
         tl.store(out + row[:, None] * (HV * DV), read.T.to(out.dtype.element_ty), exists)
 
     tl.store(state_at, state, inside & (num_rows > 0))
     if (K > 1) & (num_rows > 0):
-        rows = qkv + first * qkv_stride, qkv_stride, num_rows, empty
-        _keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1, TAPS_BLOCK)
-    if broken:
-        _fill_broken(out, HV * DV, tl.load(field + STOP_ROW) - first, is_column[None, :])
+        rows = qkv + first * qkv_stride, qkv_stride, num_rows, begun
+        keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1, TAPS_BLOCK)
+    fill_broken(out, HV * DV, bad_rows, is_column[None, :])
 
 
 def advance_chunks(
@@ -391,8 +319,7 @@ def advance_chunks(
     values = new(count, heads, num_values, FAST_ROWS)
     inverses, weights = (new(count, heads, FAST_ROWS, FAST_ROWS) for _ in range(2))
     gates = memory.states.new_empty(count, 2, heads, FAST_ROWS)
-    parts = count * (FAST_ROWS // _ROWS.value)
-    _prepare_kernel[(parts, 2 * rule.num_key_heads + heads + 1)](
+    _prepare_kernel[(count * PARTS.value, 2 * rule.num_key_heads + heads + 1)](
         raw.mixed,
         *raw.gates,
         memory.history,

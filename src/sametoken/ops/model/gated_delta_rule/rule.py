@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import functional
 
 from sametoken.ops.model.gated_delta_rule import reference
 from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
+from sametoken.ops.model.recurrent.chunk_reference import in_one_shape
 from sametoken.ops.model.recurrent.convolution import convolve_row
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, ChunkFunction, RowFunction
 
@@ -100,19 +100,7 @@ class GatedDeltaParams:
 
     def chunk_function(self) -> ChunkFunction:
         """See ``RuleWeights.chunk_function``."""
-        prepare, taps = self._preparation(), self.rule.conv_kernel
-
-        def run_chunk(state: Tensor, mixed: Tensor, gates: Tensor) -> Tensor:
-            count = len(gates)
-            padding = 0, 0, 0, FAST_ROWS - count
-            mixed, gates = functional.pad(mixed, padding), functional.pad(gates, padding)
-            prepared = prepare(mixed.unfold(0, taps, 1).mT, gates)
-            for part in prepared:
-                # Rows that leave the state as it is.
-                part[count:] = 0
-            return advance_chunk(state, *prepared).flatten(1)[:count]
-
-        return run_chunk
+        return in_one_shape(self._preparation(), advance_chunk, self.rule.conv_kernel)
 
     def _preparation(self) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
         """From windows and gates of any rows to q, k, v, log decay and beta."""

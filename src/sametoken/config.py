@@ -81,8 +81,8 @@ class EngineConfig:
     fast_prompts_from: int = option(
         0,
         "tokens from which prompts run in a faster form of their own, with other low-order bits: "
-        "latent attention (MLA) expanded, faster from 8,192 on, Gated DeltaNet in chunks of 64 "
-        "positions, from 512 on; 0: none does",
+        "latent attention (MLA) expanded, faster from 8,192 on, recurrent layers (Gated DeltaNet, "
+        "Mamba-2) in chunks of 64 positions, from 512 on; 0: none does",
         limits=(0, 2**31),
     )
     block_size: int = option(

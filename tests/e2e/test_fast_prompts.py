@@ -1,6 +1,6 @@
 """Prompts in the fast form: by their length and position alone, whatever runs beside.
 
-Latents are expanded, all but of the last token; Gated DeltaNet runs in chunks of 64 positions.
+Latents are expanded, all but of the last token; recurrent layers run in chunks of 64 positions.
 """
 
 from __future__ import annotations
@@ -185,6 +185,16 @@ def test_a_conversation_reads_no_block_of_another_form(family, spec, block_size,
     core.scheduler.check_integrity()
 
 
+def test_chunks_of_mamba_2_change_no_bit_either(tmp_path):
+    target = write_nemotron(tmp_path, seed=3, max_position_embeddings=320)
+    own = replace(HYBRIDS, checkpoints={"own": target})
+    alone = scored(own.build(max_num_seqs=1), own.requests())
+    assert scored(own.build(mtp(3), "static", prefill_chunk_size=100), own.requests()) == alone
+    usual = scored(own.build(fast_prompts_from=0), own.requests())
+    changed = [usual[f"r{i}"] != alone[f"r{i}"] for i in range(6)]
+    assert changed == [True, True, False, True, True, True]
+
+
 def test_chunks_have_adapters_and_expanded_prompts_none(tmp_path):
     target = HYBRIDS.write(tmp_path / "target")
     modules = ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj")
@@ -204,10 +214,9 @@ def config_of(model="smollm2", **options) -> EngineConfig:
     return EngineConfig.from_options(model=str(model), fast_prompts_from=12, **options)
 
 
-def test_a_model_without_a_fast_form_is_refused(tmp_path):
-    for model in ("smollm2", write_nemotron(tmp_path)):
-        with pytest.raises(ConfigError, match=r"neither latent attention .* nor Gated DeltaNet"):
-            validate(config_of(model, skip_tokenizer_init=True), print)
+def test_a_model_without_a_fast_form_is_refused():
+    with pytest.raises(ConfigError, match=r"neither latent attention .* nor recurrent layers"):
+        validate(config_of(skip_tokenizer_init=True), print)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import torch
 from gpu_files import HYBRID_SIZES, OPTIONS, plain_requests, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
-from helpers.fast_passes import OTHERS, empty, run
+from helpers.fast_passes import require_chunks
 from helpers.hybrids import FULL, LINEAR, hybrid_config
-from helpers.recurrent import begin_as_on_a_gpu
 from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
 from sametoken.drafters import draft_model
@@ -127,17 +126,7 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
 
 @pytest.mark.parametrize("stride", [1, STATE_STRIDE])
 def test_prompts_by_chunks_are_near_the_reference_and_have_their_bits_in_every_pass(stride):
-    spec = Recurrent(RULE, DTYPE)
-    cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)
-    parts = [*OTHERS, (3, 0, 100), (2, 0, 200)]
-    for out, wanted in zip(run(cache, parts, 2), run(oracle, parts, 2), strict=True):
-        assert (out.float() - wanted).abs().max() < 0.02 * wanted.abs().max()
-    assert torch.equal(cache.position, oracle.position)
-    cut = empty(spec, stride=stride)
-    first = run(cut, [(3, 0, 64), (2, 0, 128)], 2)[1]
-    second = run(cut, [*OTHERS, (2, 128, 72)], 1)[2]
-    assert torch.equal(torch.cat((first, second)), run(empty(spec), [(2, 0, 200)], 1)[0])
-    assert torch.equal(cut.states[:, 2], cache.states[:, 2])
+    require_chunks(Recurrent(RULE, DTYPE), stride)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

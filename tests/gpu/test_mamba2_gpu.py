@@ -14,6 +14,7 @@ from gpu_files import OPTIONS, requests
 from recorded_gpu import drive
 
 from helpers.checkpoints import write_checkpoint
+from helpers.fast_passes import require_chunks
 from helpers.nemotron import nemotron_config, nemotron_tensors
 from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
@@ -27,6 +28,7 @@ from sametoken.ops.model.mamba2.triton import ScanTile
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.reference import PlainWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,6 +114,11 @@ def test_ragged_runs_have_the_bits_of_single_rows(sequence):
 
 def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
     driver().require_captured(sequence)
+
+
+@pytest.mark.parametrize("stride", [1, STATE_STRIDE])
+def test_prompts_by_chunks_are_near_the_reference_and_have_their_bits_in_every_pass(stride):
+    require_chunks(Recurrent(RULE, DTYPE), stride)
 
 
 TILES = [
@@ -220,4 +227,19 @@ def test_the_same_tokens(target, truth, method, max_num_seqs, eager):
     items = list(requests(6 if max_num_seqs == 1 else 16, MAX_TOKENS))
     ran = generate(target, method, items, max_num_seqs=max_num_seqs, enforce_eager=eager)
     assert ran.tokens == {name: truth[name] for name in ran.tokens}
+    assert method == "plain" or ran.offered > 0
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
+def test_the_same_tokens_of_prompts_by_chunks(target, method, monkeypatch):
+    """In steps of any rows, beside requests whose prompts are walked."""
+    ran_by_chunks, advance = [], triton.advance_chunks
+    monkeypatch.setattr(
+        triton, "advance_chunks", lambda *given: (ran_by_chunks.append(1), advance(*given))
+    )
+    items, fast = list(requests(16, MAX_TOKENS)), {"fast_prompts_from": 66}
+    alone = generate(target, "plain", items, max_num_seqs=1, enforce_eager=True, **fast)
+    assert ran_by_chunks
+    ran = generate(target, method, items, max_num_seqs=16, **fast, max_num_batched_tokens=700)
+    assert ran.tokens == alone.tokens
     assert method == "plain" or ran.offered > 0

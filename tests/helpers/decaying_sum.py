@@ -25,7 +25,6 @@ class DecayingSum:
     width: int
     conv_kernel = 1
     conv_channels = 0
-    fast_rows = 0
 
     @property
     def state_shape(self):

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from helpers.recurrent import Slots, params_of
+from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, FastPrompts
 from sametoken.ops.cache_types import Recurrent
@@ -27,12 +27,11 @@ def empty(spec: Recurrent, begin_pass=TritonPass.begin, stride: int = STATE_STRI
 
 def raw_rows(spec: Recurrent, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     """A row is a function of its slot and position; two rows without a run are NaN."""
-    heads, generator = spec.rule.num_value_heads, torch.Generator().manual_seed(0)
-    width = spec.rule.conv_channels + 2 * heads
-    table = torch.randn(NUM_SLOTS, LONGEST, width, generator=generator)
+    sizes = [spec.rule.conv_channels, *spec.rule.gate_sizes]
+    table = torch.randn(NUM_SLOTS, LONGEST, sum(sizes), generator=torch.Generator().manual_seed(0))
     rows = [table[slot, first : first + count] for slot, first, count in parts]
-    raw = torch.cat([*rows, torch.full((2, width), torch.nan)]).to(DEVICE, spec.dtype)
-    return list(raw.split((spec.rule.conv_channels, heads, heads), dim=-1))
+    raw = torch.cat([*rows, torch.full((2, sum(sizes)), torch.nan)]).to(DEVICE, spec.dtype)
+    return list(raw.split(sizes, dim=-1))
 
 
 def run(cache: Slots, parts: list[tuple[int, int, int]], num_fast: int) -> list[torch.Tensor]:
@@ -47,7 +46,21 @@ def run(cache: Slots, parts: list[tuple[int, int, int]], num_fast: int) -> list[
     fast = FastPrompts(prompt_len, LONGEST)
     rows = AttentionRows(positions, slots, slots, slots[None], runs, fast_prompts=fast)
     running = cache.begin(rows)
-    params = params_of(cache.declared, device=DEVICE)
+    params = params_of(cache.declared, limit=(0.05, 2.0), device=DEVICE)
     out = cache.run(running, 0, params, *raw_rows(cache.declared, parts))
     running.finish()
     return [out[begin:end] for begin, end in pairwise(starts)]
+
+
+def require_chunks(spec: Recurrent, stride: int) -> None:
+    """Require prompts near the reference, and their bits in every pass."""
+    cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)
+    parts = [*OTHERS, (3, 0, 100), (2, 0, 200)]
+    for out, wanted in zip(run(cache, parts, 2), run(oracle, parts, 2), strict=True):
+        assert (out.float() - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert torch.equal(cache.position, oracle.position)
+    cut = empty(spec, stride=stride)
+    first = run(cut, [(3, 0, 64), (2, 0, 128)], 2)[1]
+    second = run(cut, [*OTHERS, (2, 128, 72)], 1)[2]
+    assert torch.equal(torch.cat((first, second)), run(empty(spec), [(2, 0, 200)], 1)[0])
+    assert torch.equal(cut.states[:, 2], cache.states[:, 2])

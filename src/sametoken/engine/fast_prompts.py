@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 
 from sametoken.config import EngineConfig
 from sametoken.engine.step_memory import mixers_of
@@ -11,13 +10,15 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
 from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent
 from sametoken.ops.model.latent_attention.shape import ExpandedShape
+from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.scheduler.plan_draft import SHARE
 
 
 def fast_rows(caches: Sequence[LayerCache]) -> int:
     """``SchedulerLimits.fast_rows`` of a model; 0: no layer has a fast form."""
-    chunks = {one.rule.fast_rows for one in caches if isinstance(one, Recurrent)} - {0}
-    return lcm(*chunks) if chunks or _has_latents(caches) else 0
+    if any(isinstance(one, Recurrent) for one in caches):
+        return FAST_ROWS
+    return int(_has_latents(caches))
 
 
 def _has_latents(caches: Sequence[LayerCache]) -> bool:
@@ -39,7 +40,7 @@ def require_fast_form(config: EngineConfig, caches: Sequence[LayerCache]) -> Non
     asked, needed = f"fast_prompts_from={config.fast_prompts_from}", fast_rows(caches)
     if not needed:
         raise ConfigError(
-            f"{asked}, and the model has neither latent attention (MLA) nor Gated DeltaNet",
+            f"{asked}, and the model has neither latent attention (MLA) nor recurrent layers",
             "leave the option out",
         )
     if (config.lora_modules or config.enable_lora) and _has_latents(caches):

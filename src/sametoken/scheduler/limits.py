@@ -51,7 +51,7 @@ class SchedulerLimits:
         fast_prompts_from: tokens from which a prompt begins in a faster form of its own; 0: none
             does.
         fast_rows: chunks in the fast form begin at multiples of it: 1 for latent attention, 64 for
-            Gated DeltaNet.
+            recurrent layers.
 
     Raises:
         ConfigError: a value is impossible.

@@ -19,6 +19,7 @@ REPLAYED = f"{FAST}_what_is_computed_again_has_the_form_that_it_had"
 CONVERSATION = f"{FAST}_a_conversation_reads_no_block_of_another_form"
 
 CUT = f"{FAST}_drafts_chunks_and_other_requests_change_no_bit[hybrid-0]"
+CUT_NEMOTRON = f"{FAST}_chunks_of_mamba_2_change_no_bit_either"
 
 
 @mutant("a-prompt-s-last-token-expanded-in-a-replay", DECISION, f"{REPLAYED}[latents-0]", "tokens")
@@ -32,6 +33,7 @@ def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a-fast-chunk-cut-anywhere", LAW, CUT, "guard", guarded=True)
 @mutant("a-fast-chunk-cut-anywhere-unguarded", LAW, CUT, "tokens", guarded=False)
+@mutant("a-fast-chunk-of-mamba-2-cut-anywhere", LAW, CUT_NEMOTRON, "tokens", guarded=False)
 def chunks_are_cut_anywhere(patch: pytest.MonkeyPatch, guarded: bool) -> None:
     """So the next one begins at no multiple."""
     patch.setattr(Turn, "cut", lambda self, num_rows: replace(self, num_query=num_rows))

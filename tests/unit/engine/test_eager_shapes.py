@@ -144,11 +144,14 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 
 
-def test_start_up_compiles_what_steps_with_chunks_of_gated_delta_net_launch(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "own"), [("qwen35-9b", "_solve_kernel"), ("lightning-30b-a3b", "_mix_kernel")]
+)
+def test_start_up_compiles_what_steps_with_chunks_launch(tmp_path, name, own):
     engine, draw = (4, 0, 1024, 2000), random.Random(0)
-    write_shapes(tmp_path, "qwen35-9b", {})
+    write_shapes(tmp_path, name, {})
     with recorded() as forms:
-        step = step_on_meta(tmp_path / "qwen35-9b", None, 4, 2000)
+        step = step_on_meta(tmp_path / name, None, 4, 2000)
         step = replace(step, fast_prompts_from=66)
         run_on_meta(step, compiled_shapes(engine))
         compiled = set(forms)
@@ -157,7 +160,7 @@ def test_start_up_compiles_what_steps_with_chunks_of_gated_delta_net_launch(tmp_
             rows = draw.choice([2, 60, 64, 100, 300])
             sizes = (windows + chunks, windows + chunks * rows, windows + 1, windows, 1, rows)
             run_on_meta(step, [padded(StepShape(*sizes), ROW_MULTIPLE)])
-    assert {"_solve_kernel", "_scan_kernel"} <= {one for one, _ in compiled}
+    assert {own, "_scan_kernel"} <= {one for one, _ in compiled}
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
 
 

@@ -64,10 +64,13 @@ class NativePass:
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """See ``RecurrentPass.run``."""
         if isinstance(weights, GatedDeltaParams):
-            return self._gated_delta(weights, raw, memory)
-        if isinstance(weights, Mamba2Params):
-            return self._mamba2(weights, raw, memory)
-        return self.row_by_row.run(weights, raw, memory)
+            out = self._gated_delta(weights, raw, memory)
+        elif isinstance(weights, Mamba2Params):
+            out = self._mamba2(weights, raw, memory)
+        else:
+            return self.row_by_row.run(weights, raw, memory)
+        self.row_by_row.run_fast(weights, raw, memory, out)
+        return out
 
     def finish(self) -> None:
         """See ``RecurrentPass.finish``."""
@@ -78,7 +81,7 @@ class NativePass:
         gates, conv = _floats(params.A_log, params.dt_bias), _Convolution.of(params)
         done = self.library.gated_delta(
             self.table.data_ptr(),
-            len(self.row_by_row.walked(rule)),
+            len(self.row_by_row.walked),
             ctypes.byref(_described(raw, memory, conv)),
             memory.states.data_ptr(),
             *(weight.data_ptr() for weight in gates),
@@ -89,7 +92,6 @@ class NativePass:
             rule.value_dim,
             out.dtype is torch.bfloat16,
         )
-        self.row_by_row.run_fast(params, raw, memory, out)
         return _checked(done, out)
 
     def _mamba2(self, params: Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:
@@ -98,7 +100,7 @@ class NativePass:
         conv = _Convolution.of(params)
         done = self.library.mamba2(
             self.table.data_ptr(),
-            len(self.table),
+            len(self.row_by_row.walked),
             ctypes.byref(_described(raw, memory, conv)),
             memory.states.data_ptr(),
             *(weight.data_ptr() for weight in gates),

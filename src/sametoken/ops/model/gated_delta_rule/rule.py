@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from sametoken.ops.model.gated_delta_rule import reference
 from sametoken.ops.model.gated_delta_rule.chunk_reference import advance_chunk
 from sametoken.ops.model.recurrent.chunk_reference import in_one_shape
 from sametoken.ops.model.recurrent.convolution import convolve_row
-from sametoken.ops.model.recurrent.rule import FAST_ROWS, ChunkFunction, RowFunction
+from sametoken.ops.model.recurrent.rule import ChunkFunction, RowFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class GatedDelta:
     """``RecurrentRule`` of Gated DeltaNet; a raw row is [q | k | v] and the gates a and b.
 
     Attributes:
-        conv_kernel, fast_rows: as in ``RecurrentRule``.
+        conv_kernel: as in ``RecurrentRule``.
     """
 
     num_key_heads: int
@@ -28,7 +27,6 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     conv_kernel: int
-    fast_rows: ClassVar[int] = FAST_ROWS
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

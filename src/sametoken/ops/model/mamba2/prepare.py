@@ -23,6 +23,16 @@ _CHANNELS = 256
 
 
 @triton.jit
+def time_step(raw, limit):
+    """softplus(raw) within the limit, least and largest time step."""
+    least, largest = limit
+    softplus = tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw)))
+    step = tl.minimum(tl.maximum(softplus, least), largest)
+    # A maximum drops NaN, which must reach the logits.
+    return tl.where(raw == raw, step, raw)
+
+
+@triton.jit
 def _prepare_steps(
     gate,  # dt, its stride, pending gates of the slot
     first_new,  # row of the pass minus its index among folded and new rows
@@ -44,16 +54,12 @@ def _prepare_steps(
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
     shift = tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
     dt, stride, pending = gate
-    least, largest = limit
     gdc_wait(PDL)
     begin, end = span
     for t in range(begin, end):
         at = tl.where(t >= num_folded, dt + (first_new + t) * stride, pending + t * H)
         raw = tl.load(at + head, inside, other=0.0).to(tl.float32) + shift
-        softplus = tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw)))
-        step = tl.minimum(tl.maximum(softplus, least), largest)
-        # A maximum drops NaN, which must reach the logits.
-        step = tl.where(raw == raw, step, raw)
+        step = time_step(raw, limit)
         target = prepared + t * WIDTH + C + head
         tl.store(target, tl.exp(-rate * step), inside)
         tl.store(target + H, step, inside)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def time_step(dt: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Tensor:
-    """The time step of each head: [H] fp32, ``softplus(dt + dt_bias)`` within ``limit``.
+    """The time step of each head: [.., H] fp32, ``softplus(dt + dt_bias)`` within ``limit``.
 
     Args:
-        dt: [H] fp32, the row's raw gate.
+        dt: [.., H] fp32, a row's raw gate, or those of several.
         dt_bias: [H] fp32.
         limit: least and largest time step.
     """

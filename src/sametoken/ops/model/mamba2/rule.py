@@ -1,15 +1,17 @@
-"""Mamba-2 (arXiv 2405.21060) as a recurrent rule: sizes, a layer's weights, its row function."""
+"""Mamba-2 (arXiv 2405.21060) as a recurrent rule: sizes, a layer's weights, its functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
 from sametoken.ops.model.mamba2 import reference
+from sametoken.ops.model.mamba2.chunk_reference import advance_chunk
+from sametoken.ops.model.recurrent.chunk_reference import in_one_shape
 from sametoken.ops.model.recurrent.convolution import convolve_row
-from sametoken.ops.model.recurrent.rule import RowFunction
+from sametoken.ops.model.recurrent.rule import ChunkFunction, RowFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Mamba2:
     Attributes:
         num_groups: groups of heads that share B and C.
         state_dim: N, the width of B and C of a group.
-        conv_kernel, fast_rows: as in ``RecurrentRule``.
+        conv_kernel: as in ``RecurrentRule``.
     """
 
     num_heads: int
@@ -27,7 +29,6 @@ class Mamba2:
     num_groups: int
     state_dim: int
     conv_kernel: int
-    fast_rows: ClassVar[int] = 0
 
     @property
     def xbc_sizes(self) -> tuple[int, int, int]:
@@ -93,21 +94,37 @@ class Mamba2Params:
 
     def row_function(self) -> RowFunction:
         """See ``RuleWeights.row_function``."""
-        rule, limit, rate = self.rule, self.time_step_limit, self.A_log.float().exp()
-        skip, dt_bias = self.D.float()[:, None], self.dt_bias.float()
-        conv_weight = self.conv_weight.float()
-        conv_bias = None if self.conv_bias is None else self.conv_bias.float()
+        prepare, skip = self._preparation(), self.D.float()[:, None]
 
         def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-            x, b, c = convolve_row(window, conv_weight, conv_bias).split(rule.xbc_sizes)
-            step = reference.time_step(gates, dt_bias, limit)
-            x = x.view(rule.num_heads, rule.head_dim)
-            b, c = b.view(rule.num_groups, -1), c.view(rule.num_groups, -1)
-            read = reference.advance(state, x, b, c, (-rate * step).exp(), step)
+            x, b, c, log_decay, step = prepare(window, gates)
+            read = reference.advance(state, x, b, c, log_decay.exp(), step)
             out: Tensor = read + skip * x
             return out.flatten()
 
         return run_row
 
-    def chunk_function(self) -> None:
+    def chunk_function(self) -> ChunkFunction:
         """See ``RuleWeights.chunk_function``."""
+        skip = self.D.float()[:, None]
+
+        def advance(state: Tensor, x: Tensor, *others: Tensor) -> Tensor:
+            return advance_chunk(state, x, *others) + skip * x
+
+        return in_one_shape(self._preparation(), advance, self.rule.conv_kernel)
+
+    def _preparation(self) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        """From windows and gates of any rows to x, B, C, log decay and time step."""
+        rule, limit, rate = self.rule, self.time_step_limit, self.A_log.float().exp()
+        conv_weight, dt_bias = self.conv_weight.float(), self.dt_bias.float()
+        conv_bias = None if self.conv_bias is None else self.conv_bias.float()
+
+        def prepare(window: Tensor, gates: Tensor) -> tuple[Tensor, ...]:
+            convolved = convolve_row(window, conv_weight, conv_bias)
+            x, b, c = convolved.split(rule.xbc_sizes, dim=-1)
+            step = reference.time_step(gates, dt_bias, limit)
+            x = x.unflatten(-1, (rule.num_heads, rule.head_dim))
+            b, c = (shared.unflatten(-1, (rule.num_groups, rule.state_dim)) for shared in (b, c))
+            return x, b, c, -rate * step, step
+
+        return prepare

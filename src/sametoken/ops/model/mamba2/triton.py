@@ -4,7 +4,7 @@ As Gated DeltaNet (``gated_delta_rule.triton``): ``plan_runs`` says which rows a
 commits and leaves pending; per layer, ``prepare`` turns raw rows into the rule's inputs, and
 ``advance`` scans them sequentially with the state in registers, read and written once. One loop
 runs all rows. The numbers of rows and states choose how a state is cut into tiles; sums have one
-order in every tile.
+order in every tile. Prompts in the fast form run by ``chunks``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import RowRuns
+from sametoken.ops.model.mamba2.chunks import advance_chunks
 from sametoken.ops.model.mamba2.prepare import prepare
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
@@ -327,6 +328,8 @@ def advance(
     assert raw.mixed.dtype == memory.history.dtype
     assert params.D.is_contiguous()
     prepared = prepare(runs, params, raw, memory)
+    if runs.fast:
+        advance_chunks(runs.fast, params, raw, memory, out)
     batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
     tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
     rows = min(tile.rows, held)

@@ -23,7 +23,6 @@ from sametoken.ops.model.recurrent.rule import (
     Folded,
     LayerMemory,
     RawRows,
-    RecurrentRule,
     RowFunction,
     RuleWeights,
 )
@@ -52,15 +51,16 @@ class RowByRowPass:
             raise InvariantError(f"raw inputs in {given} are kept in {kept}")
         run_row, gates = weights.row_function(), torch.cat(raw.gates, dim=-1)
         out = gates.new_empty(gates.shape[0], weights.rule.out_features)
-        for part in self.walked(weights.rule):
+        for part in self.walked:
             rows = slice(part.first_row, part.first_row + part.num_rows)
             out[rows] = self._run_slot(part, raw.mixed[rows], gates[rows], memory, run_row)
         self.run_fast(weights, raw, memory, out)
         return out
 
-    def walked(self, rule: RecurrentRule) -> tuple[SlotRows, ...]:
-        """The parts that run row by row: all, if the rule has no fast form."""
-        return tuple(part for part in self.parts if not (part.is_fast and rule.fast_rows))
+    @property
+    def walked(self) -> tuple[SlotRows, ...]:
+        """The parts that run row by row."""
+        return tuple(part for part in self.parts if not part.is_fast)
 
     def run_fast(
         self, weights: RuleWeights, raw: RawRows, memory: LayerMemory, out: Tensor
@@ -70,7 +70,7 @@ class RowByRowPass:
         Raises:
             InvariantError: one begins inside of a chunk.
         """
-        for part in self.parts[len(self.walked(weights.rule)) :]:
+        for part in self.parts[len(self.walked) :]:
             rows = slice(part.first_row, part.first_row + part.num_rows)
             start = 0 if part.starts else int(self.folded.position[part.slot]) + part.num_folded
             _require_multiple(part, start)
@@ -119,7 +119,6 @@ def _run_chunks(
 ) -> Tensor:
     """Run a slot's rows chunk by chunk: [num_rows, out_features] fp32."""
     run_chunk = weights.chunk_function()
-    assert run_chunk is not None
     state, history = memory.states[part.slot], memory.history[part.slot]
     if part.starts:
         state.zero_()

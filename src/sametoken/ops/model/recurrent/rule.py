@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 
-#: Rows of a chunk of a prompt in the fast form, in every rule that has one.
+#: Rows of a chunk of a prompt in the fast form: all begin at multiples of it.
 FAST_ROWS = 64
 #: Without drafts, a GPU stores states at positions that are multiples of it: a pass runs up to
 #: three pending rows again, and one in four writes a state, which takes longer than these rows.
@@ -31,7 +31,6 @@ class RecurrentRule(Protocol):
         conv_channels: C, the width of a raw row's convolved part; 0 without convolution.
         gate_sizes: widths of a raw row's other parts.
         out_features: width of a row's output.
-        fast_rows: ``FAST_ROWS``: chunks in the fast form begin at its multiples; 0: there is none.
     """
 
     @property
@@ -48,9 +47,6 @@ class RecurrentRule(Protocol):
 
     @property
     def out_features(self) -> int: ...
-
-    @property
-    def fast_rows(self) -> int: ...
 
     def divided(self, size: int) -> Self:
         """The shard of one of ``size`` ranks."""
@@ -95,8 +91,8 @@ class RuleWeights(Protocol):
         """The layer's row function, with weights in fp32."""
         ...
 
-    def chunk_function(self) -> ChunkFunction | None:
-        """The layer's fast form, likewise; None: its rule has none."""
+    def chunk_function(self) -> ChunkFunction:
+        """The layer's fast form, likewise."""
         ...
 
 

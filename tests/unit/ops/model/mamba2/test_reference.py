@@ -1,4 +1,7 @@
-"""One row at a time gives what transformers' Mamba-2 gives for the whole sequence."""
+"""One row at a time gives what transformers' Mamba-2 gives for the whole sequence.
+
+A chunk of rows gives what its rows give one after the other, in other low-order bits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import pytest
 import torch
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
+from sametoken.ops.model.mamba2.chunk_reference import advance_chunk
+from sametoken.ops.model.mamba2.reference import advance
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -48,6 +54,31 @@ def test_rows_in_turn_are_transformers_scan(heads, groups, limit):
     rows = [run_row(state, raw[t : t + 1], dt[t]) for t in range(length)]
     torch.testing.assert_close(torch.stack(rows), expected.view(length, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state, final[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("decays", ["none", "usual", "strong", "strong after weak"])
+def test_a_chunk_is_its_rows_in_turn(dtype, tolerance, decays):
+    """After a decay by exp(-1e4) small ones still count."""
+    generator = torch.Generator().manual_seed(len(decays))
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x, b, c = random(FAST_ROWS, 6, 12), random(FAST_ROWS, 2, 16), random(FAST_ROWS, 2, 16)
+    step, state = random(FAST_ROWS, 6).sigmoid(), random(6, 12, 16)
+    weak = -random(FAST_ROWS, 6).exp() * 1e-2
+    mixed = torch.where(torch.arange(FAST_ROWS)[:, None] % 7 == 3, -1e4, weak)
+    log_decay = {"none": weak * 0, "usual": weak, "strong": weak * 1e4, "strong after weak": mixed}
+    walked, rows = state.clone(), (x, b, c, log_decay[decays], step)
+    expected = torch.stack(
+        [
+            advance(walked, *inputs, decay.exp(), own)
+            for *inputs, decay, own in zip(*rows, strict=True)
+        ]
+    )
+    torch.testing.assert_close(advance_chunk(state, *rows), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(state, walked, rtol=0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

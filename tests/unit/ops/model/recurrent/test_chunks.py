@@ -1,4 +1,4 @@
-"""Gated DeltaNet's chunks on a GPU: the reference's rows, whatever else a pass runs."""
+"""Chunks of positions on a GPU: the reference's rows, whatever else a pass runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from helpers.fast_passes import NUM_SLOTS, OTHERS, empty, run
 from helpers.recurrent import begin_as_on_a_gpu
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE
 
 SPECS = [
-    Recurrent(GatedDelta(1, 2, 8, 16, 4), torch.float32),
-    Recurrent(GatedDelta(2, 2, 5, 24, 3), torch.float32),
-    Recurrent(GatedDelta(1, 3, 4, 8, 1), torch.float32),
-]
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec.rule.value_dim))
+    Recurrent(rule, torch.float32)
+    for rule in (
+        GatedDelta(1, 2, 8, 16, 4), GatedDelta(2, 2, 5, 24, 3), GatedDelta(1, 3, 4, 8, 1),
+        Mamba2(4, 8, 2, 16, 4), Mamba2(3, 66, 1, 5, 3), Mamba2(2, 16, 2, 20, 1),
+    )
+]  # fmt: skip
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec.rule.state_shape))
+# One of each rule.
+either_rule = pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: type(spec.rule).__name__)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -59,14 +64,16 @@ def test_a_prompt_has_the_same_bits_in_every_pass(spec):
     assert torch.equal(cut.history[:, 2], whole.history[:, 2])
 
 
-def test_a_chunk_with_fewer_rows_has_the_bits_of_a_whole_one():
-    whole, short = empty(SPECS[0]), empty(SPECS[0])
+@either_rule
+def test_a_chunk_with_fewer_rows_has_the_bits_of_a_whole_one(spec):
+    whole, short = empty(spec), empty(spec)
     (wanted,) = run(whole, [(2, 0, 128)], 1)
     assert torch.equal(run(short, [(2, 0, 70)], 1)[0], wanted[:70])
 
 
-def test_rows_that_do_not_follow_give_nan_and_change_nothing():
-    cache = empty(SPECS[0])
+@either_rule
+def test_rows_that_do_not_follow_give_nan_and_change_nothing(spec):
+    cache = empty(spec)
     run(cache, [(2, 0, 64), (3, 0, 64)], 2)
     before = [held[:, 2].clone() for held in (cache.states, cache.history)]
     broken, sound = run(cache, [(2, 192, 70), (3, 64, 70)], 2)
@@ -77,10 +84,20 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing():
 
 
 COMPILED = """
-from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from triton.runtime.jit import JITFunction
+from sametoken.ops.model.{folder} import chunks
+from sametoken.ops.model.{folder}.rule import {names}
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, FastRuns
+
+chunks.shared_memory = lambda tensor: {memory}
+compiled = JITFunction.run
+
+def run(self, *args, **options):
+    kernel = compiled(self, *args, **options)
+    assert kernel.metadata.shared <= {memory}, kernel.metadata
+
+JITFunction.run = run
 
 def zeros(*size, dtype=torch.bfloat16):
     return torch.zeros(*size, dtype=dtype)
@@ -88,31 +105,29 @@ def zeros(*size, dtype=torch.bfloat16):
 def numbers(*size):
     return zeros(*size, dtype=torch.int64)
 
-rule = GatedDelta(16, 32, 128, 128, 4)
-params = GatedDeltaParams(rule, zeros(32), zeros(32), zeros(4, 8192), None)
-states = zeros(4, 32, 128, 128, dtype=torch.float32)
-memory = LayerMemory(states, zeros(4, 3, 8192), zeros(4, 3, 8192), zeros(4, 3, 64))
+rule = {rule}
+channels, gates = rule.conv_channels, rule.gate_sizes
+states = zeros(4, *rule.state_shape, dtype=torch.float32)
+pending = zeros(4, 3, channels), zeros(4, 3, sum(gates))
+memory = LayerMemory(states, zeros(4, 3, channels), *pending)
 fast = FastRuns(1, 2, 5, numbers(3, 8), numbers(5, CHUNK_FIELDS.value), numbers(2))
-raw = RawRows(zeros(300, 8192), (zeros(300, 32), zeros(300, 32)))
-advance_chunks(fast, params, raw, memory, zeros(300, 4096))
+raw = RawRows(zeros(300, channels), tuple(zeros(300, size) for size in gates))
+heads = [zeros(gates[0]) for _ in range({num_weights})]
+params = {name}Params(rule, *heads, zeros(4, channels), None)
+chunks.advance_chunks(fast, params, raw, memory, zeros(300, rule.out_features))
 """
 
 
-SMALL = """
-from triton.runtime.jit import JITFunction
-from sametoken.ops.model.gated_delta_rule import chunks
-
-chunks.shared_memory = lambda tensor: 99 << 10
-compiled = JITFunction.run
-
-def run(self, *args, **options):
-    kernel = compiled(self, *args, **options)
-    assert kernel.metadata.shared <= 99 << 10, kernel.metadata
-
-JITFunction.run = run
-"""
-
-
-@pytest.mark.parametrize("code", [COMPILED, SMALL + COMPILED], ids=["hopper", "99 KiB"])
-def test_they_compile_for_the_memory_of_a_program(code, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "rule", "num_weights"),
+    [
+        ("gated_delta_rule", GatedDelta(16, 32, 128, 128, 4), 2),
+        ("mamba2", Mamba2(64, 64, 8, 128, 4), 3),
+    ],
+)
+@pytest.mark.parametrize("memory", [227 << 10, 99 << 10])
+def test_they_compile_for_the_memory_of_a_program(tmp_path, folder, rule, num_weights, memory):
+    name = type(rule).__name__
+    names, facts = f"{name}, {name}Params", {"num_weights": num_weights, "memory": memory}
+    code = COMPILED.format(folder=folder, name=name, names=names, rule=rule, **facts)
     compile_launches(code, tmp_path)

@@ -1,13 +1,15 @@
-"""Microseconds of Gated DeltaNet's layer operation over prompts in a CUDA graph, by form.
+"""Microseconds of a recurrent layer's operation over prompts in a CUDA graph, by form.
 
-    python benchmarks/kernels/gated_delta_chunks.py
+    python benchmarks/kernels/recurrent_chunks.py [gated_delta | mamba2]
 
-Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. Prompts go on from
+Gated DeltaNet in Qwen3.5-9B's shape (32 value heads over 16 key heads, states of 128 x 128), or
+Mamba-2 in Nemotron-3-Nano's (64 heads of 64 in 8 groups, a state of 128). Prompts go on from
 position 64, walked and by the chunks of ``fast_prompts_from``; these by kernel, too.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -17,12 +19,14 @@ from graph_times import microseconds
 from torch.profiler import ProfilerActivity, profile
 
 from sametoken.ops.backend import AttentionRows, FastPrompts, RowRuns
+from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.model.gated_delta_rule.triton import advance
+from sametoken.ops.model.mamba2 import triton as mamba2
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE, Folded, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import Runs, plan_runs
 
-RULE = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_kernel=4)
+RULES = {"gated_delta": GatedDelta(16, 32, 128, 128, 4), "mamba2": Mamba2(64, 64, 8, 128, 4)}
 CASES = ([1024], [4096], [8192], [512] * 8)
 CALLS = 20
 
@@ -51,28 +55,38 @@ def by_kernel(operation: Callable[[], object]) -> str:
     return ", ".join(f"{event.key.strip('_')} {event.device_time:.0f}" for event in events)
 
 
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, device="cuda").to(dtype)
+
+
+def layer_of(rule: GatedDelta | Mamba2) -> Callable[..., torch.Tensor]:
+    """The operation, of a plan, raw rows and memory."""
+    weight, heads = random(rule.conv_kernel, rule.conv_channels), rule.gate_sizes[0]
+    if isinstance(rule, GatedDelta):
+        delta = GatedDeltaParams(rule, random(heads) - 3, random(heads), weight, None)
+        return lambda plan, raw, memory: gated_delta_rule.advance(plan, delta, raw, memory)
+    scan = Mamba2Params(rule, random(heads) - 3, random(heads), random(heads), weight, None)
+    return lambda plan, raw, memory: mamba2.advance(plan, scan, raw, memory)
+
+
 def main() -> None:
     """Print a line for each case."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda").to(dtype)
-
-    channels, heads = RULE.conv_channels, RULE.num_value_heads
-    params = GatedDeltaParams(
-        RULE, random(heads) - 3, random(heads), random(RULE.conv_kernel, channels), None
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rule", nargs="?", choices=RULES, default="gated_delta")
+    rule = RULES[parser.parse_args().rule]
+    torch.manual_seed(0)
+    advance, channels = layer_of(rule), rule.conv_channels
     for lengths in CASES:
-        raw = RawRows(random(sum(lengths), channels), (random(sum(lengths), heads),) * 2)
-        slots = len(lengths) + 1
+        gates = tuple(random(sum(lengths), width) for width in rule.gate_sizes)
+        raw, slots = RawRows(random(sum(lengths), channels), gates), len(lengths) + 1
         memory = LayerMemory(
-            random(slots, *RULE.state_shape, dtype=torch.float32),
-            random(slots, RULE.conv_kernel - 1, channels),
+            random(slots, *rule.state_shape, dtype=torch.float32),
+            random(slots, rule.conv_kernel - 1, channels),
             random(slots, 3, channels),
-            random(slots, 3, 2 * heads),
+            random(slots, 3, sum(rule.gate_sizes)),
         )
         walk, chunks = (
-            partial(advance, planned(lengths, by_chunks=by_chunks), params, raw, memory)
+            partial(advance, planned(lengths, by_chunks=by_chunks), raw, memory)
             for by_chunks in (False, True)
         )
         times = [

@@ -278,11 +278,11 @@ def _prepared_width(rule: RecurrentRule) -> int:
 
 
 def _chunk_bytes(rule: RecurrentRule, width: int) -> int:
-    """Bytes of a chunk in the fast form on a GPU: q, k, v, an inverse, weights and gates."""
-    if not isinstance(rule, GatedDelta):
-        return 0
-    squares = 2 * rule.num_value_heads * FAST_ROWS
-    return FAST_ROWS * ((rule.conv_channels + squares) * width + sum(rule.gate_sizes) * _FP32)
+    """Bytes of a chunk in the fast form on a GPU: rows and gates, an inverse and weights."""
+    squares, gates = 0, 3 * sum(rule.gate_sizes)
+    if isinstance(rule, GatedDelta):
+        squares, gates = 2 * rule.num_value_heads * FAST_ROWS, sum(rule.gate_sizes)
+    return FAST_ROWS * ((rule.conv_channels + squares) * width + gates * _FP32)
 
 
 def require_addressable(

@@ -327,9 +327,10 @@ def advance(
         return out
     assert raw.mixed.dtype == memory.history.dtype
     assert params.D.is_contiguous()
-    prepared = prepare(runs, params, raw, memory)
     if runs.fast:
+        # First, as the rows that it prepares need no memory beside those to walk.
         advance_chunks(runs.fast, params, raw, memory, out)
+    prepared = prepare(runs, params, raw, memory)
     batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
     tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
     rows = min(tile.rows, held)

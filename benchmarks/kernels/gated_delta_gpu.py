@@ -176,10 +176,9 @@ class Layers:
     def rule(self, tile: RuleTile | None) -> torch.Tensor:
         """Run rows of every layer that are prepared once."""
         prepared = prepare(self.runs, self.params, self.raw, self.memory(0))
-        out = self.raw.mixed.new_empty(len(self.raw.mixed), self.params.rule.out_features)
         for layer in range(self.case.layers):
             memory = self.memory(layer)
-            advance_prepared(self.runs, self.params.rule, prepared, self.raw, memory, out, tile)
+            out = advance_prepared(self.runs, self.params.rule, prepared, self.raw, memory, tile)
         return out
 
     def copy(self) -> None:

@@ -8,10 +8,15 @@ import torch
 from helpers.compiled import compile_launches
 from helpers.fast_passes import NUM_SLOTS, OTHERS, empty, run
 from helpers.recurrent import begin_as_on_a_gpu
+from helpers.rows import runs_of
+from sametoken.ops.backend import AttentionRows, FastPrompts
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.mamba2.rule import Mamba2
-from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE
+from sametoken.ops.model.recurrent.layout import slot_rows
+from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE, Folded
+from sametoken.ops.model.recurrent.runs import NUM_ROWS, plan_runs
+from sametoken.types.fast_prompts import fast_end
 
 SPECS = [
     Recurrent(rule, torch.float32)
@@ -62,6 +67,24 @@ def test_a_prompt_has_the_same_bits_in_every_pass(spec):
     assert torch.equal(torch.cat((first, second, third)), wanted)
     assert torch.equal(cut.states[:, 2], whole.states[:, 2])
     assert torch.equal(cut.history[:, 2], whole.history[:, 2])
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129, 130, 193])
+def test_a_gpu_finds_the_rows_in_the_fast_form_that_the_host_means(length):
+    """Of prompts of 64 tokens and more, from every multiple of 64 on."""
+    starts = range(0, 200, FAST_ROWS)
+    slots, positions = torch.arange(len(starts)), torch.tensor(starts)
+    prompts = FastPrompts(torch.full((len(starts) + 1,), length), 64)
+    rows = AttentionRows(
+        positions, slots, slots, slots[None], runs_of([1] * len(starts), 0), fast_prompts=prompts
+    )
+    counts = torch.tensor([*starts, 0]), torch.zeros(len(starts) + 1, dtype=torch.int64)
+    parts = slot_rows(rows, Folded(*counts, 3, 1))
+    runs = plan_runs(rows, Folded(*counts, 3, STATE_STRIDE))
+    expected = [start < fast_end(length, 64, FAST_ROWS) for start in starts]
+    assert (runs.fast.runs[:, NUM_ROWS.value] > 0).tolist() == expected
+    assert (runs.table[:, NUM_ROWS.value] == 0).tolist() == expected
+    assert [one.is_fast for one in sorted(parts, key=lambda one: one.slot)] == expected
 
 
 @either_rule

@@ -36,7 +36,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     run_to_scan,
     store_gates,
 )
-from sametoken.ops.model.recurrent.convolution_triton import sigmoid
+from sametoken.ops.model.recurrent.convolution_triton import sigmoid, softplus
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROWS, FastRuns
 
@@ -59,8 +59,7 @@ def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr, HEADS
     raw_a = tl.load(a + index * a_stride + head, exists, other=0.0).to(tl.float32)
     raw_b = tl.load(b + index * b_stride + head, exists, other=0.0).to(tl.float32)
     shifted = raw_a + tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
-    softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
-    decay = tl.cumsum(tl.where(exists, -rate * softplus, 0.0), 0)
+    decay = tl.cumsum(tl.where(exists, -rate * softplus(shifted), 0.0), 0)
     store_gates(gates, (decay, tl.where(exists, sigmoid(raw_b), 0.0)), HV)
 
 

@@ -21,6 +21,7 @@ from sametoken.ops.model.recurrent.convolution_triton import (
     pending_or_new,
     rows_to_prepare,
     sigmoid,
+    softplus,
 )
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import FIELDS, Runs
@@ -33,9 +34,7 @@ _VALUES = 256
 
 @triton.jit
 def _decay(a, rate, dt_bias):
-    shifted = a + dt_bias
-    softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
-    return tl.exp(-rate * softplus)
+    return tl.exp(-rate * softplus(a + dt_bias))
 
 
 @triton.jit

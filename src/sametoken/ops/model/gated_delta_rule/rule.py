@@ -110,8 +110,8 @@ class GatedDeltaParams:
             convolved = convolve_row(window, conv_weight, conv_bias)
             q, k, v = convolved.split(rule.qkv_sizes, dim=-1)
             a, b = gates.split(rule.gate_sizes, dim=-1)
-            q, k = (x.view(*x.shape[:-1], -1, rule.key_dim) for x in (q, k))
-            v = v.view(*v.shape[:-1], -1, rule.value_dim)
+            q, k = (x.unflatten(-1, (-1, rule.key_dim)) for x in (q, k))
+            v = v.unflatten(-1, (-1, rule.value_dim))
             return q, k, v, *reference.gates(a, b, decay_rate, dt_bias)
 
         return prepare

@@ -286,11 +286,10 @@ def advance(
         memory: the slots' memory in the layer; written.
         tile: of states, for this walk to serve all runs; by default what suits the pass.
     """
-    out = raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
-    if not runs.table.shape[0]:
-        return out
+    if not runs.rows.count:
+        return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
     # Nobody holds prepared rows while there are chunks.
-    advance_prepared(runs, params.rule, prepare(runs, params, raw, memory), raw, memory, out, tile)
+    out = advance_prepared(runs, params.rule, prepare(runs, params, raw, memory), raw, memory, tile)
     if runs.fast:
         advance_chunks(runs.fast, params, raw, memory, out)
     return out
@@ -302,19 +301,20 @@ def advance_prepared(
     prepared: Tensor,
     raw: RawRows,
     memory: LayerMemory,
-    out: Tensor,
     tile: RuleTile | None,
-) -> None:
-    """``advance`` after ``prepare``, with its output, into ``out``; other arguments as there."""
+) -> Tensor:
+    """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
+    num_rows, num_channels = raw.mixed.shape
     long = runs.rows.max_rows >= _LONG
-    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, len(raw.mixed))
+    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_rows)
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
+    out = raw.mixed.new_empty(num_rows, rule.out_features)
     keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
     lanes = min(keys, _PARTS, _TOGETHER.value * _THREADS.value // tile.value_columns)
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
     programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
-    blocks = triton.cdiv(rule.conv_channels, block)
+    blocks = triton.cdiv(num_channels, block)
     keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
@@ -345,3 +345,4 @@ def advance_prepared(
     )
     if on_hopper:
         hopper.walk(runs, rule, prepared, memory, out)
+    return out

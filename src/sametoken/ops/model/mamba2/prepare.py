@@ -13,6 +13,7 @@ from sametoken.ops.model.recurrent.convolution_triton import (
     own_part,
     parts_of,
     rows_to_prepare,
+    softplus,
 )
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import FIELDS, Runs
@@ -26,8 +27,7 @@ _CHANNELS = 256
 def time_step(raw, limit):
     """softplus(raw) within the limit, least and largest time step."""
     least, largest = limit
-    softplus = tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw)))
-    step = tl.minimum(tl.maximum(softplus, least), largest)
+    step = tl.minimum(tl.maximum(softplus(raw), least), largest)
     # A maximum drops NaN, which must reach the logits.
     return tl.where(raw == raw, step, raw)
 

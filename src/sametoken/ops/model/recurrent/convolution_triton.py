@@ -116,6 +116,12 @@ def rows_to_prepare(
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), which does not overflow."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     # 1 / y as the square of rsqrt(y): cheaper than a division, which handles all ranges.

@@ -144,6 +144,7 @@ def _plan_runs_kernel(
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
     is_fast = first < 0
     if prompt_len is not None:
+        # ``types.fast_prompts.fast_end``
         length = tl.load(prompt_len + slot)
         is_fast = (length >= least_len) & (here < length - (length % FAST == 1).to(tl.int64))
     # In the fast form nothing is left pending: drafts or none, the state is the same.
@@ -237,20 +238,20 @@ def _plan_chunks_kernel(
     own = tl.program_id(0)
     runs += first_run * FIELDS
     run = tl.arange(0, BLOCK_RUNS)
-    before = run < own
-    first = tl.load(runs + run * FIELDS + FIRST_ROW, before, other=0)
-    stop = tl.load(runs + run * FIELDS + STOP_ROW, before, other=0)
+    first = tl.load(runs + run * FIELDS + FIRST_ROW, run < own, other=0)
+    stop = tl.load(runs + run * FIELDS + STOP_ROW, run < own, other=0)
     first_chunk = tl.sum((stop - first + CHUNK - 1) // CHUNK, axis=0)
     tl.store(first_chunks + own, first_chunk)
     field = runs + own * FIELDS
     slot, first_row, stop_row = fact(field, SLOT), fact(field, FIRST_ROW), fact(field, STOP_ROW)
-    num_rows, empty = fact(field, NUM_ROWS), fact(field, EMPTY)
+    num_rows = fact(field, NUM_ROWS)
+    before = tl.where(fact(field, EMPTY) != 0, NOWHERE, IN_HISTORY)
     for row in range(0, stop_row - first_row, CHUNK):
         at = chunks + (first_chunk + row // CHUNK) * CHUNK_FIELDS
         tl.store(at + CHUNK_SLOT, slot)
         tl.store(at + CHUNK_ROW, first_row + row)
         tl.store(at + CHUNK_ROWS, tl.minimum(tl.maximum(num_rows - row, 0), CHUNK))
-        tl.store(at + CHUNK_BEFORE, tl.where(row > 0, IN_PASS, IN_HISTORY + empty))
+        tl.store(at + CHUNK_BEFORE, tl.where(row > 0, IN_PASS, before))
 
 
 def _plan_chunks(table: Tensor, runs: RowRuns, num_rows: int, num_slots: int) -> FastRuns:

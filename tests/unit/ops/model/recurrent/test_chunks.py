@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from helpers.fast_passes import NUM_SLOTS, OTHERS, empty, run
+from helpers.fast_passes import DEVICE, NUM_SLOTS, OTHERS, empty, run
 from helpers.recurrent import begin_as_on_a_gpu
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, FastPrompts
@@ -73,12 +73,12 @@ def test_a_prompt_has_the_same_bits_in_every_pass(spec):
 def test_a_gpu_finds_the_rows_in_the_fast_form_that_the_host_means(length):
     """Of prompts of 64 tokens and more, from every multiple of 64 on."""
     starts = range(0, 200, FAST_ROWS)
-    slots, positions = torch.arange(len(starts)), torch.tensor(starts)
-    prompts = FastPrompts(torch.full((len(starts) + 1,), length), 64)
-    rows = AttentionRows(
-        positions, slots, slots, slots[None], runs_of([1] * len(starts), 0), fast_prompts=prompts
-    )
-    counts = torch.tensor([*starts, 0]), torch.zeros(len(starts) + 1, dtype=torch.int64)
+    before = torch.tensor([*starts, 0], device=DEVICE)
+    slots, positions = torch.arange(len(starts), device=DEVICE), before[:-1]
+    prompts = FastPrompts(torch.full_like(before, length), 64)
+    runs = runs_of([1] * len(starts), 0, DEVICE)
+    rows = AttentionRows(positions, slots, slots, slots[None], runs, fast_prompts=prompts)
+    counts = before, torch.zeros_like(before)
     parts = slot_rows(rows, Folded(*counts, 3, 1))
     runs = plan_runs(rows, Folded(*counts, 3, STATE_STRIDE))
     expected = [start < fast_end(length, 64, FAST_ROWS) for start in starts]

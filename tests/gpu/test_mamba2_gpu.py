@@ -112,6 +112,10 @@ def test_ragged_runs_have_the_bits_of_single_rows(sequence):
     driver().require_ragged_runs(sequence)
 
 
+def test_long_runs_have_the_bits_of_single_rows():
+    driver().require_long_runs(driver().sequence(300))
+
+
 def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
     driver().require_captured(sequence)
 

@@ -1,9 +1,6 @@
 """The walk of long runs on Hopper, in Gluon: the sums of ``triton``'s walk, in the same order.
 
-A long run is a chain from row to row, so what counts is how soon a row ends. Groups of prepared
-rows are copied into shared memory while earlier ones are walked, and four warps, each with eight
-columns of a head's state, walk a group without a barrier. A row begins with sums over its keys, so
-they are loaded while the row before it is walked.
+A row begins with sums over its keys, so these are what a row needs first.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -13,31 +10,26 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra import cuda
 
-from sametoken.ops.model.recurrent.runs import (
-    BROKEN,
-    EMPTY,
-    FIELDS,
-    FIRST_ROW,
-    NUM_FOLDED,
-    NUM_LASTING,
-    NUM_ROWS,
-    SLOT,
-    STOP_ROW,
+from sametoken.ops.model.recurrent.hopper_kernels import (
+    GROUP,
+    SLOTS,
+    end_of,
+    facts_of,
+    fill_dead,
+    new_ring,
+    number,
+    rows_of,
+    store_row,
+    walk_rows,
 )
+from sametoken.ops.model.recurrent.runs import FIELDS
 
 #: Keys of a head. A column is summed in eight parts of 16, as in ``triton``.
 KEYS = gl.constexpr(128)
-#: Columns of a head's state that a program holds, and its warps.
+#: Columns of a head's state that a program holds.
 COLUMNS = gl.constexpr(32)
-WARPS = gl.constexpr(4)
-#: Rows of a group, groups in shared memory, and rows that the compiler may interleave: sixteen do
-#: not stay in the instruction cache.
-GROUP = gl.constexpr(32)
-SLOTS = gl.constexpr(3)
-UNROLLED = gl.constexpr(8)
 #: Threads that share a column: each sums a part, or two.
 LANES = gl.constexpr(8)
 
@@ -76,39 +68,6 @@ def _keys_layout(lanes):
 STATE = gl.constexpr(_state_layout(LANES.value))
 VALUES = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, STATE.value)))
 ROW_KEYS = gl.constexpr(_keys_layout(LANES.value))
-#: One number, in all threads.
-ONE = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0]] * 2, [], [1]))
-
-
-@gluon.jit
-def _copy_columns(memory, prepared, first, end, WIDTH: gl.constexpr):
-    """Begin to copy a group's rows from ``first`` on, without those from ``end`` on."""
-    COUNT: gl.constexpr = memory.shape[1]
-    EACH: gl.constexpr = min(COUNT, 4)
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, EACH], [32 * EACH // max(COUNT, EACH), COUNT // EACH], [WARPS, 1], [1, 0]
-    )
-    row = first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    at = prepared + row * WIDTH + column
-    async_copy.async_copy_global_to_shared(memory, at, mask=(row < end) & (column < COUNT))
-
-
-@gluon.jit
-def _copy_group(
-    ring, slot, prepared, first, end, head, first_value,
-    HK: gl.constexpr, HV: gl.constexpr, DV: gl.constexpr,
-):  # fmt: skip
-    ks, qs, vs, decays, betas, q_ks = ring
-    WIDTH: gl.constexpr = 2 * HK * KEYS + HV * DV + 2 * HV + HK
-    key_head, gate = head // (HV // HK), prepared + (2 * HK * KEYS + HV * DV)
-    _copy_columns(qs.index(slot), prepared + key_head * KEYS, first, end, WIDTH)
-    _copy_columns(ks.index(slot), prepared + (HK + key_head) * KEYS, first, end, WIDTH)
-    _copy_columns(vs.index(slot), prepared + 2 * HK * KEYS + first_value, first, end, WIDTH)
-    _copy_columns(decays.index(slot), gate + head, first, end, WIDTH)
-    _copy_columns(betas.index(slot), gate + HV + head, first, end, WIDTH)
-    _copy_columns(q_ks.index(slot), gate + 2 * HV + key_head, first, end, WIDTH)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -141,75 +100,26 @@ def _row_keys(memory):
 
 
 @gluon.jit
-def _number(memory):
-    return gl.sum(memory.load(ONE), axis=0)
+def _load_ahead(rows, at):
+    return _row_keys(rows[0].index(at))
 
 
 @gluon.jit
 def _walk_row(state, k, rows, at, last, out, shift, WIDTH: gl.constexpr):
-    """One row, in the order of operations of ``triton``'s walk.
-
-    It is at ``at`` in shared memory, and row ``at + shift`` of the output if that is not negative:
-    folded rows have none. Returns the next state, and k of the next row up to ``last``.
-    """
-    ks, qs, vs, decays, betas, q_ks = rows
+    """One row, in the order of operations of ``triton``'s walk."""
+    _, qs, vs, decays, betas, q_ks = rows
     q, v = _row_keys(qs.index(at)), vs.index(at).load(VALUES)
-    decay, beta = _number(decays.index(at)), _number(betas.index(at))
-    q_k, next_k = _number(q_ks.index(at)), _row_keys(ks.index(gl.minimum(at + 1, last)))
+    decay, beta, q_k = number(decays.index(at)), number(betas.index(at)), number(q_ks.index(at))
+    next_k = _load_ahead(rows, gl.minimum(at + 1, last))
     along_k, along_q = _along(state, k, q)
     delta = beta * gl.fma(-decay, along_k, v)
-    read = gl.fma(delta, q_k, decay * along_q)
-    new = at + shift
-    gl.store(out + new * WIDTH, read.to(out.dtype.element_ty), mask=new >= 0)
+    store_row(out, at + shift, gl.fma(delta, q_k, decay * along_q), WIDTH)
     return gl.fma(k, delta[None, None, :], decay * state), next_k
 
 
 @gluon.jit
-def _walk_run(
-    state, rows, ring, prepared, num_folded, num_lasting, total, state_at, out, head, first_value,
-    HK: gl.constexpr, HV: gl.constexpr, DV: gl.constexpr,
-):  # fmt: skip
-    """Walk folded and new rows; the state is stored after the rows that last."""
-    begin = 0
-    for piece in range(2):
-        end = num_lasting if piece == 0 else total
-        for slot in gl.static_range(SLOTS - 1):
-            first = begin + slot * GROUP
-            _copy_group(ring, slot, prepared, first, end, head, first_value, HK, HV, DV)
-        slot = 0
-        for first in range(begin, end, GROUP):
-            async_copy.wait_group(SLOTS - 2)
-            gl.thread_barrier()
-            at, rest = slot * GROUP, min(GROUP, end - first)
-            k, last, shift = _row_keys(rows[0].index(at)), at + rest - 1, first - num_folded - at
-            uneven = at + rest // UNROLLED * UNROLLED
-            for row in range(at, uneven, UNROLLED):
-                for i in gl.static_range(UNROLLED):
-                    state, k = _walk_row(state, k, rows, row + i, last, out, shift, HV * DV)
-            for row in range(uneven, last + 1):
-                state, k = _walk_row(state, k, rows, row, last, out, shift, HV * DV)
-            # All warps have left the slot before: they met above.
-            later, free = first + (SLOTS - 1) * GROUP, (slot + SLOTS - 1) % SLOTS
-            _copy_group(ring, free, prepared, later, end, head, first_value, HK, HV, DV)
-            slot = (slot + 1) % SLOTS
-        async_copy.wait_group(0)
-        gl.thread_barrier()
-        if (piece == 0) & (num_lasting > 0):
-            gl.store(state_at, state)
-        begin = end
-
-
-@gluon.jit
-def _end_of(runs, first, end):
-    """The run after the last that has rows: padding comes last."""
-    RUNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    last = first
-    for begin in range(first, end, 128):
-        run = begin + gl.arange(0, 128, layout=RUNS)
-        begins = gl.load(runs + run * FIELDS + FIRST_ROW, mask=run < end, other=0)
-        stops = gl.load(runs + run * FIELDS + STOP_ROW, mask=run < end, other=0)
-        last = gl.maximum(last, gl.max(gl.where(stops > begins, run + 1, first), 0))
-    return last
+def _store_state(at, state):
+    gl.store(at, state)
 
 
 @gluon.jit(do_not_specialize=["max_pending", "first_run", "end_run"])
@@ -235,49 +145,34 @@ def walk_kernel(
     WIDTH: gl.constexpr = 2 * HK * KEYS + HV * DV + 2 * HV + HK
     TILES: gl.constexpr = DV // COLUMNS
     head, first_column = gl.program_id(0) // TILES, gl.program_id(0) % TILES * COLUMNS
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    key_head = head // (HV // HK)
+    q_at, gate_at = key_head * KEYS, 2 * HK * KEYS + HV * DV
+    v_at, q_k_at = 2 * HK * KEYS + head * DV + first_column, gate_at + 2 * HV + key_head
+    columns = (q_at + HK * KEYS, q_at, v_at, gate_at + head, gate_at + HV + head, q_k_at)
+    ks, qs, vs = new_ring(KEYS), new_ring(KEYS), new_ring(COLUMNS)
+    decays, betas, q_ks = new_ring(1), new_ring(1), new_ring(1)
     BOX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ks = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, KEYS], PLAIN)
-    qs = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, KEYS], PLAIN)
-    vs = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, COLUMNS], PLAIN)
-    decays = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, 1], PLAIN)
-    betas = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, 1], PLAIN)
-    q_ks = gl.allocate_shared_memory(gl.float32, [SLOTS, GROUP, 1], PLAIN)
-    ring = (ks, qs, vs, decays, betas, q_ks)
-    rows = (
-        ks._reinterpret(gl.float32, [SLOTS * GROUP, 4, 8, 4], BOX),
-        qs._reinterpret(gl.float32, [SLOTS * GROUP, 4, 8, 4], BOX),
-        vs._reinterpret(gl.float32, [SLOTS * GROUP, COLUMNS], LINE),
-        decays._reinterpret(gl.float32, [SLOTS * GROUP, 1], LINE),
-        betas._reinterpret(gl.float32, [SLOTS * GROUP, 1], LINE),
-        q_ks._reinterpret(gl.float32, [SLOTS * GROUP, 1], LINE),
-    )
+    k_rows = ks._reinterpret(gl.float32, [SLOTS * GROUP, 4, 8, 4], BOX)
+    q_rows = qs._reinterpret(gl.float32, [SLOTS * GROUP, 4, 8, 4], BOX)
+    rings = (ks, qs, vs, decays, betas, q_ks)
+    rows = (k_rows, q_rows, rows_of(vs), rows_of(decays), rows_of(betas), rows_of(q_ks))
     part = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, STATE)))[:, None]
     held = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, STATE)))[None, :]
     key = ((held % 4 * 8 + part) * 4 + held // 4)[:, :, None]
     value = first_column + gl.arange(0, COLUMNS, layout=VALUES)
     if PDL:
         cuda.gdc_wait()
-    end_run = _end_of(runs, first_run, end_run)
+    end_run = end_of(runs, first_run, end_run)
     for run in range(first_run + gl.program_id(1), end_run, gl.num_programs(1)):
         field = runs + run * FIELDS
-        first_row, num_rows = gl.load(field + FIRST_ROW), gl.load(field + NUM_ROWS).to(gl.int32)
-        num_folded = gl.load(field + NUM_FOLDED).to(gl.int32)
-        num_lasting = gl.load(field + NUM_LASTING).to(gl.int32)
+        slot, first_row, num_rows, exists, ends = facts_of(field)
         row_out = out + (first_row * HV + head) * DV + value
         if num_rows > 0:
-            state_at = states + (gl.load(field + SLOT) * HV + head) * KEYS * DV
-            state_at += key * DV + value[None, None, :]
-            exists = gl.load(field + EMPTY) == 0
+            state_at = states + (slot * HV + head) * KEYS * DV + key * DV + value[None, None, :]
             state = gl.load(state_at, mask=exists, other=0.0, cache_modifier=".cg")
-            _walk_run(
-                state, rows, ring, prepared + (first_row + run * max_pending) * WIDTH,
-                num_folded, num_lasting, num_folded + num_rows, state_at, row_out,
-                head, head * DV + first_column, HK, HV, DV,
+            walk_rows(
+                state, rings, rows, prepared + (first_row + run * max_pending) * WIDTH, columns,
+                ends, state_at, row_out,
+                _load_ahead, _walk_row, _store_state, WIDTH, HV * DV,
             )  # fmt: skip
-        # Dead rows are zero; all rows of a broken run NaN.
-        dead = gl.where(gl.load(field + BROKEN) != 0, float("nan"), 0.0)
-        fill = gl.full([COLUMNS], 0.0, gl.float32, VALUES) + dead
-        for row in range(num_rows, (gl.load(field + STOP_ROW) - first_row).to(gl.int32)):
-            gl.store(row_out + row * HV * DV, fill.to(out.dtype.element_ty))
+        fill_dead(field, first_row, num_rows, row_out, HV * DV)

@@ -4,7 +4,8 @@ As Gated DeltaNet (``gated_delta_rule.triton``): ``plan_runs`` says which rows a
 commits and leaves pending; per layer, ``prepare`` turns raw rows into the rule's inputs, and
 ``advance`` scans them sequentially with the state in registers, read and written once. One loop
 runs all rows. The numbers of rows and states choose how a state is cut into tiles; sums have one
-order in every tile. Prompts in the fast form run by ``chunks``.
+order in every tile. On Hopper, ``hopper`` walks long runs, with the same operations in the same
+order. Prompts in the fast form run by ``chunks``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import RowRuns
+from sametoken.ops.model.mamba2 import hopper
 from sametoken.ops.model.mamba2.chunks import advance_chunks
 from sametoken.ops.model.mamba2.prepare import prepare
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
@@ -252,7 +254,7 @@ def _scan_tile(
         tl.store(out + row * H * P + element, fill.to(out.dtype.element_ty), is_element)
 
 
-@triton.jit(do_not_specialize=["max_pending", "num_short"])
+@triton.jit(do_not_specialize=["max_pending", "num_short", "num_walked"])
 def _advance_kernel(
     prepared,  # [T + B * P + 1, WIDTH]
     mixed,  # [T, C], rows mixed_stride apart
@@ -268,6 +270,7 @@ def _advance_kernel(
     dt_stride,
     max_pending,
     num_short,  # runs
+    num_walked,  # leading runs whose rows are walked here
     H: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
@@ -289,16 +292,16 @@ def _advance_kernel(
     # Long runs, which come last, start first.
     run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)
     field = runs + run * FIELDS
-    if program < PROGRAMS:
-        _scan_tile(
-            program, run, prepared, skip, field, states, out, max_pending,
-            H, P, G, N, ROWS, COLUMNS, LANES, AHEAD, PDL,
-        )  # fmt: skip
-    else:
+    if program >= PROGRAMS:
         keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, mixed, dt, None, field,
             history, pending_mixed, pending_gates, mixed_stride, dt_stride, dt_stride, max_pending,
             C, H, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, PDL,
+        )  # fmt: skip
+    elif run < num_walked:
+        _scan_tile(
+            program, run, prepared, skip, field, states, out, max_pending,
+            H, P, G, N, ROWS, COLUMNS, LANES, AHEAD, PDL,
         )  # fmt: skip
 
 
@@ -332,6 +335,8 @@ def advance(
         advance_chunks(runs.fast, params, raw, memory, out)
     prepared = prepare(runs, params, raw, memory)
     batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
+    long = runs.rows.max_rows >= _LONG
+    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared)
     tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
     rows = min(tile.rows, held)
     programs = rule.num_heads * triton.cdiv(rule.head_dim, rows)
@@ -340,7 +345,6 @@ def advance(
     lanes = min(_LANES, columns // min(_TOGETHER.value, columns))
     block = KEPT_CHANNELS * num_warps
     blocks = triton.cdiv(rule.conv_channels, block)
-    long = runs.rows.max_rows >= _LONG
     keepers = num_keepers(programs, batch, num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
@@ -356,6 +360,7 @@ def advance(
         *raw.strides,
         memory.max_pending,
         runs.rows.num_short,
+        runs.rows.num_short if on_hopper else batch,
         **rule.constants,
         ROWS=rows,
         COLUMNS=columns,
@@ -367,4 +372,6 @@ def advance(
         num_warps=num_warps,
         **pdl_options(out, early=not long),
     )
+    if on_hopper:
+        hopper.walk(runs, params, prepared, memory, out)
     return out

@@ -14,9 +14,11 @@ from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
-from sametoken.ops.model.mamba2 import triton
+from sametoken.ops.model.mamba2 import hopper, triton
 from sametoken.ops.model.mamba2.rule import Mamba2
+from sametoken.ops.model.recurrent import hopper as hopper_runs
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
+from sametoken.ops.model.recurrent.runs import Runs
 from sametoken.ops.model.recurrent.triton import TritonPass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,13 +235,13 @@ def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation_triton, norm_triton
-from sametoken.ops.model.mamba2 import prepare, triton
+from sametoken.ops.model.mamba2 import hopper, prepare, triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent import runs
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.state.caches import ModelCache
 
-for module in (activation_triton, norm_triton, prepare, runs, triton):
+for module in (activation_triton, hopper, norm_triton, prepare, runs, triton):
     module.pdl_options = lambda tensor, early=True: {"PDL": True, "launch_pdl": early}
 
 def zeros(*shape):
@@ -262,8 +264,34 @@ for sizes, drafts, taps, tile in (REAL, ODD):
     conv, bias = zeros(taps, rule.conv_channels), zeros(rule.conv_channels)
     params = Mamba2Params(rule, heads, heads, heads, conv, bias)
     out = triton.advance(plan, params, raw, memory, tile)
+    if tile is triton._LARGE:
+        prepared = torch.zeros(99, rule.conv_channels + 2 * rule.num_heads)
+        hopper.walk(plan, params, prepared, memory, out)
     weight = zeros(rule.out_features)
     norm_triton.gated_group_norm(out, out, weight, rule.num_groups, 1e-5)
     activation_triton.relu_squared(out)
 """
     compile_launches(code, tmp_path)
+
+
+LONG = RowRuns(3, 300, torch.tensor([0, 1, 301, 320]), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "on_hopper", "walked"),
+    [
+        ((8, 64, 2, 128), LONG, True, True),
+        ((8, 64, 2, 128), LONG, False, False),
+        ((8, 48, 2, 128), LONG, True, False),
+        ((8, 64, 2, 64), LONG, True, False),
+        ((8, 64, 2, 128), RowRuns.even(4, 200), True, False),
+        # Prepared rows of 454 numbers, of which copies by 16 bytes would not begin at their first.
+        ((3, 64, 1, 128), LONG, True, False),
+    ],
+)
+def test_the_gluon_walk_serves_long_runs_on_hopper(sizes, rows, on_hopper, walked, monkeypatch):
+    """Windows, which all rows of an even pass are, stay with the other walk."""
+    monkeypatch.setattr(hopper_runs, "is_hopper", lambda device: on_hopper)
+    rule = Mamba2(*sizes, 4)
+    prepared = torch.empty(9, rule.conv_channels + 2 * rule.num_heads)
+    assert hopper.serves(Runs(torch.empty(3, 9), rows), rule, prepared) is walked

@@ -124,7 +124,6 @@ class Reasoning:
 
 #: vLLM's options that are not offered, with what to use instead.
 REFUSED = {
-    "structural_tag": "use grammar",
     "whitespace_pattern": "use regex or grammar, which say where whitespace stands",
     "disable_any_whitespace": "use regex or grammar, which say where whitespace stands",
     "disable_additional_properties": 'set "additionalProperties": false in the schema',
@@ -149,6 +148,9 @@ class StructuredOutputs:
         regex: a regular expression that the whole text matches.
         grammar: a GBNF grammar whose rule ``root`` derives the whole text.
         choice: the allowed completions.
+        structural_tag: as JSON text or a dict, which constraints hold between which marks of the
+            text: ``{"type": "structural_tag", "format": ...}`` in xgrammar's format, without what
+            is over token ids.
         free_after: a mark; a text that begins with it matches too, whatever follows. None if every
             text is of the kind.
         reasoning: what may stand before the text; None if the text begins with the first token.
@@ -163,14 +165,16 @@ class StructuredOutputs:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     reasoning: Reasoning | None = None
     free_after: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", _json_text(self.json_schema))
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, _json_text(name, value))
         if not isinstance(self.reasoning, Reasoning | None):
             cause = f"structured_outputs reasoning={shown(self.reasoning)} is not possible"
             raise RequestError(cause, "use Reasoning or leave it out", param=PARAM)
@@ -184,8 +188,8 @@ class StructuredOutputs:
             found = " and ".join(names) or "nothing"
             raise RequestError(
                 f"structured_outputs sets {found}",
-                "set exactly one of json_schema (json over HTTP), json_object, regex, grammar "
-                "and choice",
+                "set exactly one of json_schema (json over HTTP), json_object, regex, grammar, "
+                "choice and structural_tag",
                 param=PARAM,
             )
         self._check(names[0], getattr(self, names[0]))
@@ -226,15 +230,16 @@ _FORMS = {
     "regex": "use a non-empty string",
     "grammar": "use a non-empty string",
     "choice": "list at least one text, none empty",
+    "structural_tag": "give the tag as a dict or as non-empty JSON text",
 }
 
 
-def _json_text(schema: Mapping[str, Any]) -> str:
+def _json_text(name: str, value: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(schema))
+        return json.dumps(dict(value))
     except (TypeError, ValueError) as error:
-        cause = f"structured_outputs json_schema is not JSON ({shown(error)})"
-        raise RequestError(cause, _FORMS["json_schema"], param=PARAM) from error
+        cause = f"structured_outputs {name} is not JSON ({shown(error)})"
+        raise RequestError(cause, _FORMS[name], param=PARAM) from error
 
 
 def _is_text(value: object) -> bool:

@@ -196,6 +196,8 @@ def _of_response_format(requested: ResponseFormat | None) -> StructuredOutputs |
         "grammar": lambda text: StructuredOutputs(grammar=text),
     }
     kind = requested.type
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=requested.model_dump(exclude_none=True))
     value = getattr(requested, kind)
     if value is None:
         raise invalid(f"response_format of type {kind} lacks {kind!r}. Add it", "response_format")
@@ -215,6 +217,7 @@ def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
         regex=field.regex,
         grammar=field.grammar,
         choice=choice,
+        structural_tag=field.structural_tag,
     )
 
 

@@ -171,6 +171,7 @@ class StructuredOutputsField(BaseModel):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class JsonSchemaFormat(BaseModel):
@@ -185,12 +186,18 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(Strict):
-    """The constraint of the answer in OpenAI's format, with two more types."""
+    """The constraint of the answer in OpenAI's format, with three more types.
 
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    A structural tag's keys stand beside its type, as in vLLM.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     regex: str | None = None
     grammar: str | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class SamplingFields(BaseModel):

@@ -15,6 +15,7 @@ from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar.json_schema import compilable
 from sametoken.text.grammar.json_strings import with_escapes
 from sametoken.text.grammar.regular_expressions import plain_regex
+from sametoken.text.grammar.structural_tags import with_grammars
 from sametoken.types.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -217,6 +218,9 @@ def _grammar_of(source: GrammarSource) -> xgrammar.Grammar:
         return _grammar_of_schema(compilable(source.text))
     if source.kind == "regex":
         return xgrammar.Grammar.from_regex(plain_regex(source.text))
+    if source.kind == "structural_tag":
+        whole = with_grammars(source.text, lambda *own: str(_grammar_of(GrammarSource(*own))))
+        return xgrammar.Grammar.from_structural_tag(whole)
     return xgrammar.Grammar.from_ebnf(source.text)
 
 
@@ -261,7 +265,7 @@ class GrammarSource:
 
     Attributes:
         kind: the field of ``StructuredOutputs``.
-        text: a JSON schema, a regular expression, or a grammar in GBNF form.
+        text: a JSON schema, a regular expression, a grammar in GBNF form, or a structural tag.
         free_after: as in ``StructuredOutputs``.
     """
 

@@ -22,6 +22,7 @@ from sametoken.text.grammar.compiled import (
 )
 from sametoken.text.grammar.json_schema import check_schema
 from sametoken.text.grammar.regular_expressions import check_grammar, check_regex, plain_regex
+from sametoken.text.grammar.structural_tags import with_grammars
 from sametoken.types.structured_outputs import Grammar, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ class XGrammar:
             XGrammar(replace(self.source, free_after=None), self.vocabulary, self._store).validate()
             self.prepare()
             return
+        if kind == "structural_tag":
+            with_grammars(self.source.text, self._validate_within)
         try:
             for pattern in _checked_patterns(self.source):
                 # Within a schema, the compiler ignores what it does not support in a pattern.
@@ -138,6 +141,11 @@ class XGrammar:
             raise not_valid(kind, error) from error
         if not masks.any():
             raise RequestError(f"no text matches structured_outputs {kind}", "correct it")
+
+    def _validate_within(self, kind: str, text: str) -> str:
+        """Validate a constraint that is part of this one; nobody reads the text returned."""
+        XGrammar(GrammarSource(kind, text), self.vocabulary, self._store).validate()
+        return "root"
 
     def _get(self) -> Compiled:
         if self._compiled is None:

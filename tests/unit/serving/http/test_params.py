@@ -167,6 +167,12 @@ GRAMMAR = "root ::= x"
             "grammar",
             "root ::= x",
         ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "any_text"}}',
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag", "{}"),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ("a", "b")),
         # As vLLM's own class of these options is sent, with all of its defaults.

@@ -20,6 +20,25 @@ from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.structured_outputs import StructuredOutputs
 
 EOS, SECOND_EOS = 0, 333
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+
+
+def tag_of(kind: str, **keys) -> dict[str, object]:
+    """Of one format."""
+    return {"structural_tag": {"type": "structural_tag", "format": {"type": kind, **keys}}}
+
+
+TRIGGERED = {
+    "triggers": ["<f="],
+    "tags": [
+        {
+            "begin": "<f=a>",
+            "content": {"type": "json_schema", "json_schema": NUMBERS, "style": "json"},
+            "end": "</f>",
+        },
+        {"begin": "<f=b>", "content": {"type": "regex", "pattern": "é.|c"}, "end": ["!", "?"]},
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +78,50 @@ def accepts(grammar, tokenizer, text: str) -> bool:
         ),
         ({"json_schema": '{"pattern": "^(?P<a>.)$", "type": "string"}'}, ['"a"', '"."'], ['"\n"']),
         ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
+        (
+            tag_of("triggered_tags", **TRIGGERED),
+            ["", "any", "<f=a>[1, 2]</f>", "a <f=b>éx! b <f=a>[3]</f>c", "<f=b>c?"],
+            ["<f=a>[]</f>", "<f=b>é\n!", "<f=c>", "<f=b>c", "<f=a>[1]"],
+        ),
+        (
+            tag_of(
+                "sequence",
+                elements=[
+                    {"type": "optional", "content": {"type": "const_string", "value": "so "}},
+                    {
+                        "type": "or",
+                        "elements": [
+                            {"type": "grammar", "grammar": 'root ::= "(" root ")" | "the"'},
+                            {
+                                "type": "repeat",
+                                "min": 1,
+                                "max": 2,
+                                "content": {
+                                    "type": "tag",
+                                    "begin": "<",
+                                    "content": {"type": "any_text"},
+                                    "end": ">",
+                                },
+                            },
+                        ],
+                    },
+                ],
+            ),
+            ["((the))", "so <a><>", "<x y>"],
+            ["", "so ", "(the", "<a><b><c>", "<a"],
+        ),
+        (
+            {
+                "structural_tag": json.dumps(
+                    {
+                        "structures": [{"begin": "<f>", "schema": NUMBERS, "end": "</f>"}],
+                        "triggers": ["<f>"],
+                    }
+                )
+            },
+            ["", "see <f>[7]</f>."],
+            ["<f>7</f>", "<f>[7]"],
+        ),
         ({"choice": ("schöne 🎉", 'q"\\\n', "a")}, ["schöne 🎉", 'q"\\\n', "a"], ["b", "aa"]),
         (
             # As zod writes them: the compiler would take the format for the rule.
@@ -324,6 +387,21 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"above {MAX_CHARACTERS}"),
         ({"regex": "(" * (MAX_NESTING + 1)}, "nests brackets deeper"),
         ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nests brackets"),
+        ({"structural_tag": "{"}, "structural_tag is not JSON"),
+        ({"structural_tag": "[]"}, "is none"),
+        ({"structural_tag": {"format": None}}, "no format None"),
+        (tag_of("token", token=3), "no format 'token'"),
+        (tag_of("any_text", max_tokens=3), "any_text has no key 'max_tokens'"),
+        (tag_of("json_schema", json_schema=NUMBERS, style="qwen_xml"), "no key 'style'"),
+        (tag_of("json_schema", json_schema={"type": "x"}), "json_schema is not valid: .*x"),
+        (tag_of("regex", pattern="a(?=b)"), "lookahead"),
+        (tag_of("grammar"), "lacks 'grammar'"),
+        (tag_of("grammar", grammar="root ::= x"), "not valid"),
+        (tag_of("sequence", elements=[]), "'elements' of a structural_tag"),
+        (tag_of("tag", begin={"type": "token", "token": 3}, content=1, end="a"), "no texts"),
+        (tag_of("star", content=[]), r"no format \[\]"),
+        (tag_of("const_string"), "not valid"),
+        ({"structural_tag": {"structures": [{"begin": "a"}], "trigger": ["a"]}}, "'trigger'"),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_cause(fields, cause, compiler):

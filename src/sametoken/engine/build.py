@@ -14,7 +14,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
-from sametoken.engine.fast_prompts import fast_rows
+from sametoken.engine.fast_prompts import fast_form
 from sametoken.engine.live_adapters import AdapterPlaces, LiveAdapters, load_factors
 from sametoken.engine.load import Loaded, Requested, load, validate
 from sametoken.engine.resolve import (
@@ -187,8 +187,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         drafter=share_drafter(drafter, config.num_speculative_tokens, ranks.parallel),
         results=ring.rows,
         all_states=loaded.all_states,
-        fast_prompts_from=config.fast_prompts_from if fast_rows(loaded.caches) > 1 else 0,
-        expands=config.fast_prompts_from > 0 and fast_rows(loaded.caches) == 1,
+        fast_form=fast_form(config, loaded.caches),
         chances=_chances(loaded, table),
         parallel=ranks.parallel,
     )
@@ -340,6 +339,5 @@ def _limits(loaded: Loaded, runner: StepRunner) -> SchedulerLimits:
         cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
         num_kept_states=memory.num_kept_states,
         captured_shapes=runner.launcher.shapes,
-        fast_prompts_from=config.fast_prompts_from,
-        fast_rows=fast_rows(loaded.caches),
+        fast_form=runner.step.fast_form,
     )

@@ -92,7 +92,7 @@ def gpu_launchers(
             states = launcher.step.all_states
             for shape in (*captured, *eager_shapes(*sizes, all_states=states)):
                 launcher.run_padding(shape)
-        if step.expands:
+        if step.fast_form.expands:
             for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
                 eager[0].run_padding(shape)
         processing.warm_up(step.ops)

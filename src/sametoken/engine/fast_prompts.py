@@ -12,17 +12,13 @@ from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent
 from sametoken.ops.model.latent_attention.shape import ExpandedShape
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.scheduler.plan_draft import SHARE
+from sametoken.types.fast_prompts import FastForm
 
 
-def fast_rows(caches: Sequence[LayerCache]) -> int:
-    """``SchedulerLimits.fast_rows`` of a model; 0: no layer has a fast form."""
-    if any(isinstance(one, Recurrent) for one in caches):
-        return FAST_ROWS
-    return int(_has_latents(caches))
-
-
-def _has_latents(caches: Sequence[LayerCache]) -> bool:
-    return any(isinstance(one, LatentKV) for one in caches)
+def fast_form(config: EngineConfig, caches: Sequence[LayerCache]) -> FastForm:
+    """Of a target's prompts, given the caches of its layers."""
+    recurs = any(isinstance(one, Recurrent) for one in caches)
+    return FastForm(config.fast_prompts_from, FAST_ROWS if recurs else 1)
 
 
 def require_fast_form(config: EngineConfig, caches: Sequence[LayerCache]) -> None:
@@ -37,13 +33,14 @@ def require_fast_form(config: EngineConfig, caches: Sequence[LayerCache]) -> Non
     """
     if not config.fast_prompts_from:
         return
-    asked, needed = f"fast_prompts_from={config.fast_prompts_from}", fast_rows(caches)
-    if not needed:
+    asked, form = f"fast_prompts_from={config.fast_prompts_from}", fast_form(config, caches)
+    needed = form.multiple
+    if form.expands and not any(isinstance(one, LatentKV) for one in caches):
         raise ConfigError(
             f"{asked}, and the model has neither latent attention (MLA) nor recurrent layers",
             "leave the option out",
         )
-    if (config.lora_modules or config.enable_lora) and _has_latents(caches):
+    if (config.lora_modules or config.enable_lora) and form.expands:
         raise ConfigError(
             "prompts in the expanded form have no adapters",
             "leave fast_prompts_from, or lora_modules and enable_lora out",

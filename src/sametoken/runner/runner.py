@@ -140,7 +140,6 @@ class StepRunner:
             plan,
             self.step.ops.known_drafts(self.step.sequences, slots),
             all_states=launcher.step.all_states or self.processing.scores_prompts(plan),
-            expands=launcher.step.expands,
         )
         launcher.run(layout, buffer.first_place, self.processing.of_step(layout, buffer))
         buffer.experts = self.experts.keep(plan, layout)

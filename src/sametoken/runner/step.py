@@ -20,6 +20,7 @@ from sametoken.ops.step.types import Chances, LayoutTable, StepInputs, StepOps, 
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.fast_prompts import NO_FAST_FORM, FastForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,7 @@ class Step:
         drafter: proposes drafts.
         results: [R, NUM_COUNTS + k + 1] int64, host memory for results.
         all_states: whether a drafter reads the last layer's states of all rows, or a recorder.
-        fast_prompts_from: tokens from which recurrent layers run prompts in the fast form; 0: none.
-        expands: whether latents of prompts in the fast form are expanded.
+        fast_form: of the target's prompts.
         chances: synthetic acceptance; None: drafts are verified.
         parallel: the ranks that share the model.
     """
@@ -64,8 +64,7 @@ class Step:
     drafter: Drafter
     results: Tensor
     all_states: bool = False
-    fast_prompts_from: int = 0
-    expands: bool = False
+    fast_form: FastForm = NO_FAST_FORM
     chances: Chances | None = None
     parallel: TensorParallel = SINGLE_RANK
 
@@ -73,8 +72,8 @@ class Step:
         """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
         rows = x.rows
-        if self.fast_prompts_from:
-            fast = FastPrompts(self.sequences.prompt_len, self.fast_prompts_from)
+        if self.fast_form.least_len:
+            fast = FastPrompts(self.sequences.prompt_len, self.fast_form.least_len)
             rows = replace(rows, fast_prompts=fast)
         rows = layout.with_expanded(rows, self.sequences.block_size)
         hidden = self.model.forward(x.token_ids, rows, self.kv, x.kept)

@@ -131,7 +131,7 @@ class KeptStates:
         if not self._needed:
             return ()
         # A chunk in the fast form ends at multiples alone.
-        step = lcm(self._block_size, request.fast_rows if request.fast_end else 1)
+        step = lcm(self._block_size, request.fast_form.multiple if request.fast_end else 1)
         shared, ends = num_cached * self._block_size // step * step, []
         if shared > start and (not start or shared - start >= self._interval):
             ends.append(shared)

@@ -67,7 +67,7 @@ class KVMemory:
         if not (self.limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
         tokens, root = request.prompt_token_ids, self._root(request)
-        if end := self.limits.fast_end(request):
+        if end := self.limits.fast_form.end(len(tokens)):
             # KV in the fast form has other bits, and that of what follows is in the usual one.
             return self._keys_of(tokens[: end + self.limits.lookahead_tokens], root + _FAST)
         return self._keys_of(tokens, root)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from sametoken.errors import ConfigError, RequestError
 from sametoken.scheduler.draft_limits import StepReads
-from sametoken.types.fast_prompts import fast_end
+from sametoken.types.fast_prompts import NO_FAST_FORM, FastForm
 from sametoken.types.layout import StepShape
 from sametoken.types.request import EngineRequest
 
@@ -48,10 +48,7 @@ class SchedulerLimits:
         num_kept_states: recurrent states that can be kept; 0 if the model has no recurrent
             layers or prefix caching is off.
         captured_shapes: a step that the first of them holds is padded to it.
-        fast_prompts_from: tokens from which a prompt begins in a faster form of its own; 0: none
-            does.
-        fast_rows: chunks in the fast form begin at multiples of it: 1 for latent attention, 64 for
-            recurrent layers.
+        fast_form: in which long prompts begin.
 
     Raises:
         ConfigError: a value is impossible.
@@ -77,8 +74,7 @@ class SchedulerLimits:
     cache_emitted_blocks: bool
     num_kept_states: int
     captured_shapes: tuple[StepShape, ...] = ()
-    fast_prompts_from: int = 0
-    fast_rows: int = 1
+    fast_form: FastForm = NO_FAST_FORM
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -86,10 +82,6 @@ class SchedulerLimits:
             low = _lowest(field.name)
             if isinstance(value, int) and value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
-
-    def fast_end(self, request: EngineRequest) -> int:
-        """Where a prompt's fast form ends; 0: it has none."""
-        return fast_end(len(request.prompt_token_ids), self.fast_prompts_from, self.fast_rows)
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could not finish even if it ran alone.

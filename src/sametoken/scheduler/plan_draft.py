@@ -82,7 +82,7 @@ class Turn:
             self.draft_limit,
             self.samples,
             self.request.replays,
-            self.request.fast_to(self.num_query),
+            self.request.expanded_to(self.num_query),
         )
 
 
@@ -136,7 +136,7 @@ class PlanDraft:
 
     def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, its requests in order; ``turns`` are sorted likewise."""
-        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.fast_to(1) > 0))
+        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.expanded_to(1) > 0))
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
@@ -216,8 +216,7 @@ class RowBudget:
         limits = self._limits
         sparse = limits.reads.experts_bytes and not num_decoding
         long = sparse and any(length > limits.usual_rows for length in prompts.values())
-        expands = limits.fast_rows == 1 and any(request.fast_to(1) for request in prompts)
-        if long or expands:
+        if long or any(request.expanded_to(1) for request in prompts):
             return limits.longest_chunk
         return min(limits.longest_chunk, limits.usual_rows)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sametoken.errors import InvariantError
 from sametoken.scheduler.draft_limits import DraftRecord
 from sametoken.scheduler.swap_space import Key
+from sametoken.types.fast_prompts import NO_FAST_FORM, FastForm
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult
 from sametoken.types.plan import ScheduledRequest
@@ -47,9 +48,9 @@ class RequestState:
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         weight_versions: of the weights of its first step, and of its newest.
-        fast_end: positions of its prompt that run in the fast form.
-        fast_rows: as in ``SchedulerLimits``.
+        fast_form: as in ``SchedulerLimits``.
         prompt_len: tokens of the prompt.
+        fast_end: positions of it that run in the fast form.
     """
 
     request: EngineRequest
@@ -71,12 +72,13 @@ class RequestState:
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     weight_versions: tuple[int, int] = (0, 0)
-    fast_end: int = 0
-    fast_rows: int = 1
+    fast_form: FastForm = NO_FAST_FORM
     prompt_len: int = field(init=False)
+    fast_end: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
+        self.fast_end = self.fast_form.end(self.prompt_len)
 
     @property
     def replays(self) -> bool:
@@ -98,11 +100,12 @@ class RequestState:
     @property
     def least_query(self) -> int:
         """Tokens of its shortest turn; a chunk that does not end what is left has multiples."""
-        return max(1, min(self.fast_rows, self.fast_end - self.position))
+        return max(1, min(self.fast_form.multiple, self.fast_end - self.position))
 
-    def fast_to(self, num_query: int) -> int:
-        """Positions that a chunk from here on sees in the fast form; 0 in the usual one."""
-        return self.position + num_query if self.position < self.fast_end else 0
+    def expanded_to(self, num_query: int) -> int:
+        """Positions that a chunk from here on sees if its latents are expanded; 0: they are not."""
+        expanded = self.fast_form.expands and self.position < self.fast_end
+        return self.position + num_query if expanded else 0
 
     @property
     def at_limit(self) -> bool:

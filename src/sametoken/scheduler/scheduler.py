@@ -133,8 +133,7 @@ class Scheduler:
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
             weight_versions=(self.weight_version, self.weight_version),
-            fast_end=self.limits.fast_end(request),
-            fast_rows=self.limits.fast_rows,
+            fast_form=self.limits.fast_form,
         )
 
     def begin_weights(self, version: int) -> None:

@@ -8,19 +8,34 @@ from dataclasses import dataclass
 from sametoken.types.plan import StepPlan
 
 
-def fast_end(prompt_len: int, least_len: int, multiple: int) -> int:
-    """Positions of a prompt, the first ones, in the fast form: by its own length alone.
+@dataclass(frozen=True, slots=True)
+class FastForm:
+    """The fast form of a model's prompts.
 
-    The last token is no part of it if it would be a chunk of its own, which is a window.
-
-    Args:
-        prompt_len: tokens of the prompt.
-        least_len: tokens from which prompts have the form; 0: none has.
-        multiple: positions at which chunks begin are multiples of it.
+    Attributes:
+        least_len: tokens from which prompts have it; 0: none has.
+        multiple: positions at which its chunks begin are multiples of it.
     """
-    if not 0 < least_len <= prompt_len:
-        return 0
-    return prompt_len - (prompt_len % multiple == 1 % multiple)
+
+    least_len: int = 0
+    multiple: int = 1
+
+    @property
+    def expands(self) -> bool:
+        """Whether latents are expanded, by chunks that begin anywhere; recurrent layers' do not."""
+        return self.least_len > 0 and self.multiple == 1
+
+    def end(self, prompt_len: int) -> int:
+        """Positions of a prompt, the first ones, that are in it: by the prompt's length alone.
+
+        The last token is no part of it if it would be a chunk of its own, which is a window.
+        """
+        if not 0 < self.least_len <= prompt_len:
+            return 0
+        return prompt_len - (prompt_len % self.multiple == 1 % self.multiple)
+
+
+NO_FAST_FORM = FastForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +55,9 @@ class ExpandedChunk:
 
 
 def expanded_chunks(plan: StepPlan, row_starts: Sequence[int]) -> tuple[ExpandedChunk, ...]:
-    """The chunks of a plan that are in the fast form, given every request's first row."""
+    """The chunks of a plan whose latents are expanded, given every request's first row."""
     return tuple(
-        ExpandedChunk(one.slot, first, one.num_query, one.fast_to)
+        ExpandedChunk(one.slot, first, one.num_query, one.expanded_to)
         for one, first in zip(plan.requests, row_starts, strict=False)
-        if one.fast_to
+        if one.expanded_to
     )

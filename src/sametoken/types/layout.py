@@ -105,7 +105,6 @@ class StepLayout:
         num_drafts: Sequence[int] | None = None,
         *,
         all_states: bool = False,
-        expands: bool = False,
     ) -> StepLayout:
         """The layout of a plan.
 
@@ -113,7 +112,6 @@ class StepLayout:
             plan: the scheduled requests, windows before chunks.
             num_drafts: drafts of each request, if the host can read them; only these get rows.
             all_states: as in ``StepShape``.
-            expands: whether latents of chunks in the fast form are expanded.
         """
         limits = [scheduled.draft_limit for scheduled in plan.requests]
         if num_drafts is not None:
@@ -131,7 +129,7 @@ class StepLayout:
             row_starts=row_starts,
             window_starts=tuple(accumulate(windows, initial=0)),
             all_states=all_states,
-            expanded=expanded_chunks(plan, row_starts) if expands else (),
+            expanded=expanded_chunks(plan, row_starts),
         )
 
     @property

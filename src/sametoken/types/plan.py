@@ -88,8 +88,7 @@ class ScheduledRequest:
         draft_limit: maximum drafts in the window, 0..k.
         samples: whether the rows include the last committed token, so that a token is sampled.
         replays: whether they were computed before and their KV is lost; nothing else is wanted.
-        fast_to: positions that the last row of a chunk in the fast form sees; 0: another form
-            (``SchedulerLimits.fast_prompts_from``).
+        expanded_to: positions that the last row of a chunk of expanded latents sees; 0: no such.
     """
 
     slot: int
@@ -97,7 +96,7 @@ class ScheduledRequest:
     draft_limit: int
     samples: bool
     replays: bool = False
-    fast_to: int = 0
+    expanded_to: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class StepPlan:
     """One step, applied on the device in the order of the fields.
 
     ``restarts`` are slots of preempted requests whose KV is lost: no position is computed. In
-    ``requests``, windows (one committed token, sampled) come before prompt chunks, fast ones last
+    ``requests``, windows (one committed token, sampled) come before prompt chunks, expanded last
     (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
     ``kept_states`` out of them; of the latter those whose slot has passed their position.
     """

@@ -28,7 +28,7 @@ def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
         fast = self.fast_end and self.position < self.prompt_len
         return self.position + num_query if fast else 0
 
-    patch.setattr(RequestState, "fast_to", mutant)
+    patch.setattr(RequestState, "expanded_to", mutant)
 
 
 @mutant("a-fast-chunk-cut-anywhere", LAW, CUT, "guard", guarded=True)

@@ -23,7 +23,8 @@ from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
-from sametoken.types.fast_prompts import ExpandedChunk
+from sametoken.ops.model.recurrent.rule import FAST_ROWS
+from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
 
@@ -152,7 +153,7 @@ def test_start_up_compiles_what_steps_with_chunks_launch(tmp_path, name, own):
     write_shapes(tmp_path, name, {})
     with recorded() as forms:
         step = step_on_meta(tmp_path / name, None, 4, 2000)
-        step = replace(step, fast_prompts_from=66)
+        step = replace(step, fast_form=FastForm(66, FAST_ROWS))
         run_on_meta(step, compiled_shapes(engine))
         compiled = set(forms)
         for _ in range(20):

@@ -44,7 +44,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
-from sametoken.types.fast_prompts import ExpandedChunk
+from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def peak_and_planned(
     sizes = (64, 0, 256)
     with recorded():
         step = step_on_meta(path, None, sizes[0], max_len + 1)
-        step = replace(step, fast_prompts_from=len(fast))
+        step = replace(step, fast_form=FastForm(len(fast)))
         shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
         shapes += [StepShape(128, rows, 64, 64, 1, longest) for rows, longest in chunks]

@@ -7,6 +7,7 @@ import pytest
 from sametoken.errors import InvariantError
 from sametoken.scheduler import kept_states
 from sametoken.scheduler.kept_states import StatePool
+from sametoken.types.fast_prompts import FastForm
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,7 @@ def test_states_of_a_prompt_are_some_blocks_apart(kit, prompt_len, start, num_ca
 def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
     kit, prompt_len, num_cached, lookahead, ends
 ):
-    fast = {"fast_prompts_from": 9, "fast_rows": 8, "lookahead_tokens": lookahead}
+    fast = {"fast_form": FastForm(9, 8), "lookahead_tokens": lookahead}
     scheduler = kit.scheduler(num_kept_states=4, **fast)
     scheduler.add(kit.request("one", prompt_len))
     states = scheduler._states
@@ -137,13 +138,13 @@ def test_states_of_a_fast_prompt_lie_at_multiples_of_its_chunks(
 
 def test_a_state_at_the_end_of_the_fast_form_costs_no_step(kit):
     """A chunk ends there anyhow, however few blocks are new."""
-    scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=5, fast_rows=4)
+    scheduler = kit.scheduler(num_kept_states=4, fast_form=FastForm(5, 4))
     _, plans = ask(kit, scheduler, "one", spoken(9, 9))
     assert [copy.position for plan in plans for copy in plan.kept_states] == [8]
 
 
 def test_a_fast_prompt_shares_states_of_its_fast_form_alone(kit):
-    scheduler = kit.scheduler(num_kept_states=4, fast_prompts_from=9, fast_rows=8)
+    scheduler = kit.scheduler(num_kept_states=4, fast_form=FastForm(9, 8))
     ask(kit, scheduler, "usual", spoken(8, 8))
     admission, plans = ask(kit, scheduler, "fast", spoken(18, 18))
     assert admission.num_cached == 0

@@ -7,6 +7,7 @@ import pytest
 from sametoken.errors import InvariantError
 from sametoken.scheduler.plan_draft import PlanDraft
 from sametoken.scheduler.request_state import Status
+from sametoken.types.fast_prompts import FastForm
 
 PROMPT = tuple(range(100, 113))  # three full blocks of 4, and one token
 
@@ -100,8 +101,7 @@ def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
 
 def test_a_fast_prompt_whose_prefix_was_taken_waits_for_a_step_with_a_whole_chunk(kit):
     """It would begin inside of one with the rows that the rest of it needed."""
-    fast = {"fast_prompts_from": 9, "fast_rows": 4}
-    scheduler = kit.scheduler(num_blocks=12, **fast)
+    scheduler = kit.scheduler(num_blocks=12, fast_form=FastForm(9, 4))
     for name, prompt in (("first", PROMPT), ("second", 13)):
         scheduler.add(kit.request(name, prompt, max_total=14))
         while not kit.step(scheduler)[0].requests[0].samples:
@@ -113,7 +113,7 @@ def test_a_fast_prompt_whose_prefix_was_taken_waits_for_a_step_with_a_whole_chun
     assert not kit.step(scheduler)[0].admissions
     plan, _ = kit.step(scheduler)
     assert [admission.num_cached for admission in plan.admissions] == [8]
-    assert plan.requests[-1].fast_to == 12
+    assert plan.requests[-1].num_query == 4
 
 
 def test_prompt_logprobs_read_no_cache_but_fill_it(kit):
@@ -453,13 +453,12 @@ def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_
 
 def test_a_prompt_waits_for_the_blocks_of_a_whole_chunk(kit):
     """Its next token alone would have a place, in the last block of those that it has."""
-    fast = {"longest_chunk": 8, "fast_prompts_from": 9, "fast_rows": 8}
-    scheduler = kit.scheduler(num_blocks=13, **fast)
+    scheduler = kit.scheduler(num_blocks=13, longest_chunk=8, fast_form=FastForm(9, 8))
     scheduler.add(kit.request("old", 33, max_total=35))
     scheduler.add(kit.request("young", 25, max_total=27))
     plans = [kit.step(scheduler)[0] for _ in range(4)]
-    fast = [[(one.slot, one.fast_to) for one in plan.requests] for plan in plans]
-    assert fast == [[(0, 8), (1, 8)], [(0, 16), (1, 16)], [(0, 24)], [(0, 32)]]
+    rows = [[(one.slot, one.num_query) for one in plan.requests] for plan in plans]
+    assert rows == [[(0, 8), (1, 8)], [(0, 8), (1, 8)], [(0, 8)], [(0, 8)]]
     assert [swap.slot for swap in plans[3].swap_outs] == [1]
     while "old" in scheduler._running:
         if kit.step(scheduler)[1][0].samples:
@@ -468,7 +467,7 @@ def test_a_prompt_waits_for_the_blocks_of_a_whole_chunk(kit):
     assert scheduler.plan() is None
     scheduler._pool.release(taken[:1])
     plan = scheduler.plan()
-    assert [(one.slot, one.fast_to) for one in plan.requests] == [(1, 24)]
+    assert [(one.slot, one.num_query) for one in plan.requests] == [(1, 8)]
 
 
 def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
@@ -586,7 +585,7 @@ def test_who_sees_no_block_is_swapped_out_without_a_copy(kit):
 def test_the_last_chunk_of_the_fast_form_needs_no_block_beyond_the_prompt(kit):
     """Of three rows, in the last block there is."""
     sizes = {"num_blocks": 6, "max_num_batched_tokens": 16, "longest_chunk": 16}
-    scheduler = kit.scheduler(**sizes, fast_prompts_from=9, fast_rows=16)
+    scheduler = kit.scheduler(**sizes, fast_form=FastForm(9, 16))
     scheduler.add(kit.request("one", 19, max_total=20))
     rows = [kit.rows(kit.step(scheduler)[0]) for _ in range(2)]
     assert rows == [[(0, 16, 0, False)], [(0, 3, 0, True)]]

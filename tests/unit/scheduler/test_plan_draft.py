@@ -15,6 +15,7 @@ from sametoken.scheduler import plan_draft
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.plan_draft import SHARE, RowBudget
 from sametoken.scheduler.request_state import RequestState
+from sametoken.types.fast_prompts import FastForm
 from sametoken.types.layout import StepShape
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import StepResult
@@ -43,7 +44,7 @@ def test_a_prompt_takes_all_that_is_left_and_its_end_samples(kit):
 
 def test_the_fast_form_ends_before_the_last_token(kit):
     """Its chunks come last, so that all rows before them are in the usual form."""
-    scheduler = kit.scheduler(max_num_batched_tokens=16, fast_prompts_from=9)
+    scheduler = kit.scheduler(max_num_batched_tokens=16, fast_form=FastForm(9))
     scheduler.add(kit.request("long", 20))
     scheduler.add(kit.request("short", 8))
     plans = [kit.step(scheduler)[0] for _ in range(3)]
@@ -52,22 +53,22 @@ def test_the_fast_form_ends_before_the_last_token(kit):
         [(1, 8, 0, True), (0, 3, 0, False)],
         [(0, 1, 0, True), (1, 1, 0, True)],
     ]
-    assert [[one.fast_to for one in plan.requests] for plan in plans] == [[16], [0, 19], [0, 0]]
+    ends = [[one.expanded_to for one in plan.requests] for plan in plans]
+    assert ends == [[16], [0, 19], [0, 0]]
 
 
 def test_chunks_in_the_fast_form_begin_and_end_at_multiples(kit):
     """What a step has beside them goes to others; the last one ends with the prompt."""
-    scheduler = kit.scheduler(max_num_batched_tokens=22, fast_prompts_from=9, fast_rows=8)
+    scheduler = kit.scheduler(max_num_batched_tokens=22, fast_form=FastForm(9, 8))
     scheduler.add(kit.request("long", 39))
     scheduler.add(kit.request("short", 7))
     plans = [kit.step(scheduler)[0] for _ in range(3)]
     assert [kit.rows(plan) for plan in plans] == [
-        [(1, 6, 0, False), (0, 16, 0, False)],
+        [(0, 16, 0, False), (1, 6, 0, False)],
         [(1, 1, 0, True), (0, 16, 0, False)],
         [(1, 1, 0, True), (0, 7, 0, True)],
     ]
-    fast = [[one.fast_to for one in plan.requests] for plan in plans]
-    assert fast == [[0, 16], [0, 32], [0, 39]]
+    assert not any(one.expanded_to for plan in plans for one in plan.requests)
 
 
 @pytest.mark.parametrize(("rows", "starves"), [(40, False), (36, True)])
@@ -75,33 +76,33 @@ def test_a_share_of_a_chunk_keeps_a_prompt_from_starving(kit, rows, starves):
     """Beside decodes that fill steps, and short prompts that take their part of its share."""
     scheduler = kit.scheduler(
         max_num_seqs=64, num_blocks=999, max_num_batched_tokens=rows, longest_chunk=rows,
-        max_model_len=999, fast_prompts_from=9, fast_rows=8,
+        max_model_len=999, fast_form=FastForm(9, 8),
     )  # fmt: skip
     for index in range(50):
         scheduler.add(kit.request(f"d{index}", 1, max_total=99))
     for _ in range(4):
         kit.step(scheduler)
     scheduler.add(kit.request("long", 65))
-    fast = []
+    chunks = []
     for index in range(16):
         names = [f"s{index}{letter}" for letter in "ab"]
         for name in names:
             scheduler.add(kit.request(name, 1, max_total=2))
         plan, updates = kit.step(scheduler)
-        fast += [one.fast_to for one in plan.requests if one.fast_to]
+        chunks += [one.num_query for one in plan.requests if one.num_query > 1]
         for update in updates:
             if update.request_id[0] == "s":
                 scheduler.release(update.request_id)
-    assert fast == ([] if starves else [*range(8, 65, 8)])
+    assert chunks == ([] if starves else [8] * 8)
 
 
-@pytest.mark.parametrize(("length", "fast"), [(16, [16]), (17, [16, 0]), (18, [18])])
-def test_a_prompt_s_last_token_alone_is_no_chunk(kit, length, fast):
+@pytest.mark.parametrize(("length", "rows"), [(16, [16]), (17, [16, 1]), (18, [18])])
+def test_a_prompt_s_last_token_alone_is_no_chunk(kit, length, rows):
     """It would be taken for a window."""
-    scheduler = kit.scheduler(fast_prompts_from=9, fast_rows=8)
+    scheduler = kit.scheduler(fast_form=FastForm(9, 8))
     scheduler.add(kit.request("one", length))
-    plans = [kit.step(scheduler)[0] for _ in fast]
-    assert [one.fast_to for plan in plans for one in plan.requests] == fast
+    plans = [kit.step(scheduler)[0] for _ in rows]
+    assert [one.num_query for plan in plans for one in plan.requests] == rows
     assert [one.samples for one in plans[-1].requests] == [True]
 
 
@@ -120,14 +121,14 @@ def chunks_of(kit, scheduler, count):
 
 def test_a_prompt_of_expanded_latents_has_the_longest_steps(kit):
     """Each step expands all of them anew, whoever decodes; others have the usual rows."""
-    scheduler = kit.scheduler(**LONG, fast_prompts_from=40)
+    scheduler = kit.scheduler(**LONG, fast_form=FastForm(40))
     scheduler.add(kit.request("short", 3, max_total=60))
     kit.step(scheduler)
     scheduler.add(kit.request("expanded", 75))
     assert chunks_of(kit, scheduler, 5) == [[1, 31], [1, 31], [1, 12], [1, 1], [1, 1]]
     scheduler.add(kit.request("absorbed", 39))
     assert chunks_of(kit, scheduler, 2) == [[1, 1, 14], [1, 1, 14]]
-    scheduler = kit.scheduler(**LONG, fast_prompts_from=40, fast_rows=8)
+    scheduler = kit.scheduler(**LONG, fast_form=FastForm(40, 8))
     scheduler.add(kit.request("in chunks", 75))
     assert chunks_of(kit, scheduler, 2) == [[16], [16]]
 

@@ -26,6 +26,7 @@ from sametoken.scheduler.draft_limits import StepReads
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import SHARE
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.fast_prompts import FastForm
 from sametoken.types.layout import StepShape
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
@@ -148,7 +149,7 @@ class FakeDevice:
 
     def admit(self, admission: Admission):
         prompt = admission.prompt_token_ids
-        num_cached, fast_end = admission.num_cached, self.limits.fast_end(admission)
+        num_cached, fast_end = admission.num_cached, self.limits.fast_form.end(len(prompt))
         cached = num_cached, num_cached
         self.slots[admission.slot] = Slot(
             list(prompt), len(prompt), *cached, self.version, admission.adapter, fast_end
@@ -203,11 +204,12 @@ class FakeDevice:
     def check_form(self, row: ScheduledRequest, slot):
         """By position alone; in the fast one at multiples alone, or the whole rest of it."""
         start, end = slot.num_computed, slot.num_computed + row.num_query
-        assert (start < slot.fast_end) == (row.fast_to > 0)
-        if row.fast_to:
-            assert row.fast_to == end <= slot.fast_end
-            assert start % self.limits.fast_rows == 0
-            assert end % self.limits.fast_rows == 0 or end == slot.fast_end
+        fast, form = start < slot.fast_end, self.limits.fast_form
+        assert row.expanded_to == (end if fast and form.expands else 0)
+        if fast:
+            assert end <= slot.fast_end
+            assert start % form.multiple == 0
+            assert end % form.multiple == 0 or end == slot.fast_end
             self.fast += 1
             self.replayed_fast += row.replays
 
@@ -369,9 +371,11 @@ class Driver:
         assert are_chunks == sorted(are_chunks), "windows come before chunks"
         assert plan.requests
         for admission in plan.admissions:
-            former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
+            prompt = admission.prompt_token_ids
+            former = self.turns.get(prompt, self.limits.max_model_len)
             self.hits_on_emitted += admission.num_cached > former
-            self.fast_hits += 0 < admission.num_cached <= self.limits.fast_end(admission)
+            fast_end = self.limits.fast_form.end(len(prompt))
+            self.fast_hits += 0 < admission.num_cached <= fast_end
             if self.limits.num_kept_states:
                 self.restored += admission.num_cached > 0
                 self.restored_emitted += admission.num_cached > former
@@ -525,8 +529,8 @@ def with_fast_prompts(limits, rng):
     share = max(1, min(limits.usual_rows, limits.max_num_batched_tokens) // SHARE)
     most = min(share - share // SHARE, limits.longest_chunk)
     recurs = limits.num_kept_states or not limits.enable_prefix_caching
-    fast_rows = rng.randint(1, most) if recurs else 1
-    return replace(limits, fast_prompts_from=rng.choice([2, 4, 7]), fast_rows=fast_rows)
+    multiple = rng.randint(1, most) if recurs else 1
+    return replace(limits, fast_form=FastForm(rng.choice([2, 4, 7]), multiple))
 
 
 def draw_prompt(rng):

@@ -11,7 +11,7 @@ import torch
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
-from sametoken.types.fast_prompts import fast_end
+from sametoken.types.fast_prompts import FastForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tup
         InvariantError: a slot's rows do not follow its folded and pending rows.
     """
     slots, position, prompts = rows.slots, folded.position, rows.fast_prompts
+    fast_form = FastForm(prompts.least_len if prompts else 0, FAST_ROWS)
     committed = torch.ones_like(slots) if rows.committed is None else rows.committed
     counts = position[slots], folded.num_pending[slots]
     lengths = prompts.prompt_len[slots] if prompts else torch.zeros_like(slots)
@@ -62,7 +63,7 @@ def slot_rows(rows: AttentionRows, folded: Folded, state_stride: int = 1) -> tup
         of_slot = list(group)
         if slot != reserved_slot:
             _, first, *_, length = of_slot[0]
-            is_fast = first < fast_end(length, prompts.least_len if prompts else 0, FAST_ROWS)
+            is_fast = first < fast_form.end(length)
             stride = 1 if is_fast else state_stride
             part = _part(of_slot, first_row, folded.max_pending, stride)
             parts.append(replace(part, is_fast=is_fast))

@@ -163,7 +163,7 @@ class FastPrompts:
 
     Attributes:
         prompt_len: [S] int64.
-        least_len: tokens from which a prompt has that form (``types.fast_prompts.fast_end``).
+        least_len: tokens from which a prompt has that form (``types.fast_prompts.FastForm``).
     """
 
     prompt_len: Tensor

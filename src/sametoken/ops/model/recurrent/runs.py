@@ -144,7 +144,7 @@ def _plan_runs_kernel(
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
     is_fast = first < 0
     if prompt_len is not None:
-        # ``types.fast_prompts.fast_end``
+        # ``types.fast_prompts.FastForm.end``
         length = tl.load(prompt_len + slot)
         is_fast = (length >= least_len) & (here < length - (length % FAST == 1).to(tl.int64))
     # In the fast form nothing is left pending: drafts or none, the state is the same.

@@ -16,7 +16,7 @@ from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent.layout import slot_rows
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE, Folded
 from sametoken.ops.model.recurrent.runs import NUM_ROWS, plan_runs
-from sametoken.types.fast_prompts import fast_end
+from sametoken.types.fast_prompts import FastForm
 
 SPECS = [
     Recurrent(rule, torch.float32)
@@ -81,7 +81,7 @@ def test_a_gpu_finds_the_rows_in_the_fast_form_that_the_host_means(length):
     counts = before, torch.zeros_like(before)
     parts = slot_rows(rows, Folded(*counts, 3, 1))
     runs = plan_runs(rows, Folded(*counts, 3, STATE_STRIDE))
-    expected = [start < fast_end(length, 64, FAST_ROWS) for start in starts]
+    expected = [start < FastForm(64, FAST_ROWS).end(length) for start in starts]
     assert (runs.fast.runs[:, NUM_ROWS.value] > 0).tolist() == expected
     assert (runs.table[:, NUM_ROWS.value] == 0).tolist() == expected
     assert [one.is_fast for one in sorted(parts, key=lambda one: one.slot)] == expected

@@ -5,9 +5,9 @@ Latents are expanded, all but of the last token; recurrent layers run in chunks 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,11 +18,9 @@ from helpers.latents import write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.small_engines import PROMPTS, build, cached_by, mtp, scored
 from sametoken.config import EngineConfig
-from sametoken.engine.fast_prompts import require_expandable
+from sametoken.engine.build import build_engine
 from sametoken.engine.load import validate
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
-from sametoken.ops.native.backend import NativeKernels
 from sametoken.scheduler import kept_states
 
 
@@ -233,7 +231,13 @@ def test_steps_that_may_hold_no_chunk_are_refused(tmp_path, options, said):
     validate(config_of(model, skip_tokenizer_init=True, max_num_batched_tokens=340), print)
 
 
-def test_heads_that_kernels_do_not_expand_are_refused_with_the_option():
-    wide = ExpandedShape(LatentShape(1, 8, 8, 1.0), nope_dim=1024, v_dim=8)
+def test_heads_that_kernels_do_not_expand_are_refused_before_weights_are_read(
+    tmp_path, monkeypatch
+):
+    """These would be found to be of another size."""
+    path = LATENTS.write(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"qk_nope_head_dim": 1024, "qk_rope_head_dim": 8}))
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "native")
     with pytest.raises(UnsupportedError, match=r"head_dim 1032 .* leave fast_prompts_from out"):
-        require_expandable(SimpleNamespace(layers=(wide,), kernels=NativeKernels()))
+        build_engine(config_of(path.parent, device="cpu", skip_tokenizer_init=True))

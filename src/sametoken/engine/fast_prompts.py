@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sametoken.config import EngineConfig
-from sametoken.engine.step_memory import mixers_of
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.models.decoder import Decoder
+from sametoken.models.deepseek import LatentSizes
+from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent
-from sametoken.ops.model.latent_attention.shape import ExpandedShape
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.scheduler.plan_draft import SHARE
 from sametoken.types.fast_prompts import FastForm
@@ -62,16 +61,14 @@ def require_fast_form(config: EngineConfig, caches: Sequence[LayerCache]) -> Non
         )
 
 
-def require_expandable(target: Decoder) -> None:
+def require_expandable(sizes: LatentSizes, kernels: Kernels) -> None:
     """Refuse fast prompts where the kernels have no attention over expanded heads.
 
     Raises:
         UnsupportedError: with the reason.
     """
-    for one in mixers_of(target.layers):
-        if isinstance(one, ExpandedShape):
-            try:
-                target.kernels.require(one.attention)
-            except UnsupportedError as error:
-                cause = f"prompts cannot be expanded: {error.cause}"
-                raise UnsupportedError(cause, "leave fast_prompts_from out") from error
+    try:
+        kernels.require(sizes.expanded(num_ranks=1).attention)
+    except UnsupportedError as error:
+        cause = f"prompts cannot be expanded: {error.cause}"
+        raise UnsupportedError(cause, "leave fast_prompts_from out") from error

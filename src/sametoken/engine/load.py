@@ -20,7 +20,7 @@ from sametoken.drafters.build import (
     require_token_map,
 )
 from sametoken.engine.adapters import adapted, read_adapters, resolve_adapters, widest_of
-from sametoken.engine.fast_prompts import require_expandable, require_fast_form
+from sametoken.engine.fast_prompts import fast_form, require_expandable, require_fast_form
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
@@ -51,6 +51,7 @@ from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.adapted import AdaptedModel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.deepseek import latent_sizes
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
@@ -361,6 +362,8 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
+    if fast_form(config, own).expands:
+        require_expandable(latent_sizes(requested.architecture, str(path)), backend.model)
     # Each rank routes all rows alike, so rank 0 records them.
     records = config.enable_return_routed_experts and ranks.parallel.rank == 0
     target = load_model(
@@ -372,8 +375,6 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         load_format=config.load_format,
         parallel=ranks.parallel,
     ).keeping(layers)
-    if config.fast_prompts_from:
-        require_expandable(target)
     placement = Placement(
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )

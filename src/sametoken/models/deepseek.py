@@ -64,6 +64,12 @@ class LatentSizes:
         """Elements of a head's query."""
         return self.nope_dim + self.rope_dim
 
+    def expanded(self, num_ranks: int) -> ExpandedShape:
+        """The heads of one rank, in the expanded form."""
+        heads = self.num_heads // num_ranks
+        shape = LatentShape(heads, self.kv_rank, self.rope_dim, self.scale)
+        return ExpandedShape(shape, self.nope_dim, self.v_dim)
+
     def cache(self, dtype: torch.dtype) -> LatentKV:
         """The cache declaration of a layer."""
         return LatentKV(self.kv_rank, self.rope_dim, dtype)
@@ -148,15 +154,15 @@ def load_attention(
         CheckpointError: a size or a tensor is missing or impossible.
         UnsupportedError: the kernels do not support it, or biases without ``q_lora_rank``.
     """
-    sizes, size = latent_sizes(config, weights.source.location), weights.parallel.size
+    sizes = latent_sizes(config, weights.source.location)
     bias, hidden = config.attention_bias, config.hidden_size
     if bias and not sizes.q_rank:
         raise UnsupportedError(
             f"{weights.source.location}: attention_bias=true without q_lora_rank is not supported",
             ANOTHER,
         )
-    shape = LatentShape(sizes.num_heads // size, sizes.kv_rank, sizes.rope_dim, sizes.scale)
-    weights.kernels.require_latent(shape)
+    expanded = sizes.expanded(weights.parallel.size)
+    weights.kernels.require_latent(shape := expanded.latent)
     q_rows = sizes.num_heads * sizes.qk_dim
     latent = Part(f"{prefix}.kv_a_proj_with_mqa", shape.width)
     first = Part(f"{prefix}.q_proj", q_rows, split=Split.ROWS)
@@ -169,7 +175,7 @@ def load_attention(
     return LatentAttention(
         kernels=weights.kernels,
         shape=shape,
-        expanded=ExpandedShape(shape, sizes.nope_dim, sizes.v_dim),
+        expanded=expanded,
         projection=weights.linear(hidden, first, latent, bias=bias),
         queries=queries,
         rotary=LatentRotary(norm, _INNER_EPS, rotary.cos, rotary.sin, _interleaves(config)),

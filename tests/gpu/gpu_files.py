@@ -39,6 +39,14 @@ HYBRID_SIZES = {
     "dtype": "bfloat16",
 }
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL]}
+#: Adaptive limits may withhold every draft on random weights, whose matches end at once.
+LONG_NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 64,
+    "prompt_lookup_max": 10,
+    "prompt_lookup_min": 1,
+    "draft_limits": "fixed",
+}
 LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 300, 513)
 OPTIONS = {
     # The GPU: without one nothing is collected here, and code that needs none can be tried.

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from gpu_files import OPTIONS
 
 from helpers.harness import run
 from helpers.recorded import watched
@@ -91,6 +92,12 @@ def record(items, **options) -> Recording:
     found = drive(core, items)
     found.rows = tap.rows()
     return found
+
+
+def answer(path, items, **options) -> Recording:
+    """Answer requests in an engine of ``OPTIONS``, changed by others."""
+    config = EngineConfig.from_options(model=str(path), **OPTIONS | options)
+    return drive(build_engine(config), list(items))
 
 
 def drive(core: EngineCore, items) -> Recording:

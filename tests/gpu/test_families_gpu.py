@@ -6,20 +6,17 @@ Graphs run; alone there are none. Random models in bf16, of sizes that kernels o
 from __future__ import annotations
 
 import pytest
-from gpu_files import OPTIONS, requests, write_small_family
-from recorded_gpu import drive
+from gpu_files import requests, write_small_family
+from recorded_gpu import answer
 
 from helpers.families import FAMILIES
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
 
 MAX_TOKENS = 48
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
 def generate(path, count: int, **options):
-    config = EngineConfig.from_options(model=str(path), **OPTIONS | options)
-    return drive(build_engine(config), list(requests(count, MAX_TOKENS)))
+    return answer(path, requests(count, MAX_TOKENS), **options)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_files import FOUR_LAYERS, HYBRID_SIZES, OPTIONS, SIZES, plain_requests, write_files
-from recorded_gpu import Recording, drive
+from gpu_files import FOUR_LAYERS, HYBRID_SIZES, SIZES, plain_requests, write_files
+from recorded_gpu import Recording, answer
 
 from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
 from helpers.hybrids import twin_config, twin_tensors
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_kernels
@@ -305,15 +303,8 @@ def write_twin(folder):
 
 def generate(path, spec: dict | None, items, **options) -> Recording:
     """With fixed draft limits: adaptive ones follow the captured shapes."""
-    core = build_engine(
-        EngineConfig.from_options(
-            model=str(path),
-            speculative_config=spec and spec | {"draft_limits": "fixed"},
-            max_num_seqs=8,
-            **OPTIONS | options,
-        )
-    )
-    return drive(core, items)
+    fixed = spec and spec | {"draft_limits": "fixed"}
+    return answer(path, items, speculative_config=fixed, max_num_seqs=8, **options)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

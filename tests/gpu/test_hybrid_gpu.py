@@ -10,10 +10,18 @@ import functools
 
 import pytest
 import torch
-from gpu_files import HYBRID_SIZES, OPTIONS, plain_requests, requests, write_hybrid_target
-from recorded_gpu import Recording, drive
+from gpu_files import (
+    HYBRID_SIZES,
+    LONG_NGRAMS,
+    OPTIONS,
+    plain_requests,
+    requests,
+    write_hybrid_target,
+)
+from recorded_gpu import Recording, answer
 
-from helpers.fast_passes import require_chunks
+from helpers.experts import require_experts
+from helpers.fast_passes import require_chunks, require_law
 from helpers.hybrids import FULL, LINEAR, hybrid_config
 from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
@@ -21,21 +29,12 @@ from sametoken.drafters import draft_model
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
-from sametoken.ops.backend import (
-    Routing,
-)
+from sametoken.ops.backend import Routing
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model import moe as experts_reference
-from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
-from sametoken.ops.model.moe_gate_triton import moe_gate
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
-from sametoken.ops.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
@@ -131,7 +130,6 @@ def test_prompts_by_chunks_are_near_the_reference_and_have_their_bits_in_every_p
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
-    """Over all sizes of tiles, and whatever an expert is chosen by."""
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -143,21 +141,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
         ExpertStack(random(count, hidden, inner) / inner**0.5),
     )
     x, logits = random(700, hidden), random(700, count)
-    chosen, weights = moe_gate(logits, Routing(8, True))
-    whole = experts.moe_forward(x, stacked, chosen, weights)
-    separate = experts_reference.SeparateExperts(
-        *(
-            [PlainWeight(one) for one in each]
-            for each in (stacked.gate_up.weight, stacked.down.weight)
-        )
-    )
-    expected = separate(x[:9], chosen[:9], weights[:9])
-    torch.testing.assert_close(whole[:9], expected, rtol=2e-2, atol=1e-2)
-    for rows in (1, 2, 17, 64, 256, 257):
-        ids, parts = moe_gate(logits[:rows].clone(), Routing(8, True))
-        assert torch.equal(ids, chosen[:rows])
-        assert torch.equal(parts, weights[:rows])
-        assert torch.equal(experts.moe_forward(x[:rows].clone(), stacked, ids, parts), whole[:rows])
+    require_experts(stacked, x, logits, Routing(8, True), atol=1e-2)
 
 
 # Engines
@@ -200,11 +184,9 @@ def speculation(files, method: str) -> dict | None:
     def drafted(name: str, k: int) -> dict:
         return {"method": "draft_model", "model": str(files[name]), "num_speculative_tokens": k}
 
-    # Adaptive limits may withhold every draft on random weights, whose matches end at once.
-    ngram = {"method": "ngram", "num_speculative_tokens": 64, "draft_limits": "fixed"}
     return {
         "plain": None,
-        "ngram": ngram | {"prompt_lookup_max": 10, "prompt_lookup_min": 1},
+        "ngram": LONG_NGRAMS,
         "self": drafted("target", 3),
         "other": drafted("other", 2),
         "adversary": drafted("target", 7),
@@ -213,18 +195,11 @@ def speculation(files, method: str) -> dict | None:
 
 
 def generate(files, method: str, items, **options) -> Recording:
-    patch = pytest.MonkeyPatch()
-    with patch.context() as patched:
+    with pytest.MonkeyPatch.context() as patch:
         if method == "adversary":
-            patched.setattr(draft_model, "DraftModelDrafter", Adversary)
-        core = build_engine(
-            EngineConfig.from_options(
-                model=str(files["target"]),
-                speculative_config=speculation(files, method),
-                **OPTIONS | options,
-            )
-        )
-    return drive(core, items)
+            patch.setattr(draft_model, "DraftModelDrafter", Adversary)
+        spec = speculation(files, method)
+        return answer(files["target"], items, speculative_config=spec, **options)
 
 
 @pytest.fixture(scope="module")
@@ -250,20 +225,8 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "other", "adversary", "mtp"])
 def test_the_same_tokens_of_prompts_by_chunks(files, method, monkeypatch):
-    """In steps of any rows, beside requests whose prompts are walked."""
-    ran_by_chunks = []
-    advance = gated_delta_rule.advance_chunks
-    monkeypatch.setattr(
-        gated_delta_rule,
-        "advance_chunks",
-        lambda *given: (ran_by_chunks.append(1), advance(*given)),
-    )
-    items, fast = list(requests(24, MAX_TOKENS)), {"fast_prompts_from": 66}
-    alone = generate(files, "plain", items, max_num_seqs=1, enforce_eager=True, **fast)
-    assert ran_by_chunks
-    ran = generate(files, method, items, max_num_seqs=24, **fast, max_num_batched_tokens=700)
-    assert ran.tokens == alone.tokens
-    assert method == "plain" or ran.offered > 0
+    items, answers = list(requests(24, MAX_TOKENS)), functools.partial(generate, files)
+    require_law(monkeypatch, gated_delta_rule, answers, method, items)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

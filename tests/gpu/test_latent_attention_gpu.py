@@ -7,12 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_files import OPTIONS, requests, write_nextn_target
-from recorded_gpu import drive
+from gpu_files import requests, write_nextn_target
+from recorded_gpu import answer
 
 from helpers.rows import runs_of
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.hopper import is_hopper
 from sametoken.ops.model.latent_attention import (
@@ -260,10 +258,8 @@ def target(request, tmp_path_factory):
 
 
 def generate(target, spec, count, **options):
-    config = EngineConfig.from_options(
-        model=str(target), speculative_config=spec, **OPTIONS | options
-    )
-    return drive(build_engine(config), list(requests(count, MAX_TOKENS)))
+    items = requests(count, MAX_TOKENS)
+    return answer(target, items, speculative_config=spec, **options)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from gpu_files import OPTIONS, cut_requests, plain_requests, requests, speculation, write_files
-from recorded_gpu import Recording, drive, windows_must_be_captured
-
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from gpu_files import cut_requests, plain_requests, requests, speculation, write_files
+from recorded_gpu import Recording, answer, windows_must_be_captured
 
 MAX_TOKENS = 96
 
@@ -25,12 +22,8 @@ def files(request, tmp_path_factory):
 def generate(
     files, method: str, count: int, make_requests=requests, **options
 ) -> tuple[dict[str, list[int]], Recording]:
-    config = EngineConfig.from_options(
-        model=str(files["target"]),
-        speculative_config=speculation(files)[method],
-        **OPTIONS | options,
-    )
-    ran = drive(build_engine(config), list(make_requests(count, MAX_TOKENS)))
+    items, spec = make_requests(count, MAX_TOKENS), speculation(files)[method]
+    ran = answer(files["target"], items, speculative_config=spec, **options)
     return ran.tokens, ran
 
 

@@ -10,26 +10,22 @@ import functools
 
 import pytest
 import torch
-from gpu_files import OPTIONS, requests
-from recorded_gpu import drive
+from gpu_files import LONG_NGRAMS, requests
+from recorded_gpu import answer
 
 from helpers.checkpoints import write_checkpoint
-from helpers.fast_passes import require_chunks
+from helpers.experts import require_experts
+from helpers.fast_passes import require_chunks, require_law
 from helpers.nemotron import nemotron_config, nemotron_tensors
 from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
 from sametoken.ops.backend import Routing
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.mamba2.triton import ScanTile
-from sametoken.ops.model.moe import SeparateExperts
-from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
-from sametoken.ops.reference import PlainWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = Mamba2(num_heads=64, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4)
@@ -145,7 +141,7 @@ def test_every_tile_has_the_bits_of_the_engines(sequence, tile, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
-    """Over both sizes of tiles, at Nano's widths of a group and of an expert."""
+    """At Nano's widths of a group and of an expert."""
     width, hidden, inner, count = RULE.out_features, 256, 232, 16
     x, gate = random(0, 300, width, dtype=dtype), random(1, 300, 2 * width, dtype=dtype)
     gate, weight = gate[:, width:], random(2, width, dtype=dtype)
@@ -161,21 +157,13 @@ def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
     y = random(5, 300, hidden, dtype=dtype)
     routing = Routing(4, True, "sigmoid", scale=2.5)
     logits, correction = random(6, 300, count), random(7, count)
-    chosen, weights = moe_gate(logits, routing, correction)
-    mixed = stacked(y, chosen, weights)
-    separate = SeparateExperts(*([PlainWeight(one) for one in each] for each in (up, down)))
-    torch.testing.assert_close(
-        mixed[:9], separate(y[:9], chosen[:9], weights[:9]), rtol=2e-2, atol=2e-2
-    )
+    require_experts(stacked, y, logits, routing, correction, atol=2e-2)
     for rows in (1, 2, 17, 64, 256, 257):
         again = norm_triton.gated_group_norm(
             x[:rows].clone(), gate[:rows], weight, RULE.num_groups, 1e-5
         )
         assert torch.equal(again, normed[:rows])
         assert torch.equal(activation_triton.relu_squared(x[:rows].clone()), squared[:rows])
-        ids, parts = moe_gate(logits[:rows].clone(), routing, correction)
-        assert torch.equal(parts, weights[:rows])
-        assert torch.equal(stacked(y[:rows].clone(), ids, parts), mixed[:rows])
 
 
 # Engines
@@ -198,22 +186,12 @@ def write_target(folder, sizes: dict, pattern: str = "MEM*EM-E"):
     return write_checkpoint(folder, config, tensors)
 
 
-SPECULATION = {
-    "plain": None,
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 64,
-        "prompt_lookup_max": 10,
-        "prompt_lookup_min": 1,
-        "draft_limits": "fixed",
-    },
-    "mtp": {"method": "mtp", "num_speculative_tokens": 5},
-}
+MTP = {"method": "mtp", "num_speculative_tokens": 5}
+SPECULATION = {"plain": None, "ngram": LONG_NGRAMS, "mtp": MTP}
 
 
 def generate(target, method: str, items, **options):
-    spec = {"model": str(target), "speculative_config": SPECULATION[method]}
-    return drive(build_engine(EngineConfig.from_options(**spec, **OPTIONS | options)), items)
+    return answer(target, items, speculative_config=SPECULATION[method], **options)
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +214,5 @@ def test_the_same_tokens(target, truth, method, max_num_seqs, eager):
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
 def test_the_same_tokens_of_prompts_by_chunks(target, method, monkeypatch):
-    """In steps of any rows, beside requests whose prompts are walked."""
-    ran_by_chunks, advance = [], triton.advance_chunks
-    monkeypatch.setattr(
-        triton, "advance_chunks", lambda *given: (ran_by_chunks.append(1), advance(*given))
-    )
-    items, fast = list(requests(16, MAX_TOKENS)), {"fast_prompts_from": 66}
-    alone = generate(target, "plain", items, max_num_seqs=1, enforce_eager=True, **fast)
-    assert ran_by_chunks
-    ran = generate(target, method, items, max_num_seqs=16, **fast, max_num_batched_tokens=700)
-    assert ran.tokens == alone.tokens
-    assert method == "plain" or ran.offered > 0
+    items, answers = list(requests(16, MAX_TOKENS)), functools.partial(generate, target)
+    require_law(monkeypatch, triton, answers, method, items)

@@ -52,6 +52,26 @@ def run(cache: Slots, parts: list[tuple[int, int, int]], num_fast: int) -> list[
     return [out[begin:end] for begin, end in pairwise(starts)]
 
 
+def require_law(patch, kernels, generate, method: str, items) -> None:
+    """Require tokens of prompts by chunks: in steps of any rows, beside prompts that are walked.
+
+    ``generate`` answers requests by a method, with options of the engine; ``kernels`` are a rule's.
+    """
+    ran_by_chunks, advance = [], kernels.advance_chunks
+
+    def counted(*given):
+        ran_by_chunks.append(1)
+        return advance(*given)
+
+    patch.setattr(kernels, "advance_chunks", counted)
+    fast = {"fast_prompts_from": 66}
+    alone = generate("plain", items, max_num_seqs=1, enforce_eager=True, **fast)
+    assert ran_by_chunks
+    ran = generate(method, items, max_num_seqs=len(items), max_num_batched_tokens=700, **fast)
+    assert ran.tokens == alone.tokens
+    assert method == "plain" or ran.offered > 0
+
+
 def require_chunks(spec: Recurrent, stride: int) -> None:
     """Require prompts near the reference, and their bits in every pass."""
     cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)

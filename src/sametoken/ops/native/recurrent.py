@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,42 +77,40 @@ class NativePass:
         self.row_by_row.finish()
 
     def _gated_delta(self, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory) -> Tensor:
-        rule, out = params.rule, _output(params, raw, memory)
-        gates, conv = _floats(params.A_log, params.dt_bias), _Convolution.of(params)
-        done = self.library.gated_delta(
-            self.table.data_ptr(),
-            len(self.row_by_row.walked),
-            ctypes.byref(_described(raw, memory, conv)),
-            memory.states.data_ptr(),
-            *(weight.data_ptr() for weight in gates),
-            out.data_ptr(),
-            rule.num_key_heads,
-            rule.num_value_heads,
-            rule.key_dim,
-            rule.value_dim,
-            out.dtype is torch.bfloat16,
-        )
-        return _checked(done, out)
+        rule, gates = params.rule, (params.A_log, params.dt_bias)
+        sizes = (rule.num_key_heads, rule.num_value_heads, rule.key_dim, rule.value_dim)
+        return self._walk(self.library.gated_delta, params, gates, sizes, raw, memory)
 
     def _mamba2(self, params: Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:
-        rule, out = params.rule, _output(params, raw, memory)
-        gates = _floats(params.A_log, params.D, params.dt_bias)
-        conv = _Convolution.of(params)
-        done = self.library.mamba2(
+        rule, gates = params.rule, (params.A_log, params.D, params.dt_bias)
+        sizes = (rule.num_heads, rule.head_dim, rule.num_groups, rule.state_dim)
+        given = (*sizes, *params.time_step_limit)
+        return self._walk(self.library.mamba2, params, gates, given, raw, memory)
+
+    def _walk(
+        self,
+        function: Callable[..., int],
+        params: GatedDeltaParams | Mamba2Params,
+        gates: tuple[Tensor, ...],
+        given: tuple[float, ...],
+        raw: RawRows,
+        memory: LayerMemory,
+    ) -> Tensor:
+        """The walked rows by a rule's function in C, which is given sizes and limits last."""
+        out, conv, gates = _output(params, raw, memory), _Convolution.of(params), _floats(*gates)
+        done = function(
             self.table.data_ptr(),
             len(self.row_by_row.walked),
             ctypes.byref(_described(raw, memory, conv)),
             memory.states.data_ptr(),
             *(weight.data_ptr() for weight in gates),
             out.data_ptr(),
-            rule.num_heads,
-            rule.head_dim,
-            rule.num_groups,
-            rule.state_dim,
-            *params.time_step_limit,
+            *given,
             out.dtype is torch.bfloat16,
         )
-        return _checked(done, out)
+        if not done:
+            raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +161,6 @@ def _output(params: GatedDeltaParams | Mamba2Params, raw: RawRows, memory: Layer
     if memory.states.dtype is not torch.float32:
         raise InvariantError(f"a kernel needs contiguous torch.float32, got {memory.states.dtype}")
     return torch.empty((raw.mixed.shape[0], params.rule.out_features), dtype=raw.mixed.dtype)
-
-
-def _checked(done: int, out: Tensor) -> Tensor:
-    if not done:
-        raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
-    return out
 
 
 def part_table(parts: Sequence[SlotRows]) -> Tensor:

@@ -330,8 +330,12 @@ def _reduce_slices(self, values):
         one = [self.to_tensor(data, value.dtype) for data, value in zip(row, values, strict=True)]
         folded = one if total is None else self.combine_fn.fn(*total, *one)
         total = folded if isinstance(folded, (list, tuple)) else (folded,)
-    found = [data.handle.data.reshape(slices[0].shape[1:]) for data in total]
-    return [self.to_tensor(data, value.dtype) for data, value in zip(found, values, strict=True)]
+    found, shape = [], slices[0].shape[1:]
+    for one, value in zip(total, values, strict=True):
+        # A function may give a number in place of a tensor.
+        data = one.handle.data.reshape(shape) if hasattr(one, "handle") else np.full(shape, one)
+        found.append(self.to_tensor(data.astype(_numpy_type(value.dtype)), value.dtype))
+    return found
 
 
 def _fits(number, type_name: str) -> bool:

@@ -136,7 +136,7 @@ steps = st.lists(
 )
 SPECS = [
     spec_of(),
-    spec_of(heads=(2, 4), sizes=(8, 4), taps=2),
+    spec_of(heads=(2, 4), sizes=(24, 4), taps=2),
     spec_of(heads=(2, 2), sizes=(5, 16), taps=3, dtype=torch.bfloat16),
     spec_of(heads=(1, 1), sizes=(4, 4), taps=1),
 ]
@@ -195,7 +195,7 @@ def compare(cache: Slots, oracle: Slots, slots: list[int]) -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(window):
-    spec = spec_of(heads=(1, 2), sizes=(8, 8))
+    spec = spec_of(heads=(1, 2), sizes=(24, 8))
     rows = [Row(1, p, 7 * p % 31, True) for p in range(8)]
     whole, chunks, single = empty(spec, 2), empty(spec, 2), empty(spec, 0)
     (expected,) = run(whole, [rows], window)

@@ -72,13 +72,15 @@ class StaticLauncher(EagerLauncher):
             assert not fact[sequences.reserved_slot].any(), "padding has committed"
 
     def _padded(self, shape):
+        windows, chunks = shape.num_windows + 2, shape.num_chunks + (shape.num_chunks > 0)
         # Requests without rows begin behind the last row, or before some that are dead.
         rows = shape.num_rows + 3 * (shape.num_rows % 2)
-        chunks = shape.num_chunks + (shape.num_chunks > 0)
+        if shape.all_sampled and shape.max_window == 1:
+            rows = windows
         return replace(
             shape,
-            num_requests=shape.num_windows + 2 + chunks,
-            num_windows=shape.num_windows + 2,
+            num_requests=windows + chunks,
+            num_windows=windows,
             num_rows=rows,
             num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
         )

@@ -81,6 +81,7 @@ class LayoutTable:
         """The rows by request."""
         shape = self.shape
         if shape.all_sampled and shape.max_window == 1:
+            assert shape.num_rows == shape.num_requests
             return RowRuns.even(shape.num_rows, 1)
         return RowRuns(
             shape.num_requests,

@@ -187,7 +187,7 @@ for options, sizes in (({"PDL": False}, SIZES[:1]), ({"PDL": True, "launch_pdl":
         rows = batch * (k + 1)
         for shape in (
             StepShape(batch, rows, rows, batch, k + 1, k + 1),
-            StepShape(batch, 512, batch, 1, 1, 512),
+            StepShape(batch, 512, batch, 0, 1, 512),
         ):
             table = torch.zeros(TABLE_ROWS, shape.table_width, dtype=torch.int64)
             x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from helpers.adapters import write_adapter
+from helpers.families import write_family
 from helpers.harness import replayed_by, request, requests_of
 from helpers.hybrids import write_hybrid
 from helpers.latents import write_nextn
@@ -191,6 +192,14 @@ def test_chunks_of_mamba_2_change_no_bit_either(tmp_path):
     usual = scored(own.build(fast_prompts_from=0), own.requests())
     changed = [usual[f"r{i}"] != alone[f"r{i}"] for i in range(6)]
     assert changed == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("name", ["granite_hybrid", "bamba"])
+def test_nor_those_of_other_hybrids_of_mamba_2(tmp_path, name):
+    target = write_family(tmp_path, name, max_position_embeddings=320)
+    own = replace(HYBRIDS, prompts=HYBRIDS.prompts[2:5], checkpoints={"own": target})
+    alone = scored(own.build(max_num_seqs=1), own.requests())
+    assert scored(own.build(ngram(3), "static", prefill_chunk_size=100), own.requests()) == alone
 
 
 def test_chunks_have_adapters_and_expanded_prompts_none(tmp_path):

@@ -1,4 +1,7 @@
-"""Engines of Nemotron-H: the same tokens with every drafter, whatever is reused or preempted."""
+"""Engines of Nemotron-H: the same tokens with every drafter, whatever is reused or preempted.
+
+Of the other hybrids of Mamba-2, too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from helpers import small_engines
+from helpers.families import write_family
 from helpers.forward import load
 from helpers.harness import ScriptedDrafter, Shape, request, run, swapped_by
 from helpers.harness import build as put_together
@@ -28,6 +33,12 @@ def dense(tmp_path_factory):
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("twin"), seed=6)
+
+
+@pytest.fixture(scope="module", params=["granite_hybrid", "bamba"])
+def other(request, tmp_path_factory):
+    """Another family, without a module."""
+    return write_family(tmp_path_factory.mktemp(request.param), request.param, seed=2)
 
 
 NGRAM = {
@@ -57,7 +68,14 @@ def test_no_drafter_changes_a_token(dense, spec, steps, dtype):
 
 @pytest.mark.parametrize("script", ["right", "wrong", "mixed"])
 def test_adversarial_drafts_change_no_token(dense, script):
-    model = load(dense)
+    require_adversarial(load(dense), script)
+
+
+def test_nor_those_of_another_hybrid(other):
+    require_adversarial(load(other, dtype=torch.bfloat16), "mixed")
+
+
+def require_adversarial(model, script):
     shape = Shape(prefix_caching=False, cache_emitted=False, max_model_len=64)
     items = [request(f"r{i}", p, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
     truth = run(put_together(model, shape), items).tokens
@@ -99,15 +117,31 @@ def test_preempted_requests_go_on_from_their_state(twin, spec, monkeypatch):
     assert swapped, "nothing was preempted"
 
 
+def test_so_do_those_of_another_hybrid(other, monkeypatch):
+    core = build(other, NGRAM, num_kv_blocks=8, max_model_len=40)
+    swapped = swapped_by(core, monkeypatch)
+    assert run(core, requests()).tokens == plain(other)
+    assert swapped, "nothing was preempted"
+
+
 def test_a_kept_state_serves_the_next_turn(dense, monkeypatch):
+    require_kept_states(dense, monkeypatch)
+
+
+def test_and_that_of_another_hybrid(other, monkeypatch):
+    require_kept_states(other, monkeypatch)
+
+
+def require_kept_states(path, monkeypatch):
     """A prompt that goes on from an answer begins at the state that was kept near its end."""
     monkeypatch.setattr(kept_states, "INTERVAL", 2)
-    core = build(dense, NGRAM, block_size=4, max_model_len=96)
+    options = {"block_size": 4, "max_model_len": 96, "kv_cache_memory_bytes": 2**22}
+    core = build(path, NGRAM, **options)
     told = run(core, [request("a", range(17), max_tokens=8)]).tokens["a"]
     longer, cached = request("b", [*range(17), *told, 3, 1], max_tokens=8), cached_by(core)
     warm = run(core, [longer]).tokens
     assert max(cached) >= 16
-    assert warm == run(build(dense, block_size=4, max_model_len=96), [longer]).tokens
+    assert warm == run(build(path, **options), [longer]).tokens
 
 
 def test_the_reference_says_the_same_with_drafts(dense, monkeypatch):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
+from helpers.families import write_family
 from helpers.gguf_files import write_gguf
 from helpers.harness import requests_of, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
@@ -151,6 +152,15 @@ def test_nor_of_a_module_that_we_quantized_to_four_bits(tmp_path):
     assert any("eh_proj.weight_packed" in name for name in names)
     spec = {"method": "mtp", "num_speculative_tokens": 3}
     require_same(tmp_path / "copy", spec, "float32")
+
+
+def test_nor_of_granite_that_we_quantized_to_float8(tmp_path):
+    write_family(tmp_path / "source", "granite_hybrid")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "copy", "fp8-dynamic")
+    names = load_file(tmp_path / "copy" / "model.safetensors")
+    assert "model.layers.0.shared_mlp.input_linear.weight_scale" in names
+    assert "model.layers.0.mamba.in_proj.weight_scale" in names
+    require_same(tmp_path / "copy", NGRAM, "bfloat16")
 
 
 def test_nor_of_a_target_in_four_bits(tmp_path):

@@ -65,7 +65,14 @@ CONFIGS = {
 #: Of these, families with Gated DeltaNet.
 HYBRIDS = ("qwen3_5", "qwen3_next")
 #: The routers of these choose others where a number is rounded, so gradients may jump.
-WITH_EXPERTS = ("gemma4", "glm4_moe", "nemotron_h", "qwen3_moe", "qwen3_next")
+WITH_EXPERTS = (
+    "gemma4",
+    "glm4_moe",
+    "granite_hybrid",
+    "nemotron_h",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 def write_exact(directory: Path, name: str, seed: int = 0) -> Path:
@@ -133,12 +140,22 @@ def all_equal(ours, theirs) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+#: transformers' names of Granite's experts, and those of its checkpoints.
+_GRANITE = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
+
 def as_stored(found: dict, names: Collection[str]) -> dict:
     """transformers keeps experts in one tensor; most checkpoints have one tensor for each."""
     split = {}
     for name, tensor in found.items():
         # Nemotron-H's decoder has another name in its checkpoints.
         stored = name.replace("model.", "backbone.") if "model.embeddings.weight" in found else name
+        for theirs, own in _GRANITE.items():
+            stored = stored.replace(theirs, own)
         prefix, _, kind = stored.rpartition(".")
         if stored in names or not prefix.endswith(".experts"):
             split[stored] = tensor

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -17,6 +18,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
@@ -251,6 +253,48 @@ def gpt_oss(draw) -> dict:
     }
 
 
+#: Mamba-2 in two groups, which two ranks divide.
+MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+#: With attention, without which transformers has no cache of such layers.
+HYBRID_TYPES = ["linear_attention", "full_attention", "linear_attention"]
+
+
+def mamba(draw) -> dict:
+    groups = draw(st.sampled_from([1, 2]))
+    return {
+        "mamba_n_heads": groups * draw(st.sampled_from([1, 2])),
+        "mamba_n_groups": groups,
+        "mamba_d_state": draw(st.sampled_from([5, 8])),
+        "mamba_d_conv": draw(st.sampled_from([2, 4])),
+        "mamba_expand": draw(st.sampled_from([1, 2])),
+        "mamba_chunk_size": 8,
+        "mamba_conv_bias": draw(st.booleans()),
+        "mamba_proj_bias": draw(st.booleans()),
+        "time_step_limit": draw(st.sampled_from([(0.0, float("inf")), (0.3, 0.9)])),
+    }
+
+
+def granite_hybrid(draw) -> dict:
+    other = draw(st.sampled_from(["linear_attention", "full_attention"]))
+    types = draw(st.permutations(["full_attention", other, other]))
+    return (
+        granite(draw)
+        | mamba(draw)
+        | {
+            "layer_types": types,
+            "position_embedding_type": draw(st.sampled_from([None, "nope", "rope"])),
+            "num_local_experts": draw(st.sampled_from([0, 5])),
+            "num_experts_per_tok": draw(st.integers(1, 5)),
+            "shared_intermediate_size": draw(st.sampled_from([20, 64])),
+        }
+    )
+
+
+def bamba(draw) -> dict:
+    indices = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+    return mamba(draw) | {"attn_layer_indices": indices, "attention_bias": draw(st.booleans())}
+
+
 #: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
 FAMILIES = {
     "qwen2": (Qwen2Config, qwen2, {}),
@@ -291,6 +335,20 @@ FAMILIES = {
             "logits_scaling": 2.0,
         },
     ),
+    "granite_hybrid": (
+        GraniteMoeHybridConfig,
+        granite_hybrid,
+        MAMBA
+        | {
+            "layer_types": HYBRID_TYPES,
+            "num_local_experts": 5,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "bamba": (BambaConfig, bamba, MAMBA | {"attn_layer_indices": [1]}),
     "gemma3": (
         Gemma3TextConfig,
         gemma3,

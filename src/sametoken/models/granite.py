@@ -1,4 +1,8 @@
-"""Granite 3: Llama with four factors, on embeddings, scores, residual branches and logits."""
+"""Granite 3: Llama with four factors, on embeddings, scores, residual branches and logits.
+
+Granite 4 has them too: its layers are Mamba-2 or attention, which its hybrids do not rotate, and
+an MLP that is shared by all rows, alone or beside experts.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from sametoken.layers.residual import Block, ScaledAfter
+from sametoken.layers.feed_forward import GatedMLP, RoutedExperts, SparseMoE
+from sametoken.layers.residual import Block, Layer, ScaledAfter
+from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
-from sametoken.models.decoder import Decoder
-from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import WeightReader
-from sametoken.ops.backend import RotaryTable
+from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.experts import summed_over_ranks
+from sametoken.models.layer_types import FULL, LINEAR
+from sametoken.models.load.settings import MAX_EXPERTS, Settings
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.mamba2 import (
+    IMPLIED_SIZES,
+    bamba_sizes,
+    caches_by_type,
+    divided_by_type,
+    load_mamba2,
+    types_of_layers,
+)
+from sametoken.ops.backend import RotaryTable, Routing
+from sametoken.ops.cache_types import LayerCache, Recurrent
 
 
 def _factor(config: ModelConfig, key: str) -> float:
@@ -46,3 +64,106 @@ class GraniteForCausalLM(Decoder):
         shape = replace(attention.shape, score_factor=_factor(self.config, "attention_multiplier"))
         scaled = replace(attention, shape=shape)
         return ScaledAfter(scaled, _factor(self.config, "residual_multiplier"))
+
+
+def _load_shared(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
+    """The MLP at ``prefix``, with gate and up fused as they are stored."""
+    hidden = config.hidden_size
+    size = Settings(config.extra, weights.source.location).integer("shared_intermediate_size")
+    fused = Part(f"{prefix}.input_linear", 2 * size, split=Split.ROWS, output_sizes=(size, size))
+    down = weights.row_parallel(size, Part(f"{prefix}.output_linear", hidden))
+    return GatedMLP(weights.linear(hidden, fused), down)
+
+
+def _load_routed(config: ModelConfig, weights: WeightReader, prefix: str) -> RoutedExperts:
+    """The router and the stacked experts at ``prefix``; ranks divide every expert."""
+    settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
+    count = settings.integer("num_local_experts", most=MAX_EXPERTS)
+    size = settings.integer("moe_intermediate_size")
+    router = weights.linear(hidden, Part(f"{prefix}.router.layer", count))
+    fused = Part(
+        f"{prefix}.input_linear.weight", 2 * size, split=Split.ROWS, output_sizes=(size, size)
+    )
+    down = Part(f"{prefix}.output_linear.weight", hidden, split=Split.COLUMNS)
+    own = weights.kernels.pack_experts(
+        weights.packed_stack(count, hidden, fused), weights.packed_stack(count, size, down)
+    )
+    # A softmax over the chosen logits is one over all, normalised.
+    routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
+    return RoutedExperts(weights.kernels, router, summed_over_ranks(weights, own), routing)
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    """Granite 4: layers of two types; rotated only where ``position_embedding_type`` is "rope"."""
+
+    layer_types = frozenset((FULL, LINEAR))
+    implied: ClassVar[Mapping[str, Any]] = {
+        **GraniteForCausalLM.implied,
+        **IMPLIED_SIZES,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+    }
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """See ``Decoder.renamed``; memory is planned by the larger of both kinds of MLP."""
+        types = types_of_layers(settings)
+        sizes = bamba_sizes(settings) if LINEAR in types else {}
+        shared = settings.integer("shared_intermediate_size")
+        sizes |= {"layer_types": list(types), "intermediate_size": shared}
+        if not settings.get("num_local_experts"):
+            return sizes | {"num_experts_per_tok": None}
+        own = settings.integer("intermediate_size")
+        return sizes | {"moe_intermediate_size": own, "intermediate_size": max(own, shared)}
+
+    @staticmethod
+    def load_layer_mlp(
+        config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """The shared MLP of the layer at ``prefix``, beside its experts if it has any."""
+        shared = _load_shared(config, weights, f"{prefix}.shared_mlp")
+        if not config.extra.get("num_local_experts"):
+            return shared
+        return SparseMoE(_load_routed(config, weights, f"{prefix}.block_sparse_moe"), shared)
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
+        settings = Settings(config.extra, config.architecture)
+        sizes = divided_by_type(config, Decoder.divided_sizes(config))
+        sizes["shared_intermediate_size"] = settings.integer("shared_intermediate_size")
+        if settings.get("num_local_experts"):
+            return sizes | {"intermediate_size": settings.integer("moe_intermediate_size")}
+        del sizes["intermediate_size"]
+        return sizes
+
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """As ``Decoder.caches_of``."""
+        return caches_by_type(config, dtype, location)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        if self.config.extra.get("position_embedding_type") == "rope":
+            return super()._rotaries(device)
+        return (no_rotation(self._max_positions, device),) * self.config.num_layers
+
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
+        prefix = f"{self._prefix}.layers.{index}"
+        mlp = self.load_layer_mlp(self.config, weights, prefix, index)
+        return DecoderLayer(
+            self._load_norm(weights, f"{prefix}.input_layernorm"),
+            self._load_attention(weights, index, rotary),
+            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
+            ScaledAfter(mlp, _factor(self.config, "residual_multiplier")),
+        )
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        if not isinstance(self._declared[index], Recurrent):
+            return super()._load_attention(weights, index, rotary)
+        settings = Settings(self.config.extra, weights.source.location)
+        prefix = f"{self._prefix}.layers.{index}.mamba"
+        mamba = load_mamba2(settings, weights, prefix, self.config.hidden_size)
+        return ScaledAfter(mamba, _factor(self.config, "residual_multiplier"))

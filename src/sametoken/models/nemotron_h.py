@@ -20,7 +20,6 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.feed_forward import DividedExperts, PreciseRouter
-from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
 from sametoken.layers.rotary import no_rotation
@@ -31,15 +30,15 @@ from sametoken.layers.squared_relu import (
     SquaredReluMoE,
 )
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_cache, load_attention
+from sametoken.models.blocks import load_attention
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.mamba2 import caches_by_type, load_mamba2
 from sametoken.ops.backend import KeptRows, RotaryTable
-from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
-from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import Experts, Normed, Weight
 
 MAMBA, ATTENTION, MOE, MLP = LINEAR, FULL, "moe", "mlp"
@@ -108,41 +107,6 @@ def _of_layer(settings: Settings, index: int) -> Settings:
     return blocks[index] if blocks else settings
 
 
-def mamba2_rule(settings: Settings) -> Mamba2:
-    """Sizes of the Mamba-2 layers.
-
-    Raises:
-        CheckpointError: a size is missing or impossible.
-    """
-    heads, groups = settings.integer("mamba_num_heads"), settings.integer("n_groups")
-    if heads % groups:
-        raise CheckpointError(
-            f"{settings.location}: {heads} Mamba-2 heads in {groups} groups are not possible",
-            COMPARE,
-        )
-    return Mamba2(
-        heads,
-        settings.integer("mamba_head_dim", most=MAX_HEAD_DIM),
-        groups,
-        settings.integer("ssm_state_size", most=MAX_HEAD_DIM),
-        settings.integer("conv_kernel", most=MAX_HEAD_DIM),
-    )
-
-
-def time_step_limit(settings: Settings) -> tuple[float, float]:
-    """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
-    given = settings.get("time_step_limit", [0.0, math.inf])
-    try:
-        low, high = (float(one["__float__"] if isinstance(one, dict) else one) for one in given)
-    except (ArithmeticError, LookupError, TypeError, ValueError):
-        low = high = math.nan
-    if not low <= high:
-        raise CheckpointError(
-            f"{settings.location}: time_step_limit={short(given)} is no range", COMPARE
-        )
-    return low, high
-
-
 def _require_supported(settings: Settings) -> None:
     """Refuse settings of the family that change the arithmetic and are not implemented.
 
@@ -191,43 +155,6 @@ class MixerLayer(Matrices):
     ) -> tuple[Normed, Tensor]:
         """See ``Layer``."""
         return following.add(self.mixer(x, *cache, kept=kept), kept_of(residual, kept))
-
-
-def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Mamba2Mixer:
-    """Load the Mamba-2 block at ``prefix``; ranks divide its heads with their groups."""
-    rule, rows = mamba2_rule(settings), Split.ROWS
-    sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
-    conv = Part(
-        f"{prefix}.conv1d.weight", rule.conv_channels, split=rows, output_sizes=rule.xbc_sizes
-    )
-    bias = replace(conv, name=f"{prefix}.conv1d.bias")
-    has_bias = bool(settings.get("use_bias", False))
-
-    def by_head(name: str) -> Tensor:
-        return weights.tensor(
-            Part(f"{prefix}.{name}", rule.num_heads, split=rows), dtype=torch.float32
-        )
-
-    params = Mamba2Params(
-        rule.divided(weights.parallel.size),
-        A_log=by_head("A_log"),
-        D=by_head("D"),
-        dt_bias=by_head("dt_bias"),
-        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
-        conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
-        time_step_limit=time_step_limit(settings),
-    )
-    into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
-    return Mamba2Mixer(
-        weights.kernels,
-        projection=weights.linear(hidden, into, bias=has_bias),
-        params=params,
-        norm_weight=weights.tensor(Part(f"{prefix}.norm.weight", rule.out_features, split=rows)),
-        eps=settings.number("rms_norm_eps"),
-        output=weights.row_parallel(
-            rule.out_features, Part(f"{prefix}.out_proj", hidden), bias=has_bias
-        ),
-    )
 
 
 def load_squared_relu_mlp(
@@ -360,13 +287,8 @@ class NemotronHForCausalLM(Decoder):
         cls, config: ModelConfig, dtype: torch.dtype, location: str
     ) -> tuple[LayerCache, ...]:
         """As ``Decoder.caches_of``."""
-        settings = Settings(config.extra, location)
-        _require_supported(settings)
-        kept: dict[str, LayerCache] = {ATTENTION: attention_cache(config, dtype)}
-        types = settings.names("layer_types")
-        if MAMBA in types:
-            kept[MAMBA] = Recurrent(mamba2_rule(settings), dtype)
-        return tuple(kept.get(kind, Stateless()) for kind in types)
+        _require_supported(Settings(config.extra, location))
+        return caches_by_type(config, dtype, location)
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         return (no_rotation(self._max_positions, device),) * self.config.num_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.models.bamba import BambaForCausalLM
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.deepseek import (
@@ -14,7 +15,7 @@ from sametoken.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGener
 from sametoken.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
-from sametoken.models.granite import GraniteForCausalLM
+from sametoken.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
 from sametoken.models.mistral import (
     Ministral3ForCausalLM,
@@ -35,6 +36,7 @@ from sametoken.models.qwen3_moe import Qwen3MoeForCausalLM
 from sametoken.types.speculative_methods import TABLE, WITH_MODEL
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
+    "BambaForCausalLM": BambaForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
@@ -47,6 +49,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "KimiK2ForCausalLM": DeepseekV3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

@@ -21,13 +21,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
 from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.settings import Settings
+from sametoken.models.mamba2 import mamba2_rule, time_step_limit
 from sametoken.models.nemotron_h import (
     ATTENTION,
     MOE,
     block_settings,
     layer_types,
-    mamba2_rule,
-    time_step_limit,
 )
 from sametoken.train.unrolled import UNROLLED, DraftModule, UnrolledKV, shifted
 

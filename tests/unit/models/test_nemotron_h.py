@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from helpers.checkpoints import write_checkpoint
 from helpers.forward import Bench, OneRun, load
 from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.load.settings import Settings
 from sametoken.models.loader import read_config
-from sametoken.models.nemotron_h import NemotronHForCausalLM, time_step_limit
+from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.ops.cache_types import PagedKV, Recurrent, Stateless
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.mamba2.rule import Mamba2
@@ -86,26 +84,6 @@ def test_memory_is_planned_by_the_largest_of_puzzle_s_experts(tmp_path):
     assert found.intermediate_size == found.extra["moe_intermediate_size"] == 24
     assert found.extra["num_experts_per_tok"] == 2
     assert NemotronHForCausalLM.divided_sizes(found)["moe_intermediate_size"] == 8
-
-
-@pytest.mark.parametrize(
-    ("given", "limit"),
-    [
-        ([0.0, math.inf], (0.0, math.inf)),
-        ([0.001, {"__float__": "Infinity"}], (0.001, math.inf)),
-        ([0, 3], (0.0, 3.0)),
-    ],
-)
-def test_limits_of_time_steps_as_configs_write_them(given, limit):
-    assert time_step_limit(Settings({"time_step_limit": given}, "")) == limit
-
-
-@pytest.mark.parametrize(
-    "given", [[0.0], [3, 1], "all", [0.0, None], [math.nan, 1.0], [0, 10**400], [{}, 1], 3]
-)
-def test_other_limits_of_time_steps_are_refused(given):
-    with pytest.raises(CheckpointError, match="time_step_limit"):
-        time_step_limit(Settings({"time_step_limit": given}, ""))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    BambaConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -117,12 +119,14 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
 @pytest.mark.parametrize(
     ("name", "config_class"),
     [
+        ("BambaForCausalLM", BambaConfig),
         ("Gemma3ForCausalLM", Gemma3TextConfig),
         ("Gemma4ForCausalLM", Gemma4TextConfig),
         ("Gemma4UnifiedForCausalLM", Gemma4UnifiedTextConfig),
         ("Glm4MoeForCausalLM", Glm4MoeConfig),
         ("GptOssForCausalLM", GptOssConfig),
         ("GraniteForCausalLM", GraniteConfig),
+        ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig),
         ("Ministral3ForCausalLM", Ministral3Config),
         ("Olmo2ForCausalLM", Olmo2Config),
         ("Phi3ForCausalLM", Phi3Config),

@@ -1,0 +1,176 @@
+"""Loading Mamba-2: sizes, weights and caches, by Nemotron-H's names of keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError
+from sametoken.layers.mamba2 import Mamba2Mixer
+from sametoken.models.base import ModelConfig
+from sametoken.models.blocks import attention_cache
+from sametoken.models.layer_types import FULL, LINEAR
+from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, MAX_LAYERS, Settings
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.ops.cache_types import LayerCache, Recurrent, Stateless
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+
+#: What transformers assumes of Bamba's keys, and of its kin's.
+IMPLIED_SIZES = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+_OLD_TYPES = {"mamba": LINEAR, "attention": FULL}
+
+
+def types_of_layers(settings: Settings) -> tuple[str, ...]:
+    """The type of each layer, by ``layers_block_type`` or ``layer_types``; by default Mamba-2.
+
+    Raises:
+        CheckpointError: a key has an impossible value, or another number of layers.
+    """
+    count = settings.integer("num_hidden_layers", most=MAX_LAYERS)
+    names = settings.names("layers_block_type") or settings.names("layer_types")
+    types = tuple(_OLD_TYPES.get(name, name) for name in names) or (LINEAR,) * count
+    if len(types) != count:
+        raise CheckpointError(
+            f"{settings.location}: layer_types={short(types)} does not name {count} layers", COMPARE
+        )
+    return types
+
+
+def divided_by_type(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
+    """``sizes`` of ``Decoder.divided_sizes`` of the types of layers that there are."""
+    types = Settings(config.extra, config.architecture).names("layer_types")
+    if FULL not in types:
+        sizes = {key: size for key, size in sizes.items() if not key.endswith("_heads")}
+    return sizes | ({"mamba_n_groups": config.extra["n_groups"]} if LINEAR in types else {})
+
+
+def bamba_sizes(settings: Settings, inner: int | None = None) -> dict[str, Any]:
+    """The keys of Bamba and its kin by the names that are read here.
+
+    Args:
+        settings: the config.
+        inner: features of all heads; default ``mamba_expand`` times the hidden size.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    inner = inner or settings.integer("mamba_expand") * settings.integer("hidden_size")
+    heads = settings.integer("mamba_n_heads")
+    size = settings.get("mamba_d_head", "auto")
+    size = inner // heads if size == "auto" else settings.integer("mamba_d_head")
+    if heads * size != inner:
+        raise CheckpointError(
+            f"{settings.location}: mamba_n_heads={heads} of mamba_d_head={size} do not have the "
+            f"{inner} features of Mamba-2",
+            COMPARE,
+        )
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": size,
+        "n_groups": settings.integer("mamba_n_groups"),
+        "ssm_state_size": settings.integer("mamba_d_state"),
+        "conv_kernel": settings.integer("mamba_d_conv"),
+        "use_conv_bias": settings.get("mamba_conv_bias"),
+        "use_bias": settings.get("mamba_proj_bias"),
+    }
+
+
+def mamba2_rule(settings: Settings) -> Mamba2:
+    """Sizes of the Mamba-2 layers.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    heads, groups = settings.integer("mamba_num_heads"), settings.integer("n_groups")
+    if heads % groups:
+        raise CheckpointError(
+            f"{settings.location}: {heads} Mamba-2 heads in {groups} groups are not possible",
+            COMPARE,
+        )
+    return Mamba2(
+        heads,
+        settings.integer("mamba_head_dim", most=MAX_HEAD_DIM),
+        groups,
+        settings.integer("ssm_state_size", most=MAX_HEAD_DIM),
+        settings.integer("conv_kernel", most=MAX_HEAD_DIM),
+    )
+
+
+def time_step_limit(settings: Settings) -> tuple[float, float]:
+    """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
+    given = settings.get("time_step_limit", [0.0, math.inf])
+    try:
+        low, high = (float(one["__float__"] if isinstance(one, dict) else one) for one in given)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        low = high = math.nan
+    if not low <= high:
+        raise CheckpointError(
+            f"{settings.location}: time_step_limit={short(given)} is no range", COMPARE
+        )
+    return low, high
+
+
+def caches_by_type(
+    config: ModelConfig, dtype: torch.dtype, location: str
+) -> tuple[LayerCache, ...]:
+    """As ``Decoder.caches_of``, where each layer is of one of ``layer_types``.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, location)
+    types = settings.names("layer_types")
+    kept: dict[str, LayerCache] = {FULL: attention_cache(config, dtype)}
+    if LINEAR in types:
+        kept[LINEAR] = Recurrent(mamba2_rule(settings), dtype)
+    return tuple(kept.get(kind, Stateless()) for kind in types)
+
+
+def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Mamba2Mixer:
+    """Load the Mamba-2 block at ``prefix``; ranks divide its heads with their groups."""
+    rule, rows = mamba2_rule(settings), Split.ROWS
+    sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
+    conv = Part(
+        f"{prefix}.conv1d.weight", rule.conv_channels, split=rows, output_sizes=rule.xbc_sizes
+    )
+    bias = replace(conv, name=f"{prefix}.conv1d.bias")
+    has_bias = bool(settings.get("use_bias", False))
+
+    def by_head(name: str) -> Tensor:
+        return weights.tensor(
+            Part(f"{prefix}.{name}", rule.num_heads, split=rows), dtype=torch.float32
+        )
+
+    params = Mamba2Params(
+        rule.divided(weights.parallel.size),
+        A_log=by_head("A_log"),
+        D=by_head("D"),
+        dt_bias=by_head("dt_bias"),
+        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
+        conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
+        time_step_limit=time_step_limit(settings),
+    )
+    into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
+    return Mamba2Mixer(
+        weights.kernels,
+        projection=weights.linear(hidden, into, bias=has_bias),
+        params=params,
+        norm_weight=weights.tensor(Part(f"{prefix}.norm.weight", rule.out_features, split=rows)),
+        eps=settings.number("rms_norm_eps"),
+        output=weights.row_parallel(
+            rule.out_features, Part(f"{prefix}.out_proj", hidden), bias=has_bias
+        ),
+    )

@@ -1,0 +1,130 @@
+"""Configs of hybrids of Mamba-2: what is read, refused and declared."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from helpers.families import SIZES, fixed_config, write_family
+from helpers.forward import load
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.load.settings import Settings
+from sametoken.models.loader import read_config
+from sametoken.models.mamba2 import time_step_limit
+from sametoken.models.registry import model_class, require_divisible
+from sametoken.ops.cache_types import PagedKV, Recurrent
+from sametoken.ops.model.mamba2.rule import Mamba2
+
+#: Keys and values of Granite-4.0-H-350M, over small sizes.
+GRANITE = SIZES | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "mamba", "attention"],
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "num_experts_per_tok": 0,
+    "num_local_experts": 0,
+    "position_embedding_type": "nope",
+    "shared_intermediate_size": 80,
+}
+BAMBA = SIZES | {
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [2],
+    "attn_rotary_emb": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 8,
+    "mamba_n_heads": 4,
+}
+
+
+def read(directory, config):
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_config(directory)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GRANITE,
+        {key: value for key, value in GRANITE.items() if key != "layer_types"}
+        | {"layers_block_type": ["linear_attention", "linear_attention", "full_attention"]},
+        BAMBA,
+    ],
+    ids=["granite", "older key", "bamba"],
+)
+def test_layers_as_published_configs_name_them(tmp_path, config):
+    found = read(tmp_path, config)
+    caches = model_class(found.architecture).caches_of(found, torch.float32, "")
+    mamba = Recurrent(Mamba2(4, 16, 1, 8, 4), torch.float32)
+    assert caches == (mamba, mamba, PagedKV(2, 8, 8, torch.float32))
+
+
+def test_memory_is_planned_by_the_mlps_that_there_are(tmp_path):
+    dense = read(tmp_path, GRANITE)
+    assert (dense.intermediate_size, dense.extra["num_experts_per_tok"]) == (80, None)
+    mixed = read(tmp_path, GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2})
+    assert (mixed.intermediate_size, mixed.extra["moe_intermediate_size"]) == (80, 48)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (GRANITE | {"layer_types": ["mamba"]}, CheckpointError, "does not name 3 layers"),
+        (GRANITE | {"mamba_d_head": 12}, CheckpointError, "mamba_n_heads=4 of mamba_d_head=12"),
+        (GRANITE | {"mamba_n_groups": 3}, CheckpointError, "4 Mamba-2 heads in 3 groups"),
+        (GRANITE | {"shared_intermediate_size": 0}, CheckpointError, "shared_intermediate_size=0"),
+        (GRANITE | {"layer_types": ["mlp"] * 3}, UnsupportedError, "layer_types=.*mlp"),
+        (GRANITE | {"hidden_act": "gelu"}, UnsupportedError, "hidden_act='gelu'"),
+        (BAMBA | {"attn_layer_indices": "all"}, CheckpointError, "attn_layer_indices='all'"),
+        (BAMBA | {"attn_rotary_emb": 8}, UnsupportedError, "attn_rotary_emb=8"),
+        (BAMBA | {"mlp_bias": True}, UnsupportedError, "mlp_bias=true"),
+    ],
+)
+def test_other_configs_are_refused_by_key(tmp_path, config, error, message):
+    name = "granite_hybrid" if config["architectures"] == GRANITE["architectures"] else "bamba"
+    write_family(tmp_path, name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("config", [GRANITE, BAMBA])
+def test_one_group_is_not_divided(tmp_path, config):
+    with pytest.raises(ConfigError, match="mamba_n_groups=1 is no multiple of 2"):
+        require_divisible(read(tmp_path, config), 2)
+
+
+def test_ranks_divide_the_sizes_of_layers_that_there_are(tmp_path):
+    dense = fixed_config("granite_hybrid", layer_types=["full_attention"] * 3, num_local_experts=0)
+    found = read(tmp_path, dense.to_dict() | {"architectures": GRANITE["architectures"]})
+    assert model_class(found.architecture).divided_sizes(found) == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "shared_intermediate_size": 24,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ([0.0, math.inf], (0.0, math.inf)),
+        ([0.001, {"__float__": "Infinity"}], (0.001, math.inf)),
+        ([0, 3], (0.0, 3.0)),
+    ],
+)
+def test_limits_of_time_steps_as_configs_write_them(given, limit):
+    assert time_step_limit(Settings({"time_step_limit": given}, "")) == limit
+
+
+@pytest.mark.parametrize(
+    "given", [[0.0], [3, 1], "all", [0.0, None], [math.nan, 1.0], [0, 10**400], [{}, 1], 3]
+)
+def test_other_limits_of_time_steps_are_refused(given):
+    with pytest.raises(CheckpointError, match="time_step_limit"):
+        time_step_limit(Settings({"time_step_limit": given}, ""))

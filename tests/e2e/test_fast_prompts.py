@@ -194,7 +194,7 @@ def test_chunks_of_mamba_2_change_no_bit_either(tmp_path):
     assert changed == [True, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid", "bamba"])
+@pytest.mark.parametrize("name", ["granite_hybrid", "bamba", "falcon_h1"])
 def test_nor_those_of_other_hybrids_of_mamba_2(tmp_path, name):
     target = write_family(tmp_path, name, max_position_embeddings=320)
     own = replace(HYBRIDS, prompts=HYBRIDS.prompts[2:5], checkpoints={"own": target})

@@ -128,6 +128,10 @@ KINDS = {
     "qwen3_moe": (lambda at: write_family(at, "qwen3_moe"), (*ATTENTION, "gate")),
     "phi3": (lambda at: write_family(at, "phi3"), ("qkv_proj", "gate_up_proj", "o_proj")),
     "nemotron": (lambda at: write_nemotron(at, seed=4), ("in_proj", "out_proj", *ATTENTION)),
+    "falcon_h1": (
+        lambda at: write_family(at, "falcon_h1"),
+        ("in_proj", "out_proj", *ATTENTION, *MLP),
+    ),
     "granite_hybrid": (
         lambda at: write_family(at, "granite_hybrid"),
         ("in_proj", "out_proj", "shared_mlp.input_linear", "shared_mlp.output_linear", *ATTENTION),

@@ -35,7 +35,7 @@ def twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("twin"), seed=6)
 
 
-@pytest.fixture(scope="module", params=["granite_hybrid", "bamba"])
+@pytest.fixture(scope="module", params=["granite_hybrid", "bamba", "falcon_h1"])
 def other(request, tmp_path_factory):
     """Another family, without a module."""
     return write_family(tmp_path_factory.mktemp(request.param), request.param, seed=2)

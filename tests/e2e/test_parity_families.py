@@ -193,7 +193,7 @@ def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-@pytest.mark.parametrize("name", ["gemma3", "glm4_moe", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3", "glm4_moe", "gpt_oss", "olmo2"])
 def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
     path = write_family(tmp_path, name, num_hidden_layers=2)
     wanted = OneRun(load(path), max_len=16).logits(PROMPT[:6], [])

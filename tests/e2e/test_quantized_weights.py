@@ -154,12 +154,14 @@ def test_nor_of_a_module_that_we_quantized_to_four_bits(tmp_path):
     require_same(tmp_path / "copy", spec, "float32")
 
 
-def test_nor_of_granite_that_we_quantized_to_float8(tmp_path):
-    write_family(tmp_path / "source", "granite_hybrid")
+@pytest.mark.parametrize("name", ["granite_hybrid", "falcon_h1"])
+def test_nor_of_a_hybrid_that_we_quantized_to_float8(tmp_path, name):
+    write_family(tmp_path / "source", name)
     quantize_checkpoint(tmp_path / "source", tmp_path / "copy", "fp8-dynamic")
     names = load_file(tmp_path / "copy" / "model.safetensors")
-    assert "model.layers.0.shared_mlp.input_linear.weight_scale" in names
-    assert "model.layers.0.mamba.in_proj.weight_scale" in names
+    mlp = "feed_forward.gate_proj" if name == "falcon_h1" else "shared_mlp.input_linear"
+    for module in (mlp, "mamba.in_proj"):
+        assert f"model.layers.0.{module}.weight_scale" in names
     require_same(tmp_path / "copy", NGRAM, "bfloat16")
 
 

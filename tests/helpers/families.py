@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BambaConfig,
+    FalconH1Config,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -295,6 +296,26 @@ def bamba(draw) -> dict:
     return mamba(draw) | {"attn_layer_indices": indices, "attention_bias": draw(st.booleans())}
 
 
+def falcon_h1(draw) -> dict:
+    own, factor = mamba(draw), st.sampled_from([1.0, 0.4, 1.6])
+    del own["mamba_expand"]
+    factors = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return (
+        own
+        | {f"{name}_multiplier": draw(factor) for name in factors}
+        | {
+            "head_dim": draw(st.sampled_from([8, 16])),
+            "mamba_d_ssm": draw(st.sampled_from([16, 64, None])),
+            "mamba_rms_norm": draw(st.booleans()),
+            "mamba_norm_before_gate": False,
+            "projectors_bias": draw(st.booleans()),
+            "attention_bias": draw(st.booleans()),
+            "mlp_multipliers": [draw(factor), draw(factor)],
+            "ssm_multipliers": [draw(factor) for _ in range(5)],
+        }
+    )
+
+
 #: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
 FAMILIES = {
     "qwen2": (Qwen2Config, qwen2, {}),
@@ -349,6 +370,22 @@ FAMILIES = {
         },
     ),
     "bamba": (BambaConfig, bamba, MAMBA | {"attn_layer_indices": [1]}),
+    "falcon_h1": (
+        FalconH1Config,
+        falcon_h1,
+        MAMBA
+        | {
+            "mamba_d_ssm": 64,
+            "embedding_multiplier": 3.0,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.5,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "mlp_multipliers": [0.8, 0.7],
+            "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.8],
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         gemma3,
@@ -498,6 +535,10 @@ _AROUND_ONE = (
 )
 
 
+#: Buffers that follow from the config.
+_DERIVED = ("inv_freq", "mup_vector")
+
+
 def random_model(config, seed: int):
     """transformers' model, with every parameter away from where it begins."""
     torch.manual_seed(seed)
@@ -505,7 +546,7 @@ def random_model(config, seed: int):
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith("inv_freq") or not parameter.is_floating_point():
+        if name.endswith(_DERIVED) or not parameter.is_floating_point():
             continue
         if parameter.ndim == 1:
             centre = 1.0 if name.endswith(_AROUND_ONE) else 0.0

@@ -208,6 +208,10 @@ class DifferentiableKernels:
         """See ``Kernels.relu_squared``."""
         return recomputed(self._kernels.relu_squared, lambda x: F.relu(x).square(), x)
 
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.silu_mul``."""
+        return recomputed(self._kernels.silu_mul, silu_mul, gate_up)
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``Kernels.gelu_mul``."""
         return recomputed(self._kernels.gelu_mul, _gelu_mul, gate_up)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -76,6 +76,30 @@ class Linear:
     def nbytes(self) -> int:
         """Bytes of the weight and the bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLinear(Linear):
+    """``Linear`` with factors on its outputs and its input, as muP trains it; each rounds.
+
+    Attributes:
+        factors: [out_features] fp32.
+        before: the input's.
+    """
+
+    kernels: Kernels = field(kw_only=True)
+    factors: Tensor = field(kw_only=True)
+    before: float = field(kw_only=True, default=1.0)
+
+    def gated(self, x: Normed) -> Tensor:
+        """``silu(gate) * up`` of the scaled outputs [gate | up]; shapes as in ``Linear``."""
+        return self.kernels.silu_mul(self(x))
+
+    def _product(self, x: Normed) -> Tensor:
+        assert isinstance(x, Tensor)
+        scaled = x if self.before == 1.0 else x * self.before
+        # In place: a copy in fp32 would be the largest tensor of an MLP.
+        return self.weight.matmul(scaled, self.bias).mul_(self.factors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
-"""Mamba-2 blocks: a state space model with one state per slot."""
+"""Mamba-2 blocks: a state space model with one state per slot, alone or beside attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
-from sametoken.layers.residual import Matrices, kept_of
-from sametoken.ops.backend import KeptRows, Kernels
+from sametoken.layers.residual import Block, Matrices, kept_of
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, LayerKV
 from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
 
@@ -20,7 +21,8 @@ class Mamba2Mixer(Matrices):
     Attributes:
         projection: fused projection to [z | x | B | C | dt].
         params: weights of the convolution and the rule, and this rank's sizes.
-        norm_weight: [H * P], weight of the norm of ``x * silu(z)`` by groups of heads.
+        norm_weight: [H * P], weight of the norm of ``x * silu(z)`` by groups of heads; None: no
+            norm.
         eps: epsilon of that norm.
         output: projection of the heads to the hidden size.
     """
@@ -28,7 +30,7 @@ class Mamba2Mixer(Matrices):
     kernels: Kernels
     projection: Linear
     params: Mamba2Params
-    norm_weight: Tensor
+    norm_weight: Tensor | None
     eps: float
     output: Projection
 
@@ -40,6 +42,31 @@ class Mamba2Mixer(Matrices):
         sizes = (rule.out_features, rule.conv_channels, *rule.gate_sizes)
         z, mixed, dt = self.projection(x).split(sizes, dim=-1)
         read = step.run(self.params, RawRows(mixed, (dt,)), memory)
-        read, z = kept_of(read, kept), kept_of(z, kept)
-        normed = self.kernels.gated_group_norm(read, z, self.norm_weight, rule.num_groups, self.eps)
-        return self.output(normed)
+        return self.output(self._gated(kept_of(read, kept), kept_of(z, kept)))
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        if self.norm_weight is None:
+            return self.kernels.silu_mul(torch.cat((z, read), dim=1))
+        groups = self.params.rule.num_groups
+        return self.kernels.gated_group_norm(read, z, self.norm_weight, groups, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2BesideAttention(Matrices):
+    """Mamba-2 and attention of the same rows, added."""
+
+    mamba: Block
+    attention: Block
+
+    def __call__(
+        self,
+        x: Tensor,
+        rows: AttentionRows,
+        kv: LayerKV,
+        step: RecurrentPass,
+        memory: LayerMemory,
+        kept: KeptRows | None = None,
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; ``kept`` is as in both."""
+        read = self.mamba(x, step, memory, kept=kept)
+        return read + self.attention(x, rows, kv, kept=kept)

@@ -33,6 +33,7 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayer
+from sametoken.ops.model.recurrent.rule import RecurrentPass
 from sametoken.ops.weight import Normed, UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
@@ -241,7 +242,7 @@ class Decoder:
         assert kept is None or len(self.layers) not in self._aux_layers
         step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
         residual = self._embed(token_ids)
-        memory = self._memory(token_ids, residual, cache)
+        memory = self._memory(token_ids, residual, cache, step)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self.layers[0].input_norm(residual)
@@ -292,14 +293,13 @@ class Decoder:
         return self.embedding.rows(token_ids)
 
     def _memory(
-        self, token_ids: Tensor, embedded: Tensor, cache: ModelCache
+        self, token_ids: Tensor, embedded: Tensor, cache: ModelCache, step: RecurrentPass | None
     ) -> Sequence[tuple[Any, ...]]:
         """What each layer reads beside the pass's rows: its memory.
 
         Args:
-            token_ids: [T].
-            embedded: [T, hidden], as ``_embed`` gives it.
-            cache: the memory of all layers.
+            token_ids, embedded: [T], and [T, hidden] as ``_embed`` gives it.
+            cache, step: the memory of all layers, and the pass of recurrent ones, if any.
         """
         return [(layer,) for layer in cache.layers]
 

@@ -181,7 +181,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
         return super().weights_bytes + own
 
     def _memory(
-        self, token_ids: Tensor, embedded: Tensor, cache: ModelCache
+        self, token_ids: Tensor, embedded: Tensor, cache: ModelCache, step: object
     ) -> Sequence[tuple[Any, ...]]:
         """A layer's own KV, the KV that it reads, and its embedding [T, P], if it has one."""
         layers: Sequence[Tensor | None] = [None] * len(self._forms)

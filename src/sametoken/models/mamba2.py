@@ -148,6 +148,7 @@ def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: 
     )
     bias = replace(conv, name=f"{prefix}.conv1d.bias")
     has_bias = bool(settings.get("use_bias", False))
+    norm = Part(f"{prefix}.norm.weight", rule.out_features, split=rows)
 
     def by_head(name: str) -> Tensor:
         return weights.tensor(
@@ -168,9 +169,11 @@ def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: 
         weights.kernels,
         projection=weights.linear(hidden, into, bias=has_bias),
         params=params,
-        norm_weight=weights.tensor(Part(f"{prefix}.norm.weight", rule.out_features, split=rows)),
+        norm_weight=weights.tensor(norm) if settings.get("mamba_rms_norm", True) else None,
         eps=settings.number("rms_norm_eps"),
         output=weights.row_parallel(
-            rule.out_features, Part(f"{prefix}.out_proj", hidden), bias=has_bias
+            rule.out_features,
+            Part(f"{prefix}.out_proj", hidden),
+            bias=bool(settings.get("projectors_bias", has_bias)),
         ),
     )

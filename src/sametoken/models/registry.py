@@ -11,6 +11,7 @@ from sametoken.models.deepseek import (
     DeepseekV3ForCausalLM,
     Glm4MoeLiteForCausalLM,
 )
+from sametoken.models.falcon_h1 import FalconH1ForCausalLM
 from sametoken.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from sametoken.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
@@ -39,6 +40,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "BambaForCausalLM": BambaForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+    "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,

@@ -41,6 +41,33 @@ BAMBA = SIZES | {
     "mamba_d_state": 8,
     "mamba_n_heads": 4,
 }
+#: Falcon-H1-0.5B's, likewise.
+FALCON = SIZES | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_out_multiplier": 0.9375,
+    "attn_layer_indices": None,
+    "key_multiplier": 0.390625,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+}
+FAMILIES = {
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "BambaForCausalLM": "bamba",
+    "FalconH1ForCausalLM": "falcon_h1",
+}
+MAMBA = Recurrent(Mamba2(4, 16, 1, 8, 4), torch.float32)
+KV = PagedKV(2, 8, 8, torch.float32)
 
 
 def read(directory, config):
@@ -49,20 +76,22 @@ def read(directory, config):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "caches"),
     [
-        GRANITE,
-        {key: value for key, value in GRANITE.items() if key != "layer_types"}
-        | {"layers_block_type": ["linear_attention", "linear_attention", "full_attention"]},
-        BAMBA,
+        (GRANITE, (MAMBA, MAMBA, KV)),
+        (
+            {key: value for key, value in GRANITE.items() if key != "layer_types"}
+            | {"layers_block_type": ["full_attention", "linear_attention", "full_attention"]},
+            (KV, MAMBA, KV),
+        ),
+        (BAMBA, (MAMBA, MAMBA, KV)),
+        (FALCON, (KV, KV, KV, MAMBA, MAMBA, MAMBA)),
     ],
-    ids=["granite", "older key", "bamba"],
+    ids=["granite", "other key", "bamba", "falcon"],
 )
-def test_layers_as_published_configs_name_them(tmp_path, config):
+def test_layers_as_published_configs_name_them(tmp_path, config, caches):
     found = read(tmp_path, config)
-    caches = model_class(found.architecture).caches_of(found, torch.float32, "")
-    mamba = Recurrent(Mamba2(4, 16, 1, 8, 4), torch.float32)
-    assert caches == (mamba, mamba, PagedKV(2, 8, 8, torch.float32))
+    assert model_class(found.architecture).caches_of(found, torch.float32, "") == caches
 
 
 def test_memory_is_planned_by_the_mlps_that_there_are(tmp_path):
@@ -84,17 +113,25 @@ def test_memory_is_planned_by_the_mlps_that_there_are(tmp_path):
         (BAMBA | {"attn_layer_indices": "all"}, CheckpointError, "attn_layer_indices='all'"),
         (BAMBA | {"attn_rotary_emb": 8}, UnsupportedError, "attn_rotary_emb=8"),
         (BAMBA | {"mlp_bias": True}, UnsupportedError, "mlp_bias=true"),
+        (FALCON | {"mamba_d_ssm": 60}, CheckpointError, "have the 60 features"),
+        (FALCON | {"mlp_multipliers": [1.0]}, CheckpointError, r"mlp_multipliers=\[1.0\]"),
+        (FALCON | {"ssm_multipliers": ["1"] * 5}, CheckpointError, "ssm_multipliers="),
+        (
+            FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+            UnsupportedError,
+            "mamba_norm_before_gate=True",
+        ),
     ],
 )
 def test_other_configs_are_refused_by_key(tmp_path, config, error, message):
-    name = "granite_hybrid" if config["architectures"] == GRANITE["architectures"] else "bamba"
-    write_family(tmp_path, name)
+    (architecture,) = config["architectures"]
+    write_family(tmp_path, FAMILIES[architecture])
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("config", [GRANITE, BAMBA])
+@pytest.mark.parametrize("config", [GRANITE, BAMBA, FALCON])
 def test_one_group_is_not_divided(tmp_path, config):
     with pytest.raises(ConfigError, match="mamba_n_groups=1 is no multiple of 2"):
         require_divisible(read(tmp_path, config), 2)

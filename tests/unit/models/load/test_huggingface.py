@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     BambaConfig,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
@@ -120,6 +121,7 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     ("name", "config_class"),
     [
         ("BambaForCausalLM", BambaConfig),
+        ("FalconH1ForCausalLM", FalconH1Config),
         ("Gemma3ForCausalLM", Gemma3TextConfig),
         ("Gemma4ForCausalLM", Gemma4TextConfig),
         ("Gemma4UnifiedForCausalLM", Gemma4UnifiedTextConfig),

@@ -149,6 +149,13 @@ def test_queries_of_ministral_3_need_not_grow():
     require_logits(saved_and_loaded(theirs, BACKENDS[0]), theirs, PROMPT, [7])
 
 
+def test_granite_4_without_mamba_2_or_experts():
+    dense = {"layer_types": ["full_attention"] * 3, "num_local_experts": 0}
+    config = fixed_config("granite_hybrid", position_embedding_type="rope", **dense)
+    theirs = random_model(config, seed=0)
+    require_parity(saved_and_loaded(theirs, BACKENDS[1]), theirs, PROMPT, [7])
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 

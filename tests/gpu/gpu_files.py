@@ -86,7 +86,7 @@ def write_small_family(folder, name: str):
     """A random model of one of ``helpers.families``, of sizes that kernels of a GPU take."""
     shared = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
     sizes = {key: SIZES[key] for key in shared}
-    if name not in ("phi3", "olmo2", "granite", "qwen2"):
+    if name not in ("bamba", "granite", "granite_hybrid", "olmo2", "phi3", "qwen2"):
         sizes["head_dim"] = 64
     if name == "gemma4":
         sizes |= {"global_head_dim": 512, "vocab_size_per_layer_input": SIZES["vocab_size"]}

@@ -276,8 +276,8 @@ def mamba(draw) -> dict:
 
 
 def granite_hybrid(draw) -> dict:
-    other = draw(st.sampled_from(["linear_attention", "full_attention"]))
-    types = draw(st.permutations(["full_attention", other, other]))
+    others = ["linear_attention", draw(st.sampled_from(HYBRID_TYPES))]
+    types = draw(st.permutations(["full_attention", *others]))
     return (
         granite(draw)
         | mamba(draw)
@@ -287,6 +287,7 @@ def granite_hybrid(draw) -> dict:
             "num_local_experts": draw(st.sampled_from([0, 5])),
             "num_experts_per_tok": draw(st.integers(1, 5)),
             "shared_intermediate_size": draw(st.sampled_from([20, 64])),
+            "residual_multiplier": draw(st.sampled_from([0.3, 0.7])),
         }
     )
 

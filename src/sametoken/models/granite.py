@@ -75,22 +75,31 @@ def _load_shared(config: ModelConfig, weights: WeightReader, prefix: str) -> Gat
     return GatedMLP(weights.linear(hidden, fused), down)
 
 
+#: Router, [gate | up] and down in checkpoints, and as transformers has them in memory.
+_STORED = ("router.layer", "input_linear.weight", "output_linear.weight")
+_IN_MEMORY = ("router", "experts.gate_up_proj", "experts.down_proj")
+
+
 def _load_routed(config: ModelConfig, weights: WeightReader, prefix: str) -> RoutedExperts:
     """The router and the stacked experts at ``prefix``; ranks divide every expert."""
     settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
+    names = _IN_MEMORY if f"{prefix}.{_IN_MEMORY[1]}" in weights else _STORED
+    router, gate_up, down = (f"{prefix}.{name}" for name in names)
     count = settings.integer("num_local_experts", most=MAX_EXPERTS)
     size = settings.integer("moe_intermediate_size")
-    router = weights.linear(hidden, Part(f"{prefix}.router.layer", count))
-    fused = Part(
-        f"{prefix}.input_linear.weight", 2 * size, split=Split.ROWS, output_sizes=(size, size)
-    )
-    down = Part(f"{prefix}.output_linear.weight", hidden, split=Split.COLUMNS)
+    halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
     own = weights.kernels.pack_experts(
-        weights.packed_stack(count, hidden, fused), weights.packed_stack(count, size, down)
+        weights.packed_stack(count, hidden, halves),
+        weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS)),
     )
     # A softmax over the chosen logits is one over all, normalised.
     routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
-    return RoutedExperts(weights.kernels, router, summed_over_ranks(weights, own), routing)
+    return RoutedExperts(
+        weights.kernels,
+        weights.linear(hidden, Part(router, count)),
+        summed_over_ranks(weights, own),
+        routing,
+    )
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):

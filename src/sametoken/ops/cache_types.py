@@ -1,4 +1,4 @@
-"""Cache declarations: what a layer keeps between passes, one per layer of a model.
+"""Cache declarations: what layers keep between passes, one per layer of most models.
 
 Block memory grows with a request, and layers share its block table; slot memory does not grow.
 """

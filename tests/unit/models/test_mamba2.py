@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from helpers.checkpoints import write_checkpoint
 from helpers.families import SIZES, fixed_config, write_family
-from helpers.forward import load
+from helpers.forward import Bench, load
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load.settings import Settings
 from sametoken.models.loader import read_config
@@ -137,6 +139,16 @@ def test_one_group_is_not_divided(tmp_path, config):
         require_divisible(read(tmp_path, config), 2)
 
 
+def test_granite_s_experts_as_a_trainer_has_them_in_memory(tmp_path):
+    stored = load(write_family(tmp_path / "stored", "granite_hybrid"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", trust_remote_code=False)
+    config = json.loads((tmp_path / "stored" / "config.json").read_text())
+    write_checkpoint(tmp_path / "sent", config, theirs.state_dict())
+    prompt = [1, 5, 3, 2, 7]
+    sent = Bench(load(tmp_path / "sent")).logits(prompt, [])
+    assert torch.equal(sent, Bench(stored).logits(prompt, []))
+
+
 def test_ranks_divide_the_sizes_of_layers_that_there_are(tmp_path):
     dense = fixed_config("granite_hybrid", layer_types=["full_attention"] * 3, num_local_experts=0)
     found = read(tmp_path, dense.to_dict() | {"architectures": GRANITE["architectures"]})
@@ -144,6 +156,12 @@ def test_ranks_divide_the_sizes_of_layers_that_there_are(tmp_path):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "shared_intermediate_size": 24,
+    }
+    recurrent = read(tmp_path, GRANITE | {"layer_types": ["mamba"] * 3, "num_local_experts": 4})
+    assert model_class(found.architecture).divided_sizes(recurrent) == {
+        "mamba_n_groups": 1,
+        "shared_intermediate_size": 80,
+        "intermediate_size": 48,
     }
 
 

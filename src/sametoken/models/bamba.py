@@ -88,6 +88,4 @@ class BambaForCausalLM(Decoder):
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         if not isinstance(self._declared[index], Recurrent):
             return super()._load_attention(weights, index, rotary)
-        settings = Settings(self.config.extra, weights.source.location)
-        prefix = f"{self._prefix}.layers.{index}.mamba"
-        return load_mamba2(settings, weights, prefix, self.config.hidden_size)
+        return load_mamba2(self.config, weights, f"{self._prefix}.layers.{index}.mamba")

@@ -69,15 +69,14 @@ def _scaled(
     before: float = 1.0,
 ) -> ScaledLinear:
     """A projection with a factor on each part of its outputs, which have these sizes."""
-    by_output = torch.tensor(factors, device=weights.device).repeat_interleave(
-        torch.tensor(sizes, device=weights.device)
-    )
+    pairs = zip(sizes, factors, strict=True)
+    by_output = [torch.full((size,), factor, device=weights.device) for size, factor in pairs]
     return ScaledLinear(
         linear.weight,
         linear.bias,
         linear.parts,
         kernels=weights.kernels,
-        factors=by_output,
+        factors=torch.cat(by_output),
         before=before,
     )
 
@@ -157,9 +156,7 @@ class FalconH1ForCausalLM(Decoder):
         )
 
     def _load_mamba(self, weights: WeightReader, prefix: str) -> Block:
-        given = self.config.extra
-        settings = Settings(given, weights.source.location)
-        mamba = load_mamba2(settings, weights, prefix, self.config.hidden_size)
+        mamba, given = load_mamba2(self.config, weights, prefix), self.config.extra
         rule = mamba.params.rule
         sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
         factors, before = given["ssm_multipliers"], given["ssm_in_multiplier"]

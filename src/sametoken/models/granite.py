@@ -172,7 +172,5 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         if not isinstance(self._declared[index], Recurrent):
             return super()._load_attention(weights, index, rotary)
-        settings = Settings(self.config.extra, weights.source.location)
-        prefix = f"{self._prefix}.layers.{index}.mamba"
-        mamba = load_mamba2(settings, weights, prefix, self.config.hidden_size)
+        mamba = load_mamba2(self.config, weights, f"{self._prefix}.layers.{index}.mamba")
         return ScaledAfter(mamba, _factor(self.config, "residual_multiplier"))

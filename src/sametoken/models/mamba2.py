@@ -139,8 +139,9 @@ def caches_by_type(
     return tuple(kept.get(kind, Stateless()) for kind in types)
 
 
-def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Mamba2Mixer:
+def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamba2Mixer:
     """Load the Mamba-2 block at ``prefix``; ranks divide its heads with their groups."""
+    settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
     rule, rows = mamba2_rule(settings), Split.ROWS
     sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
     conv = Part(
@@ -170,7 +171,7 @@ def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: 
         projection=weights.linear(hidden, into, bias=has_bias),
         params=params,
         norm_weight=weights.tensor(norm) if settings.get("mamba_rms_norm", True) else None,
-        eps=settings.number("rms_norm_eps"),
+        eps=config.rms_norm_eps,
         output=weights.row_parallel(
             rule.out_features,
             Part(f"{prefix}.out_proj", hidden),

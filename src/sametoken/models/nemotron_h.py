@@ -307,7 +307,7 @@ class NemotronHForCausalLM(Decoder):
         if isinstance(cache, PagedKV):
             return MixerLayer(norm, load_attention(self.config, weights, mixer, rotary))
         if isinstance(cache, Recurrent):
-            return MixerLayer(norm, load_mamba2(settings, weights, mixer, hidden))
+            return MixerLayer(norm, load_mamba2(self.config, weights, mixer))
         block: SquaredReluMLP | SquaredReluMoE
         if kind == MOE:
             block = load_squared_relu_moe(_of_layer(settings, index), weights, mixer, hidden)

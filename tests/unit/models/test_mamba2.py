@@ -94,6 +94,7 @@ def read(directory, config):
 def test_layers_as_published_configs_name_them(tmp_path, config, caches):
     found = read(tmp_path, config)
     assert model_class(found.architecture).caches_of(found, torch.float32, "") == caches
+    assert load(tmp_path, load_format="dummy").caches == caches
 
 
 def test_memory_is_planned_by_the_mlps_that_there_are(tmp_path):

@@ -67,7 +67,7 @@ class BambaForCausalLM(Decoder):
             UnsupportedError: ``attn_rotary_emb`` is another part of a head than transformers'.
         """
         part = int(config.rope["partial_rotary_factor"] * config.head_dim)
-        given = config.extra.get("attn_rotary_emb", part)
+        given = Settings(config.extra, location).get("attn_rotary_emb", part)
         if given != part:
             raise UnsupportedError(
                 f"{location}: attn_rotary_emb={short(given)} where {part} elements of a head are "

@@ -130,11 +130,12 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     def load_layer_mlp(
         config: ModelConfig, weights: WeightReader, prefix: str, index: int
     ) -> Block:
-        """The shared MLP of the layer at ``prefix``, beside its experts if it has any."""
+        """The shared MLP of the layer at ``prefix``, beside experts if any, with its factor."""
         shared = _load_shared(config, weights, f"{prefix}.shared_mlp")
-        if not config.extra.get("num_local_experts"):
-            return shared
-        return SparseMoE(_load_routed(config, weights, f"{prefix}.block_sparse_moe"), shared)
+        mlp: Block = shared
+        if config.extra.get("num_local_experts"):
+            mlp = SparseMoE(_load_routed(config, weights, f"{prefix}.block_sparse_moe"), shared)
+        return ScaledAfter(mlp, _factor(config, "residual_multiplier"))
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
@@ -161,12 +162,11 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"
-        mlp = self.load_layer_mlp(self.config, weights, prefix, index)
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
             self._load_attention(weights, index, rotary),
             self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            ScaledAfter(mlp, _factor(self.config, "residual_multiplier")),
+            self.load_layer_mlp(self.config, weights, prefix, index),
         )
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:

@@ -11,6 +11,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
+from sametoken.layers.normed_attention import WideNormAttention
 from sametoken.layers.residual import Block, BlockNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
@@ -25,6 +26,17 @@ def rotary_of(config: ModelConfig, max_positions: int, device: torch.device) -> 
     """``rotary_table`` of the config's ``rope`` and heads."""
     head_dim = config.head_dim
     return rotary_table(config.rope, head_dim=head_dim, max_positions=max_positions, device=device)
+
+
+class GatedNames(NamedTuple):
+    """Names of the projections of a gated MLP."""
+
+    gate: str
+    up: str
+    down: str
+
+
+GATED = GatedNames("gate_proj", "up_proj", "down_proj")
 
 
 class Biases(NamedTuple):
@@ -69,6 +81,17 @@ def load_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def with_wide_norms(
+    attention: Attention, config: ModelConfig, weights: WeightReader, prefix: str
+) -> WideNormAttention:
+    """The attention block at ``prefix`` with its norms of q and k over all heads."""
+    q_norm, k_norm = (
+        load_norm(config, weights, f"{prefix}.{name}_norm", num_heads * config.head_dim)
+        for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+    )
+    return WideNormAttention(attention, weights.parallel, q_norm, k_norm)
 
 
 def layer_parts(attention: Block, norm: BlockNorm, mlp: Block) -> LayerParts | None:
@@ -168,12 +191,14 @@ def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedML
     return load_gated_mlp(weights, prefix, config.hidden_size, config.intermediate_size)
 
 
-def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -> GatedMLP:
+def load_gated_mlp(
+    weights: WeightReader, prefix: str, hidden: int, size: int, names: GatedNames = GATED
+) -> GatedMLP:
     """Load the gated MLP at ``prefix``: ``hidden`` to ``size`` to ``hidden``."""
     gate_up = weights.linear(
         hidden,
-        Part(f"{prefix}.gate_proj", size, split=Split.ROWS),
-        Part(f"{prefix}.up_proj", size, split=Split.ROWS),
+        Part(f"{prefix}.{names.gate}", size, split=Split.ROWS),
+        Part(f"{prefix}.{names.up}", size, split=Split.ROWS),
     )
-    down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
+    down = weights.row_parallel(size, Part(f"{prefix}.{names.down}", hidden))
     return GatedMLP(gate_up, down)

@@ -26,7 +26,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.experts import CORRECTION, divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -226,8 +226,8 @@ class DeepseekDecoder(NextNTarget):
 
     #: V3.2's sparse attention, whose indexer chooses the tokens that a row sees.
     refused = (*REFUSED, "index_topk")
-    #: Whether routers have an ``e_score_correction_bias``.
-    corrected: ClassVar[bool] = True
+    #: As ``load_grouped`` takes it.
+    correction: ClassVar[str | None] = CORRECTION
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
@@ -256,7 +256,7 @@ class DeepseekDecoder(NextNTarget):
         if not _is_sparse(config, index):
             return load_mlp(config, weights, prefix)
         routing = cls.routing(Settings(config.extra, weights.source.location))
-        return load_grouped(config, weights, prefix, routing, corrected=cls.corrected)
+        return load_grouped(config, weights, prefix, routing, cls.correction)
 
     @classmethod
     def load_module_attention(
@@ -339,7 +339,7 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
     }
     #: Neighbouring elements are always a pair.
     ignored = ("rope_interleave",)
-    corrected = False
+    correction = None
 
     @staticmethod
     def routing(settings: Settings) -> Routing:

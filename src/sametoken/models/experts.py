@@ -6,15 +6,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from sametoken.errors import CheckpointError
-from sametoken.layers.feed_forward import DividedExperts, PreciseRouter, RoutedExperts, SparseMoE
+from sametoken.layers.feed_forward import (
+    DividedExperts,
+    GatedExpert,
+    PreciseRouter,
+    RoutedExperts,
+    SparseMoE,
+)
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_gated_mlp
+from sametoken.models.blocks import GATED, GatedNames, load_gated_mlp
 from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.weight import ExpertForm, Experts, Weight
+
+#: The bias of DeepSeek's routers.
+CORRECTION = "gate.e_score_correction_bias"
+#: Mixtral's names of an expert's projections.
+MIXTRAL = GatedNames("w1", "w3", "w2")
 
 
 def is_sparse(config: ModelConfig, index: int) -> bool:
@@ -96,16 +108,22 @@ def grouped_routing(
     )
 
 
+def mixtral_prefix(prefix: str) -> str:
+    """That of the mixture, by Mixtral's name, of the layer whose MLP's is ``prefix``."""
+    return f"{prefix.removesuffix('.mlp')}.block_sparse_moe"
+
+
 def load_routed(
     config: ModelConfig,
     weights: WeightReader,
     prefix: str,
     routing: Routing,
     count_key: str = "num_experts",
+    names: GatedNames = GATED,
 ) -> RoutedExperts:
     """Load the router ``gate`` and the ``experts`` at ``prefix``; ranks divide every expert.
 
-    Of a draft head neither is quantized.
+    Of a draft head neither is quantized. ``names`` are those of an expert's projections.
 
     Raises:
         CheckpointError: a size is missing or impossible.
@@ -114,8 +132,31 @@ def load_routed(
     settings = Settings(config.extra, weights.source.location)
     count = settings.integer(count_key, most=MAX_EXPERTS)
     router = weights.linear(config.hidden_size, Part(f"{prefix}.gate", count))
-    experts = load_experts(config, weights, f"{prefix}.experts", count)
+    experts = load_experts(config, weights, f"{prefix}.experts", count, names=names)
     return RoutedExperts(weights.kernels, router, experts, routing)
+
+
+def load_sparse_moe(
+    config: ModelConfig, weights: WeightReader, prefix: str, *, normalise: bool
+) -> SparseMoE:
+    """Load Qwen's mixture at ``prefix``: of ``softmax_routing``, beside a shared, gated expert.
+
+    Of a draft head it is not quantized.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    weights = replace(weights, quantize_fp8=False)
+    settings = Settings(config.extra, weights.source.location)
+    routing = softmax_routing(settings, normalise=normalise)
+    shared_size = settings.integer("shared_expert_intermediate_size")
+    hidden = config.hidden_size
+    shared = GatedExpert(
+        weights.kernels,
+        load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
+        weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
+    )
+    return SparseMoE(load_routed(config, weights, prefix, routing), shared)
 
 
 def load_experts(
@@ -124,6 +165,7 @@ def load_experts(
     prefix: str,
     count: int,
     form: ExpertForm | None = None,
+    names: GatedNames = GATED,
 ) -> Experts | DividedExperts:
     """Load the ``count`` gated experts at ``prefix``; ranks divide every expert.
 
@@ -132,7 +174,8 @@ def load_experts(
     """
     settings = Settings(config.extra, weights.source.location)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
-    own = weights.kernels.pack_experts(*_matrices(weights, prefix, count, hidden, size), form)
+    matrices = _matrices(weights, prefix, count, hidden, size, names)
+    own = weights.kernels.pack_experts(*matrices, form)
     return summed_over_ranks(weights, own)
 
 
@@ -148,8 +191,8 @@ def load_grouped(
     weights: WeightReader,
     prefix: str,
     routing: Routing,
-    *,
-    corrected: bool = True,
+    correction: str | None = CORRECTION,
+    names: GatedNames = GATED,
 ) -> RoutedExperts | SparseMoE:
     """Load DeepSeek's mixture at ``prefix``: a router of fp32 logits, beside shared experts if any.
 
@@ -160,18 +203,18 @@ def load_grouped(
         weights: the tensors.
         prefix: of the mixture's tensors.
         routing: of ``grouped_routing``.
-        corrected: whether the router has an ``e_score_correction_bias``.
+        correction: name of the router's bias, which chooses experts and weighs none; None: none.
+        names: of an expert's projections.
 
     Raises:
         CheckpointError: a size is missing or impossible.
     """
     settings = Settings(config.extra, weights.source.location)
-    routed = load_routed(config, weights, prefix, routing, "n_routed_experts")
+    routed = load_routed(config, weights, prefix, routing, "n_routed_experts", names)
     routed = replace(routed, router=PreciseRouter(routed.router.weight))
-    if corrected:
+    if correction is not None:
         count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
-        bias = Part(f"{prefix}.gate.e_score_correction_bias", count)
-        routed = replace(routed, bias=weights.tensor(bias, dtype=torch.float32))
+        routed = replace(routed, bias=_correction(weights, f"{prefix}.{correction}", count))
     if not settings.get("n_shared_experts"):
         return routed
     size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
@@ -179,8 +222,15 @@ def load_grouped(
     return SparseMoE(routed, shared)
 
 
+def _correction(weights: WeightReader, name: str, count: int) -> Tensor:
+    """[count] fp32, of a vector or, as ERNIE's, a matrix of one row."""
+    if name in weights and weights.source.shape(name) == (1, count):
+        return weights.tensor(Part(name, 1), (count,), torch.float32)[0]
+    return weights.tensor(Part(name, count), dtype=torch.float32)
+
+
 def _matrices(
-    weights: WeightReader, prefix: str, count: int, hidden: int, size: int
+    weights: WeightReader, prefix: str, count: int, hidden: int, size: int, names: GatedNames
 ) -> tuple[list[Weight], list[Weight]]:
     """[gate | up] and down of all experts, from one fused tensor for each of the two, or many."""
     if f"{prefix}.gate_up_proj" in weights:
@@ -190,5 +240,5 @@ def _matrices(
         gate_up = weights.packed_stack(count, hidden, fused)
         down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
         return gate_up, weights.packed_stack(count, size, down_part)
-    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
+    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size, names) for i in range(count)]
     return [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]

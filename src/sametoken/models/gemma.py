@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sametoken.layers.layer_input import scaled_rows
 from sametoken.models.decoder import Decoder
-from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
+from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.settings import Settings
 
 
@@ -33,8 +33,3 @@ class GemmaDecoder(Decoder):
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return scaled_rows(self.embedding, token_ids, self.config.hidden_size)
-
-
-def full_every(count: int, num_layers: int) -> list[str]:
-    """Layer types of which every ``count``-th sees all."""
-    return [FULL if layer % count == 0 else SLIDING for layer in range(1, num_layers + 1)]

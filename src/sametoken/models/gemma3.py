@@ -20,7 +20,8 @@ from sametoken.layers.residual import Block, NormedAfter
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_centred_head_norms, load_centred_norm, load_mlp
 from sametoken.models.decoder import DecoderLayer
-from sametoken.models.gemma import GemmaDecoder, full_every
+from sametoken.models.gemma import GemmaDecoder
+from sametoken.models.layer_types import full_every
 from sametoken.models.load.settings import Settings, unsupported
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable

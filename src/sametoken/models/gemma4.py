@@ -26,8 +26,8 @@ from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_shapes, load_gated_mlp, load_norm
 from sametoken.models.experts import load_experts
-from sametoken.models.gemma import GemmaDecoder, full_every
-from sametoken.models.layer_types import FULL, SLIDING
+from sametoken.models.gemma import GemmaDecoder
+from sametoken.models.layer_types import FULL, SLIDING, full_every
 from sametoken.models.load.settings import (
     ANOTHER,
     COMPARE,

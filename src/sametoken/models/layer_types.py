@@ -18,6 +18,11 @@ DIVIDING = ("use_sliding_window", "max_window_layers", "layer_types")
 REFUSED = ("mlp_bias",)
 
 
+def full_every(count: int, num_layers: int) -> list[str]:
+    """Layer types of which every ``count``-th sees all."""
+    return [FULL if layer % count == 0 else SLIDING for layer in range(1, num_layers + 1)]
+
+
 def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
     """The sliding window of each layer, in positions; None: full attention.
 

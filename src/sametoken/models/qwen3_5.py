@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.attention import GatedAttention, GatedDeltaNet
-from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
@@ -28,11 +26,10 @@ from sametoken.models.blocks import (
     attention_shapes,
     load_centred_head_norms,
     load_centred_norm,
-    load_gated_mlp,
     load_mlp,
 )
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
+from sametoken.models.experts import divided_sizes, is_sparse, load_sparse_moe
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -119,25 +116,6 @@ def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedD
     )
 
 
-def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
-    """Load the MoE block at ``prefix``, never quantized; ranks divide every expert's features.
-
-    Raises:
-        CheckpointError: a size is missing or impossible.
-    """
-    weights = replace(weights, quantize_fp8=False)
-    settings = Settings(config.extra, weights.source.location)
-    routing = softmax_routing(settings, normalise=True)
-    shared_size = settings.integer("shared_expert_intermediate_size")
-    hidden = config.hidden_size
-    shared = GatedExpert(
-        weights.kernels,
-        load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
-        weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
-    )
-    return SparseMoE(load_routed(config, weights, prefix, routing), shared)
-
-
 class HybridDecoder(Decoder, ABC):
     """The shared decoder with Gated DeltaNet in the layers of type ``LINEAR``.
 
@@ -193,7 +171,7 @@ class HybridDecoder(Decoder, ABC):
         """The MLP at ``prefix``, dense or of experts."""
         if not is_sparse(config, index):
             return load_mlp(config, weights, prefix)
-        return load_sparse_moe(config, weights, prefix)
+        return load_sparse_moe(config, weights, prefix, normalise=True)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

@@ -1,0 +1,46 @@
+"""Attention whose norms of q and k are not those of each head before RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.layers.attention import Attention, wanted_queries
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.parallel import TensorParallel, gather_columns
+from sametoken.layers.residual import Matrices
+from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class WideNormAttention(Matrices):
+    """``Attention`` with a norm of q and one of k over all heads of all ranks, before RoPE.
+
+    A rank gathers the others' heads, norms all of them, and keeps its own.
+    """
+
+    attention: Attention
+    parallel: TensorParallel
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
+        own = self.attention
+        shape, kernels = own.shape, own.kernels
+        q, k, v = own.qkv(x).split((shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
+        qkv = torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm), v), dim=-1)
+        q = kernels.rope_and_cache(qkv, shape, own.rotary, rows, kv, None)
+        q, wanted = wanted_queries(kernels, q, rows, kept)
+        return own.output(kernels.attention(q, shape, wanted, kv))
+
+    def _normed(self, part: Tensor, norm: RMSNorm) -> Tensor:
+        """This rank's columns of the norm over all ranks' columns."""
+        width = part.shape[1]
+        whole = norm(gather_columns(self.parallel, part))
+        first = self.parallel.rank * width
+        return whole[:, first : first + width]

@@ -138,6 +138,7 @@ KINDS = {
     ),
     "gpt_oss": (lambda at: write_family(at, "gpt_oss"), (*ATTENTION, "router")),
     "gemma3": (lambda at: write_family(at, "gemma3"), (*ATTENTION, *MLP)),
+    "ernie4_5": (lambda at: write_family(at, "ernie4_5"), (*ATTENTION, *MLP)),
 }
 
 

@@ -94,6 +94,8 @@ PASSED_OVER = [
     ("gemma3", {"rope_parameters": None, "rope_scaling": _YARN_OF_128} | _ORIGINAL_16),
     ("gemma4", {"num_experts_per_tok": 1}),
     ("deepseek_v2", {"rope_interleave": False}),
+    ("mixtral", _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
+    ("ernie4_5_moe", {"moe_layer_end_index": -1}),
 ]
 PASSED_OVER_BESIDE_IMAGES = [
     ("mistral", _WINDOWS | {"layer_types": _TYPES}),
@@ -200,7 +202,9 @@ def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-@pytest.mark.parametrize("name", ["falcon_h1", "gemma3", "glm4_moe", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", "gemma3", "glm4_moe", "gpt_oss", "olmo2", "hunyuan_dense"]
+)
 def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
     path = write_family(tmp_path, name, num_hidden_layers=2)
     wanted = OneRun(load(path), max_len=16).logits(PROMPT[:6], [])

@@ -66,10 +66,14 @@ CONFIGS = {
 HYBRIDS = ("qwen3_5", "qwen3_next")
 #: The routers of these choose others where a number is rounded, so gradients may jump.
 WITH_EXPERTS = (
+    "ernie4_5_moe",
     "gemma4",
     "glm4_moe",
     "granite_hybrid",
+    "minimax_m2",
+    "mixtral",
     "nemotron_h",
+    "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
 )
@@ -132,7 +136,7 @@ class Scene:
             chosen = torch.tensor(ids[1:], device=device)[:, None]
             logprobs.append(logits.log_softmax(-1).gather(1, chosen)[:, 0])
         (torch.cat(logprobs) * weights).sum().backward()
-        return {name: one.grad for name, one in model.named_parameters()}
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def all_equal(ours, theirs) -> bool:
@@ -152,15 +156,18 @@ def as_stored(found: dict, names: Collection[str]) -> dict:
     """transformers keeps experts in one tensor; most checkpoints have one tensor for each."""
     split = {}
     for name, tensor in found.items():
-        # Nemotron-H's decoder has another name in its checkpoints.
+        # Nemotron-H's decoder has another name in its checkpoints, and so have Mixtral's experts.
         stored = name.replace("model.", "backbone.") if "model.embeddings.weight" in found else name
         for theirs, own in _GRANITE.items():
             stored = stored.replace(theirs, own)
+        mixtral = any(".block_sparse_moe.experts." in each for each in names)
+        stored = stored.replace(".mlp.", ".block_sparse_moe.") if mixtral else stored
         prefix, _, kind = stored.rpartition(".")
         if stored in names or not prefix.endswith(".experts"):
             split[stored] = tensor
             continue
-        named = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", kind)
+        named = (gate, up) if kind == "gate_up_proj" else (down,)
         for index, matrix in enumerate(tensor):
             for part, rows in zip(named, matrix.chunk(len(named)), strict=True):
                 split[f"{prefix}.{index}.{part}.weight"] = rows

@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BambaConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     FalconH1Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -20,15 +22,22 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
+    MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     Qwen3VLConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 VOCAB = 64
@@ -41,6 +50,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
 }
@@ -76,6 +86,10 @@ def qwen2(draw) -> dict:
         return {}
     layers = {"max_window_layers": draw(st.integers(0, 3))}
     return {"use_sliding_window": True, "sliding_window": window} | layers
+
+
+QWEN2_MOE = EXPERTS | {"shared_expert_intermediate_size": 20}
+ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16}
 
 
 def ministral(draw) -> dict:
@@ -317,6 +331,96 @@ def falcon_h1(draw) -> dict:
     )
 
 
+def smollm3(draw) -> dict:
+    window = draw(st.sampled_from([None, 2, 5]))
+    return {
+        "no_rope_layers": draw(st.sampled_from([None, [0, 1, 0], [1, 1, 1, 1]])),
+        "no_rope_layer_interval": draw(st.sampled_from([2, 4])),
+        "attention_bias": draw(st.booleans()),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def olmo3(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    base = draw(st.sampled_from([100.0, 10_000.0]))
+    full = draw(st.sampled_from([{"rope_type": "default"}, OPEN_YARN | {"attention_factor": 1.2}]))
+    return {
+        "num_hidden_layers": 4,
+        "sliding_window": draw(st.sampled_from([2, 5, 36])),
+        "layer_types": draw(st.sampled_from([None, [draw(kinds) for _ in range(4)]])),
+        "attention_bias": draw(st.booleans()),
+        "rope_parameters": {
+            "full_attention": full | {"rope_theta": 1_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": base},
+        },
+    }
+
+
+def mixtral(draw) -> dict:
+    return {
+        "head_dim": draw(st.sampled_from([None, 16])),
+        "num_local_experts": draw(st.sampled_from([2, 5])),
+        "num_experts_per_tok": draw(st.integers(1, 2)),
+        "sliding_window": draw(st.sampled_from([None, 2, 5])),
+    }
+
+
+def seed_oss(draw) -> dict:
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "attention_bias": draw(st.booleans()),
+        "attention_out_bias": draw(st.booleans()),
+    }
+
+
+def minimax_m2(draw) -> dict:
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "rotary_dim": draw(st.sampled_from([4, 8])),
+        "num_local_experts": draw(st.sampled_from([2, 5])),
+        "num_experts_per_tok": draw(st.integers(1, 2)),
+    }
+
+
+def qwen2_moe(draw) -> dict:
+    return (
+        qwen2(draw)
+        | QWEN2_MOE
+        | {
+            "qkv_bias": draw(st.booleans()),
+            "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+            "mlp_only_layers": draw(st.sampled_from([[], [0]])),
+            "norm_topk_prob": draw(st.booleans()),
+            "num_experts_per_tok": draw(st.integers(1, 6)),
+        }
+    )
+
+
+def hunyuan_dense(draw) -> dict:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "attention_bias": draw(st.booleans()),
+        "rope_parameters": draw(st.sampled_from([rope, YARN])),
+    }
+
+
+def ernie4_5(draw) -> dict:
+    return {"head_dim": draw(st.sampled_from([None, 16]))}
+
+
+def ernie4_5_moe(draw) -> dict:
+    return ERNIE_MOE | {
+        "moe_k": draw(st.integers(1, 6)),
+        "moe_num_shared_experts": draw(st.sampled_from([0, 1, 2])),
+        "moe_layer_start_index": draw(st.integers(0, 2)),
+        "moe_layer_end_index": draw(st.sampled_from([-1, 1])),
+        "moe_layer_interval": draw(st.sampled_from([1, 2])),
+    }
+
+
 #: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
 FAMILIES = {
     "qwen2": (Qwen2Config, qwen2, {}),
@@ -432,6 +536,23 @@ FAMILIES = {
         qwen3_moe,
         EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
     ),
+    "smollm3": (SmolLM3Config, smollm3, {"no_rope_layer_interval": 2}),
+    "olmo3": (Olmo3Config, olmo3, {"num_hidden_layers": 4, "sliding_window": 6}),
+    "mixtral": (
+        MixtralConfig,
+        mixtral,
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
+    ),
+    "seed_oss": (SeedOssConfig, seed_oss, {"head_dim": 16}),
+    "minimax_m2": (
+        MiniMaxM2Config,
+        minimax_m2,
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": (Qwen2MoeConfig, qwen2_moe, QWEN2_MOE | {"mlp_only_layers": [0]}),
+    "hunyuan_dense": (HunYuanDenseV1Config, hunyuan_dense, {"head_dim": 16}),
+    "ernie4_5": (Ernie4_5Config, ernie4_5, {"head_dim": 16}),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, ernie4_5_moe, ERNIE_MOE),
 }
 
 _PIXTRAL = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from sametoken.layers.attention import Attention, wanted_queries
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel, gather_columns
 from sametoken.layers.residual import Matrices
-from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV
+from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV, RotaryTable
+from sametoken.ops.model.attention.kv import KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,35 @@ class WideNormAttention(Matrices):
         whole = norm(gather_columns(self.parallel, part))
         first = self.parallel.rank * width
         return whole[:, first : first + width]
+
+
+@dataclass(frozen=True, slots=True)
+class NormAfterRotation(Matrices):
+    """``Attention`` with the norm of every head of q and k after RoPE.
+
+    Attributes:
+        still: the table of heads that are not rotated.
+    """
+
+    attention: Attention
+    still: RotaryTable
+
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
+        own = self.attention
+        shape, kernels = own.shape, own.kernels
+        qk, v = own.qkv(x).split((shape.q_size + shape.kv_size, shape.kv_size), dim=-1)
+        # Rotated as queries of a layer without KV of its own, which writes nothing.
+        heads = replace(shape, num_heads=shape.num_heads + shape.num_kv_heads, num_kv_heads=0)
+        qk = kernels.rope_and_cache(qk, heads, own.rotary, rows, _without_heads(kv), None)
+        qkv = torch.cat((qk.flatten(1), v), dim=-1)
+        q = kernels.rope_and_cache(qkv, shape, self.still, rows, kv, own.qk_norm)
+        q, wanted = wanted_queries(kernels, q, rows, kept)
+        return own.output(kernels.attention(q, shape, wanted, kv))
+
+
+def _without_heads(kv: LayerKV) -> LayerKV:
+    scales = None if kv.scales is None else KVScales(kv.scales.k[:0], kv.scales.v[:0])
+    return replace(kv, keys=kv.keys[:, :0], values=kv.values[:, :0], scales=scales)

@@ -11,22 +11,27 @@ from sametoken.models.deepseek import (
     DeepseekV3ForCausalLM,
     Glm4MoeLiteForCausalLM,
 )
+from sametoken.models.ernie4_5 import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from sametoken.models.falcon_h1 import FalconH1ForCausalLM
 from sametoken.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from sametoken.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
+from sametoken.models.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.minimax_m2 import MiniMaxM2ForCausalLM
 from sametoken.models.mistral import (
     Ministral3ForCausalLM,
     Mistral3ForConditionalGeneration,
     MistralForCausalLM,
 )
+from sametoken.models.mixtral import MixtralForCausalLM
 from sametoken.models.nemotron_h import NemotronHForCausalLM
-from sametoken.models.olmo2 import Olmo2ForCausalLM
+from sametoken.models.olmo2 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from sametoken.models.phi3 import Phi3ForCausalLM
 from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
+from sametoken.models.qwen2_moe import Qwen2MoeForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
@@ -34,6 +39,8 @@ from sametoken.models.qwen3_5 import (
     Qwen3NextForCausalLM,
 )
 from sametoken.models.qwen3_moe import Qwen3MoeForCausalLM
+from sametoken.models.seed_oss import SeedOssForCausalLM
+from sametoken.models.smollm3 import SmolLM3ForCausalLM
 from sametoken.types.speculative_methods import TABLE, WITH_MODEL
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
@@ -41,6 +48,9 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
+    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
+    "Ernie4_5_ForCausalLM": Ernie4_5ForCausalLM,
+    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
@@ -52,15 +62,20 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
+    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
     "KimiK2ForCausalLM": DeepseekV3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MinistralForCausalLM": MistralForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
     "Qwen2_5_VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
     "NemotronHForCausalLM": NemotronHForCausalLM,
@@ -73,6 +88,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 #: Sampling draws noise for groups of 4 token ids.
 _VOCABULARY_UNIT = 4

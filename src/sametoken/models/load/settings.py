@@ -176,6 +176,17 @@ def require_known(
             raise unsupported(settings, key, remedy)
 
 
+def require_values(settings: Settings, only: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse other values of keys than ``only`` those; a key that is absent or null may stay.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
+    for key, values in only.items():
+        if settings.get(key) is not None and settings.get(key) not in values:
+            raise unsupported(settings, key, ANOTHER)
+
+
 def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
     """A checkpoint's regular expression; refused where matching could take very long.
 

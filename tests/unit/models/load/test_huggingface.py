@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     BambaConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -19,16 +21,23 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLTextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
@@ -122,6 +131,8 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     [
         ("BambaForCausalLM", BambaConfig),
         ("FalconH1ForCausalLM", FalconH1Config),
+        ("Ernie4_5ForCausalLM", Ernie4_5Config),
+        ("Ernie4_5_MoeForCausalLM", Ernie4_5_MoeConfig),
         ("Gemma3ForCausalLM", Gemma3TextConfig),
         ("Gemma4ForCausalLM", Gemma4TextConfig),
         ("Gemma4UnifiedForCausalLM", Gemma4UnifiedTextConfig),
@@ -129,13 +140,20 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
         ("GptOssForCausalLM", GptOssConfig),
         ("GraniteForCausalLM", GraniteConfig),
         ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig),
+        ("HunYuanDenseV1ForCausalLM", HunYuanDenseV1Config),
+        ("MiniMaxM2ForCausalLM", MiniMaxM2Config),
         ("Ministral3ForCausalLM", Ministral3Config),
+        ("MixtralForCausalLM", MixtralConfig),
         ("Olmo2ForCausalLM", Olmo2Config),
+        ("Olmo3ForCausalLM", Olmo3Config),
         ("Phi3ForCausalLM", Phi3Config),
+        ("Qwen2MoeForCausalLM", Qwen2MoeConfig),
+        ("SeedOssForCausalLM", SeedOssConfig),
+        ("SmolLM3ForCausalLM", SmolLM3Config),
     ],
 )
 def test_what_one_family_implies(tmp_path, name, config_class):
-    sizes = BASE | {"architectures": [name], "num_attention_heads": 8}
+    sizes = BASE | {"architectures": [name], "num_attention_heads": 16}
     found, theirs = read(tmp_path, sizes), config_class()
     # Gemma 4's layers differ.
     theirs.allow_global_per_layer_attribute_access = True
@@ -147,9 +165,82 @@ def test_what_one_family_implies(tmp_path, name, config_class):
     if "rope_theta" in implied:
         assert implied.pop("rope_theta") == rope.get("full_attention", rope)["rope_theta"]
         assert found.local_rope == rope.get("sliding_attention")
-    names = {"hidden_act": "hidden_activation"} if "Gemma" in name else {}
+    if not getattr(theirs, "use_sliding_window", True):
+        # transformers writes 0 over a window that is not used.
+        implied.pop("sliding_window", None)
+    names = {own: given for given, own in ARCHITECTURES[name].aliases.items()}
     for key, value in implied.items():
         assert value == getattr(theirs, names.get(key, key))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (Olmo3Config, {}),
+        (Qwen2MoeConfig, {}),
+        (Qwen2MoeConfig, {"use_sliding_window": True, "max_window_layers": 3}),
+        (SmolLM3Config, {"sliding_window": 9}),
+        (SmolLM3Config, {"use_sliding_window": True, "sliding_window": 9}),
+    ],
+)
+def test_layers_that_a_config_leaves_out_are_those_of_transformers(tmp_path, config_class, changes):
+    name = config_class.__name__.replace("Config", "ForCausalLM")
+    sizes = BASE | {"architectures": [name], "num_hidden_layers": 6, "num_key_value_heads": 2}
+    found = read(tmp_path, sizes | changes)
+    theirs = config_class(**{"num_hidden_layers": 6} | changes)
+    windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
+    caches = ARCHITECTURES[name].caches_of(found, found.dtype, "")
+    assert [cache.window for cache in caches] == [windows[kind] for kind in theirs.layer_types]
+    assert found.extra.get("no_rope_layers") == getattr(theirs, "no_rope_layers", None)
+
+
+_YARN_8 = {
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+}
+_ALPHA = {
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "type": "dynamic",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "rope", "local_rope"),
+    [
+        (
+            "Olmo3ForCausalLM",
+            {"rope_scaling": _YARN_8, "rope_theta": 500_000},
+            _YARN_8 | {"rope_theta": 5e5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"rope_scaling": _ALPHA, "rope_theta": 1e4, "head_dim": 128},
+            {"rope_type": "default", "rope_theta": 1e4 * 1000 ** (128 / 126)},
+            None,
+        ),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"rotary_dim": 64, "rope_theta": 5_000_000, "head_dim": 128},
+            {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            None,
+        ),
+    ],
+)
+def test_ropes_as_they_are_published(tmp_path, name, given, rope, local_rope):
+    sizes = {"architectures": [name], "num_key_value_heads": 2, "max_position_embeddings": 65_536}
+    found = read(tmp_path, BASE | sizes | given)
+    assert (found.rope, found.local_rope) == (rope, local_rope)
+    assert found.max_position_embeddings == 65_536
 
 
 def test_gpt_oss_as_it_is_published(tmp_path):
@@ -293,13 +384,48 @@ def test_phi_3_as_it_is_published(tmp_path, rope_type):
             "use_bidirectional_attention",
         ),
         ("GraniteForCausalLM", {"mlp_bias": True}, "mlp_bias=true"),
+        ("SmolLM3ForCausalLM", {"mlp_bias": True}, "mlp_bias=true"),
+        ("SeedOssForCausalLM", {"mlp_bias": True}, "mlp_bias=true"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla=true"),
+        ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
+        ("Ernie4_5ForCausalLM", {"use_bias": True}, "use_bias=true"),
+        ("MiniMaxM2ForCausalLM", {"sliding_window": 9}, "sliding_window=9"),
+        ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
         ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_what_a_family_lacks_is_refused_by_name(tmp_path, name, changes, what):
-    read(tmp_path, BASE | {"architectures": [name]} | changes)
+    read(tmp_path, BASE | {"architectures": [name], "num_key_value_heads": 2} | changes)
     with pytest.raises(UnsupportedError, match=what):
         load(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Ernie4_5ForCausalLM", {"compression_ratio": 2.0}),
+        ("Ernie4_5_MoeForCausalLM", {"moe_norm_min": 0.1}),
+        ("Ernie4_5_MoeForCausalLM", {"moe_use_aux_free": False}),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}),
+        ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}),
+        ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}),
+        ("Olmo3ForCausalLM", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}),
+    ],
+)
+def test_values_that_mean_something_else_are_refused_by_name(tmp_path, name, changes):
+    sizes = BASE | {"architectures": [name], "num_key_value_heads": 2}
+    same = {"compression_ratio": 1.0, "attn_type_list": [1, 1], "moe_norm_min": None}
+    read(tmp_path, sizes | same)
+    (key,) = changes
+    with pytest.raises(UnsupportedError, match=rf"{key}=.* is not supported"):
+        read(tmp_path, sizes | changes)
+
+
+@pytest.mark.parametrize("rotates", [[1], [1, 2], "11"])
+def test_layers_that_smollm3_cannot_have(tmp_path, rotates):
+    name = "SmolLM3ForCausalLM"
+    with pytest.raises(CheckpointError, match="no_rope_layers has no 0 or 1 for each of 2 layers"):
+        read(tmp_path, BASE | {"architectures": [name], "no_rope_layers": rotates})
 
 
 @pytest.mark.parametrize(

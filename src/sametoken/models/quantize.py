@@ -43,7 +43,7 @@ FP8_DYNAMIC, W4A16 = "fp8-dynamic", "w4a16"
 SCHEMES = (FP8_DYNAMIC, W4A16)
 #: Projections; embeddings, heads, routers and gates stay as they are.
 _PROJECTION = re.compile(
-    r"(?P<module>.*(?:_proj(?:_with_mqa)?|\.in_proj_(?:qkv|z|qkvz)"
+    r"(?P<module>.*(?:_proj(?:_with_mqa)?|\.in_proj_(?:qkv|z|qkvz)|\.experts\.\d+\.w[123]"
     r"|\.shared_mlp\.(?:in|out)put_linear))\.weight"
 )
 _GROUPS = (128, 64, 32)

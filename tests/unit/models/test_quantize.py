@@ -129,7 +129,9 @@ def test_what_cannot_be_quantized_is_refused(source, tmp_path):
         quantize_checkpoint(tmp_path / "once", tmp_path / "twice", "w4a16")
 
 
-@pytest.mark.parametrize("name", ["kv_a_proj_with_mqa", "q_proj", "in_proj_qkvz", "out_proj"])
+@pytest.mark.parametrize(
+    "name", ["kv_a_proj_with_mqa", "q_proj", "in_proj_qkvz", "out_proj", "experts.0.w2"]
+)
 def test_projections_are_known_by_their_names(name):
     module = f"model.layers.0.self_attn.{name}"
     assert module_of(f"{module}.weight") == module

@@ -112,7 +112,7 @@ def _read_fp8(settings: Settings) -> Quantization:
             "modules_to_not_convert",
             "ignored_layers",
         ),
-        only={"fmt": ("e4m3",), "expert_dtype": ("fp8",)},
+        only={"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8",)},
         unused=("quant_method", "dequantize"),
     )
     block = settings.get("weight_block_size")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
+from helpers.families import write_family
 from helpers.forward import TOKENS, load, logits_of
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
 from helpers.latents import write_latent
@@ -24,6 +25,7 @@ from helpers.quantized import (
 )
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.experts import MIXTRAL
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
@@ -153,6 +155,37 @@ def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
     config |= {"quantization_config": compressed_config(strategy, None, **ignored)}
     got = logits_of(load(write_checkpoint(tmp_path / "fp8", config, stored)))
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_minimax_as_they_are_published(tmp_path):
+    """Projections in blocks under Mixtral's names. All experts are chosen, as roundings may."""
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    plain = write_family(tmp_path / "plain", "minimax_m2", **sizes)
+    config = json.loads((plain / "config.json").read_text())
+    stored, meant = quantize_tensors(
+        load_file(plain / "model.safetensors"),
+        chosen=lambda name: name.endswith(tuple(f"{end}.weight" for end in ("proj", *MIXTRAL))),
+    )
+    expected = logits_of(load(write_checkpoint(tmp_path / "meant", config, meant)))
+    kept = ["gate", "e_score_correction_bias", "lm_head"]
+    config |= {
+        "quantization_config": block_config(fmt="float8_e4m3fn", modules_to_not_convert=kept),
+        "attn_type_list": [1, 1, 1],
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+    stored |= {f"model.layers.{index}.enorm.weight": torch.ones(32) for index in (3, 5)}
+    model = load(write_checkpoint(tmp_path / "fp8", config, stored))
+    mlp = model.layers[0].mlp
+    assert all(isinstance(one, Fp8Weight) for one in (*mlp.experts.gate_up, *mlp.experts.down))
+    assert not isinstance(mlp.router.weight, Fp8Weight)
+    difference = (logits_of(model) - expected).norm() / expected.norm()
+    assert 0 < difference < 0.1
 
 
 def test_scales_are_powers_of_two_of_activations_too_where_the_format_says_so(tmp_path):

@@ -543,7 +543,7 @@ FAMILIES = {
         mixtral,
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
     ),
-    "seed_oss": (SeedOssConfig, seed_oss, {"head_dim": 16}),
+    "seed_oss": (SeedOssConfig, seed_oss, {"head_dim": 16, "attention_out_bias": True}),
     "minimax_m2": (
         MiniMaxM2Config,
         minimax_m2,

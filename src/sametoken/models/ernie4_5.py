@@ -70,6 +70,19 @@ class Ernie4_5ForCausalLM(Decoder):
         return Attention(weights.kernels, shape, qkv, output, rotary)
 
 
+#: Values that mean nothing else; others have no published checkpoint. ``moe_norm_min`` is the least
+#: that weights are divided by, of which only rows of smaller sums would see anything.
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "use_moe": (True,),
+    "moe_gate": ("topk",),
+    "moe_gate_act": ("softmax",),
+    "moe_use_aux_free": (True,),
+    "moe_norm_min": (1e-12,),
+    "norm_topk_prob": (True,),
+    "routed_scaling_factor": (1,),
+}
+
+
 def _is_sparse(config: ModelConfig, index: int) -> bool:
     settings = Settings(config.extra, config.architecture)
     first, last = _index(settings, "moe_layer_start_index"), _index(settings, "moe_layer_end_index")
@@ -113,9 +126,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         Raises:
             UnsupportedError: another router, or positions are compressed.
         """
-        only = {"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
-        # The least sum that weights are divided by, which no row of scores is below.
-        require_values(settings, {**only, "moe_norm_min": (1e-12,), "norm_topk_prob": (True,)})
+        require_values(settings, _ONLY)
         return super().renamed(settings)
 
     @staticmethod

@@ -136,9 +136,7 @@ def load_routed(
     return RoutedExperts(weights.kernels, router, experts, routing)
 
 
-def load_sparse_moe(
-    config: ModelConfig, weights: WeightReader, prefix: str, *, normalise: bool
-) -> SparseMoE:
+def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
     """Load Qwen's mixture at ``prefix``: of ``softmax_routing``, beside a shared, gated expert.
 
     Of a draft head it is not quantized.
@@ -148,7 +146,7 @@ def load_sparse_moe(
     """
     weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
-    routing = softmax_routing(settings, normalise=normalise)
+    routing = softmax_routing(settings, normalise=True)
     shared_size = settings.integer("shared_expert_intermediate_size")
     hidden = config.hidden_size
     shared = GatedExpert(

@@ -29,6 +29,7 @@ class Qwen2MoeForCausalLM(Decoder):
         "shared_expert_intermediate_size": 5632,
         "num_experts": 60,
         "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
     }
 
     @classmethod
@@ -53,7 +54,7 @@ class Qwen2MoeForCausalLM(Decoder):
         """The MLP at ``prefix``, dense or of experts."""
         if not is_sparse(config, index):
             return load_mlp(config, weights, prefix)
-        return load_sparse_moe(config, weights, prefix, normalise=False)
+        return load_sparse_moe(config, weights, prefix)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

@@ -171,7 +171,7 @@ class HybridDecoder(Decoder, ABC):
         """The MLP at ``prefix``, dense or of experts."""
         if not is_sparse(config, index):
             return load_mlp(config, weights, prefix)
-        return load_sparse_moe(config, weights, prefix, normalise=True)
+        return load_sparse_moe(config, weights, prefix)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

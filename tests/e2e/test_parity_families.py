@@ -95,7 +95,7 @@ PASSED_OVER = [
     ("gemma4", {"num_experts_per_tok": 1}),
     ("deepseek_v2", {"rope_interleave": False}),
     ("mixtral", _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
-    ("ernie4_5_moe", {"moe_layer_end_index": -1}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": -1}),
 ]
 PASSED_OVER_BESIDE_IMAGES = [
     ("mistral", _WINDOWS | {"layer_types": _TYPES}),

@@ -85,14 +85,15 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
     settings = Settings(config.extra, config.architecture)
-    first, last = _index(settings, "moe_layer_start_index"), _index(settings, "moe_layer_end_index")
-    step = settings.integer("moe_layer_interval")
+    first = _index(settings, "moe_layer_start_index", 1)
+    last = _index(settings, "moe_layer_end_index", -1)
+    step = settings.integer("moe_layer_interval", 1)
     return first <= index and (index <= last or last == -1) and (index + 1) % step == 0
 
 
-def _index(settings: Settings, key: str) -> int:
-    """That of a layer; -1 and null are as good as the last one."""
-    index = settings.get(key, -1)
+def _index(settings: Settings, key: str, default: int) -> int:
+    """That of a layer; -1 is the last one as an end, and the first one as a start."""
+    index = settings.get(key, default)
     if not isinstance(index, int) or isinstance(index, bool) or index < -1:
         raise CheckpointError(f"{settings.location}: {key}={short(index)} is no layer", COMPARE)
     return index
@@ -115,8 +116,6 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": 6,
-        "moe_layer_start_index": 1,
-        "moe_layer_interval": 1,
     }
 
     @classmethod

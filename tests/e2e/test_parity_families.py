@@ -22,7 +22,7 @@ from helpers.families import (
     random_model,
     write_family,
 )
-from helpers.forward import Bench, OneRun, load
+from helpers.forward import CPU, Bench, OneRun, load
 from helpers.harness import requests_of, run
 from helpers.latents import LATENTS, drawn_latent, fixed_latent, write_latent
 from helpers.parity import (
@@ -37,6 +37,8 @@ from helpers.parity import (
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import UnsupportedError
+from sametoken.models.load.sent import SentTensors
+from sametoken.models.load.weights import WeightReader
 from sametoken.models.mistral import MistralForCausalLM
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.triton import TritonKernels
@@ -216,6 +218,16 @@ def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
 
 def test_two_ranks_agree_and_are_near_one(family):
     require_parity_of_ranks(family[1], PROMPT)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "minimax_m2", "ernie4_5_moe"])
+def test_a_trainer_sends_experts_by_the_names_that_transformers_gives_them(tmp_path, name):
+    theirs = random_model(fixed_config(name), seed=1)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    sent = SentTensors(theirs.state_dict().items())
+    updated = ours.reloaded(WeightReader(sent, ours.kernels, torch.float32, CPU))
+    assert torch.equal(Bench(updated).logits(PROMPT, []), Bench(ours).logits(PROMPT, []))
 
 
 @pytest.mark.parametrize("name", SEEING)

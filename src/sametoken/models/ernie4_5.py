@@ -137,6 +137,9 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
             return load_mlp(config, weights, prefix)
         routing = grouped_routing(Settings(config.extra, weights.source.location), "softmax")
         correction = "moe_statics.e_score_correction_bias"
+        if f"{prefix}.gate.{correction}" in weights:
+            # As a trainer may send it.
+            correction = f"gate.{correction}"
         return load_grouped(config, weights, prefix, routing, correction)
 
     @staticmethod

@@ -108,9 +108,13 @@ def grouped_routing(
     )
 
 
-def mixtral_prefix(prefix: str) -> str:
-    """That of the mixture, by Mixtral's name, of the layer whose MLP's is ``prefix``."""
-    return f"{prefix.removesuffix('.mlp')}.block_sparse_moe"
+def mixtral_prefix(weights: WeightReader, prefix: str) -> str:
+    """That of the mixture, by Mixtral's name, of the layer whose MLP's is ``prefix``.
+
+    A trainer may send it by transformers' own name, which is ``prefix`` itself.
+    """
+    sent = f"{prefix}.gate.weight" in weights
+    return prefix if sent else f"{prefix.removesuffix('.mlp')}.block_sparse_moe"
 
 
 def load_routed(

@@ -65,7 +65,7 @@ class MiniMaxM2ForCausalLM(Decoder):
     ) -> Block:
         """The mixture of experts."""
         routing = grouped_routing(Settings(config.extra, weights.source.location))
-        prefix, correction = mixtral_prefix(prefix), "e_score_correction_bias"
+        prefix, correction = mixtral_prefix(weights, prefix), "e_score_correction_bias"
         return load_grouped(config, weights, prefix, routing, correction, MIXTRAL)
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:

@@ -41,4 +41,5 @@ class MixtralForCausalLM(Decoder):
         """The mixture of experts."""
         settings = Settings(config.extra, weights.source.location)
         routing = softmax_routing(settings, normalise=True)
-        return load_routed(config, weights, mixtral_prefix(prefix), routing, names=MIXTRAL)
+        prefix = mixtral_prefix(weights, prefix)
+        return load_routed(config, weights, prefix, routing, names=MIXTRAL)

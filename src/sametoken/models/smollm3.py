@@ -38,7 +38,8 @@ class SmolLM3ForCausalLM(Decoder):
         interval = settings.integer("no_rope_layer_interval")
         every = [int((index + 1) % interval != 0) for index in layers]
         rotates = settings.get("no_rope_layers", every)
-        if not isinstance(rotates, list) or len(rotates) < len(layers) or {*rotates} - {0, 1}:
+        known = isinstance(rotates, list) and all(one in (0, 1) for one in rotates)
+        if not known or len(rotates) < len(layers):
             raise CheckpointError(
                 f"{settings.location}: no_rope_layers has no 0 or 1 for each of {len(layers)} "
                 "layers",

@@ -421,7 +421,7 @@ def test_values_that_mean_something_else_are_refused_by_name(tmp_path, name, cha
         read(tmp_path, sizes | changes)
 
 
-@pytest.mark.parametrize("rotates", [[1], [1, 2], "11"])
+@pytest.mark.parametrize("rotates", [[1], [1, 2], "11", [1, [0]]])
 def test_layers_that_smollm3_cannot_have(tmp_path, rotates):
     name = "SmolLM3ForCausalLM"
     with pytest.raises(CheckpointError, match="no_rope_layers has no 0 or 1 for each of 2 layers"):

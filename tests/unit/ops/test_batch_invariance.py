@@ -257,6 +257,44 @@ def test_attention_ignores_later_rows_of_its_own_window(kernels, dtype, make_sce
         assert found[5:].isnan().all()
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(
+    kernels, dtype, make_scene, number
+):
+    shape = AttentionShape(4, 2, 40, sliding_window=100)
+    history = normal(2, 1, 382, 2, 40, dtype=dtype)
+    q = normal(6, 4, 40, dtype=dtype, seed=1)
+
+    def attend():
+        scene = make_scene(shape, history, [382], 16, 0)
+        # Of these two see position 280, and three are in its split.
+        rows = scene.rows([0] * 6, [3, 279, 280, 379, 380, 381])
+        return kernels.attention(q, shape, rows, scene.kv).view(6, 4, 40)
+
+    clean = attend()
+    history[1, 0, 280, 1, 7] = number
+    found = attend()
+    assert not found[2:4, 2:, 7].isfinite().any()
+    found[2:4, 2:, 7] = clean[2:4, 2:, 7]
+    assert torch.equal(found, clean)
+
+
+def test_attention_of_every_head_size(make_scene):
+    native, reference = NativeKernels(), ReferenceKernels()
+    for dim in range(8, 1032, 8):
+        shape = AttentionShape(3, 1, dim)
+        history = normal(2, 1, 45, 1, dim, dtype=torch.bfloat16, seed=dim)
+        q = normal(9, 3, dim, dtype=torch.bfloat16, seed=1)
+        scene = make_scene(shape, history, [45], 16, 0)
+        rows = scene.rows([0] * 9, range(36, 45))
+        whole = native.attention(q, shape, rows, scene.kv)
+        wanted = reference.attention(q, shape, rows, scene.kv)
+        torch.testing.assert_close(whole, wanted, rtol=2**-7, atol=2**-7)
+        before = make_scene(shape, history, [39], 5, 1)
+        alone = native.attention(q[2:3], shape, before.rows([0], [38]), before.kv)
+        assert torch.equal(alone[0], whole[2]), dim
+
+
 def test_attention_in_batches_of_partial_results(make_scene):
     """Enough rows and splits that the native kernel takes its tiles in several batches."""
     kernels, shape = NativeKernels(), AttentionShape(16, 1, 256)

@@ -4,71 +4,18 @@
  * head and split, the maximum score, the sum of exponentials and the weighted values;
  * phase two merges a row's splits in order. Rows of one slot share a split's packed keys
  * and values, which changes no sum: each score and each output element is added up in one
- * lane, over head_dim or over positions in ascending order.
+ * lane, over head_dim or over positions, in one order.
  *
  * Values may have fewer elements than keys, and lie in the same memory as they (MLA). Both may
  * be e4m3, which becomes the queries' dtype as it is packed; scales join scores and results.
  * A head's sink, if there are any, joins the merged splits as one more split, without values. */
+#include "attention.h"
 #include "kernels.h"
-#include "kv.h"
-#include "products.h"
 #include "threads.h"
 #include "transpose.h"
-
-#define SPLIT 256
-/* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
-#define SHARED_QUERIES 48
-/* Floats of partial results held at once; more rows run in several batches. */
-#define PARTIAL_FLOATS (4 << 20)
-
-typedef struct {
-    const void *q, *keys, *values;
-    const float *sinks; /* of each head, or NULL */
-    const float *k_scales, *v_scales; /* of each KV head, or NULL: 1 */
-    const int64_t *positions, *slots, *block_table;
-    void *out;
-    int64_t t, heads, kv_heads, dim, v_dim, block_size, max_blocks, window, e4m3;
-    float scale;
-} attention_job;
-
-/* Positions of a split, relative to its first. */
-typedef struct {
-    int64_t first, stop;
-} span;
-
-/* Adjacent rows of one slot, and the start of their units and partial results. */
-typedef struct {
-    int64_t first, rows, splits, first_unit, first_partial;
-} row_tile;
-
-/* Where a unit's KV lies: of a row tile, KV head and split. */
-typedef struct {
-    const row_tile *tile;
-    int64_t unit, count;    /* positions that a row sees are among the first `count` */
-    int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
-} places;
-
-/* One thread's working memory for one unit. */
-typedef struct {
-    places memory_of_places[2], *now, *next; /* of this unit, and of this thread's next one */
-    u32v *keys;           /* [SPLIT / GROUP][units][GROUP] words */
-    float *values;          /* [v_dim / GROUP][SPLIT][GROUP], or NULL: not packed */
-    float *memory_of_values;
-    char *queries;          /* [rows * group][dim] */
-    float *scores;          /* [rows * group][SPLIT] */
-    int64_t shaped;         /* as in products.h */
-} workspace;
+#include "weigh.h"
 
 static _Thread_local buffer partial_memory, tile_memory, unit_memory;
-
-INLINE int64_t partial_size(int64_t v_dim) { return LANES + round_up(v_dim, GROUP); }
-
-/* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
-INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
-    int64_t stop = larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
-    int64_t first = job->window ? job->positions[row] + 1 - job->window - start : 0;
-    return (span){larger(0, smaller(stop, first)), stop};
-}
 
 static void locate(const attention_job *job, const row_tile *tiles, int64_t num_tiles,
                    int64_t unit, places *found) {
@@ -129,17 +76,6 @@ INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, 
     }
 }
 
-INLINE void pack_values(const attention_job *job, workspace *work, int64_t count, int bf16) {
-    for (int64_t i = 0; i < job->v_dim; i += LANES) {
-        float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
-        for (int64_t position = 0; position < count; position++) {
-            int64_t element = work->now->offsets[position] + i;
-            f32v v = load_kv(job->values, element, job->v_dim - i, bf16, job->e4m3);
-            store_some(panel, position * GROUP, LANES, 0, v);
-        }
-    }
-}
-
 /* Scaled scores of all queries with `count` positions; the next unit's values are fetched, unless
  * they lie among its keys. */
 INLINE void score(const attention_job *job, workspace *work, int64_t queries, int64_t count,
@@ -185,86 +121,6 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     partial[1] = sum_lanes(sum);
 }
 
-/* Add the weighted values of some positions, a group of elements from `i` on, as the cache has
- * them: in the order and with the operations of a product with packed ones. */
-INLINE void weigh_cached(const int rows, const attention_job *job, const workspace *work,
-                         const float *weights, int64_t i, span seen, float *sums,
-                         const int bf16, const int whole) {
-    f32v sum[MAX_ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) memcpy(sum[r], sums + r * GROUP, sizeof *sum);
-    const int64_t *offsets = work->now->offsets;
-    for (int64_t position = seen.first; position < seen.stop; position++)
-#pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++) {
-            int64_t element = i + p * LANES, count = whole ? LANES : job->v_dim - element;
-            if (count <= 0) continue;
-            f32v values = load_kv(job->values, offsets[position] + element, count, bf16,
-                                  whole ? 0 : job->e4m3);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++)
-                sum[r][p] = multiply_add(splat(weights[r * SPLIT + position]), values, sum[r][p]);
-        }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) memcpy(sums + r * GROUP, sum[r], sizeof *sum);
-}
-
-/* Add the weighted values of some positions, if any. Few queries read the cache: packed values are
- * for more than one tile of them. */
-INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *work,
-                       const float *weights, int64_t i, span seen, float *sums, int bf16) {
-    if (seen.first >= seen.stop) return;
-    if (work->values) {
-        const float *columns = work->values + i * SPLIT + seen.first * GROUP;
-        multiply_tile(rows, weights + seen.first, SPLIT * 4, columns, seen.stop - seen.first, sums,
-                      0);
-        return;
-    }
-    int whole = !job->e4m3 && i + GROUP <= job->v_dim;
-#define CASE(n)                                                                              \
-    case n:                                                                                  \
-        if (whole) weigh_cached(n, job, work, weights, i, seen, sums, bf16, 1);              \
-        else weigh_cached(n, job, work, weights, i, seen, sums, bf16, 0);                    \
-        return;
-    switch (rows) {
-        EACH_ROW_COUNT(CASE)
-    }
-#undef CASE
-}
-
-/* Weighted values: positions that all rows see in one product, those before and after by row. */
-INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work,
-                  int64_t start, int64_t group, float *partials, int64_t stride,
-                  const int bf16) {
-    int64_t queries = tile->rows * group;
-    span common = {0, SPLIT};
-    for (int64_t r = 0; r < tile->rows; r++) {
-        span seen = visible(job, tile->first + r, start);
-        common = (span){larger(common.first, seen.first), smaller(common.stop, seen.stop)};
-    }
-    common.first = smaller(common.first, common.stop);
-    for (int64_t i = 0; i < job->v_dim; i += GROUP)
-        for (int64_t first = 0; first < queries; first += MAX_ROWS) {
-            int64_t rows = smaller(MAX_ROWS, queries - first);
-            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
-            const float *weights = work->scores + first * SPLIT;
-            for (int64_t q = 0; q < rows && job->window; q++) {
-                span before = visible(job, tile->first + (first + q) / group, start);
-                before.stop = common.first;
-                weigh_span(1, job, work, weights + q * SPLIT, i, before, sums + q * GROUP, bf16);
-            }
-            weigh_span(rows, job, work, weights, i, common, sums, bf16);
-            for (int64_t q = 0; q < rows; q++) {
-                int64_t row = (first + q) / group, head = (first + q) % group;
-                span after = visible(job, tile->first + row, start);
-                after.first = larger(after.first, common.stop);
-                weigh_span(1, job, work, weights + q * SPLIT, i, after, sums + q * GROUP, bf16);
-                float *partial = partials + (row * job->heads + head) * stride;
-                memcpy(partial + LANES + i, sums + q * GROUP, GROUP * sizeof *sums);
-            }
-        }
-}
-
 /* Phase one for one unit, which has been located. */
 INLINE void attend(const attention_job *job, workspace *work, float *all_partials,
                    const int bf16) {
@@ -278,8 +134,6 @@ INLINE void attend(const attention_job *job, workspace *work, float *all_partial
         memcpy(work->queries + r * bytes, (const char *)job->q + head * bytes, bytes);
     }
     pack_keys(job, work, count, bf16);
-    work->values = tile->rows * group > MAX_ROWS ? work->memory_of_values : NULL;
-    if (work->values) pack_values(job, work, count, bf16);
     float scale = job->scale * scale_of(job->k_scales, kv_head);
     score(job, work, tile->rows * group, count, scale, bf16);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -228,6 +229,22 @@ def test_attention_of_large_scores(kernels, dtype, make_scene):
     q = (1000 * history[0, 0, 123, 0].float()).to(dtype).expand(1, 2, 64).contiguous()
     found = kernels.attention(q, shape, scene.rows([0], [299]), scene.kv)
     assert torch.equal(found.view(2, 64), history[1, 0, 123].expand(2, 64))
+
+
+@pytest.mark.parametrize("kernels", [native, reference], ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_weights_of_values_have_more_bits_than_bf16(kernels, dtype, make_scene):
+    """64 values weigh e^-0.5 against two that outweigh them almost, so the weights' errors stay."""
+    shape = AttentionShape(1, 1, 16)
+    history = torch.zeros(2, 1, 66, 1, 16, dtype=dtype)
+    history[0, 0, :64, 0, 0], history[1, 0, :64, 0] = -2, -1
+    history[1, 0, 64, 0], history[1, 0, 65, 0] = 38.75, 0.068
+    q = torch.eye(16, dtype=dtype)[None, :1].contiguous()
+    scene = make_scene(shape, history, [66], 16, 0)
+    found = kernels.attention(q, shape, scene.rows([0], [65]), scene.kv)
+    weight, last = math.exp(-0.5), float(history[1, 0, 65, 0, 0])
+    wanted = (38.75 + last - 64 * weight) / (2 + 64 * weight)
+    assert (found - wanted).abs().max() < 1e-5
 
 
 def test_no_rows_give_no_rows(make_scene):

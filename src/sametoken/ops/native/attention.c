@@ -272,13 +272,13 @@ EXPORT int64_t attention(const void *q, const void *keys, const void *values,
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;
-    int64_t count = make_tiles(&job, tiles);
+    int64_t count = make_tiles(&job, tiles), most = PARTIAL_FLOATS * omp_get_max_threads();
     for (int64_t first = 0, last; first < count; first = last) {
         int64_t floats = 0, units = 0;
         for (last = first; last < count; last++) {
             row_tile *tile = tiles + last;
             int64_t more = tile->rows * heads * tile->splits * partial_size(v_dim);
-            if (last > first && floats + more > PARTIAL_FLOATS) break;
+            if (last > first && floats + more > most) break;
             tile->first_unit = units;
             tile->first_partial = floats;
             units += kv_heads * tile->splits;

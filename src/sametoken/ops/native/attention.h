@@ -8,8 +8,9 @@
 #define SPLIT 256
 /* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
 #define SHARED_QUERIES 48
-/* Floats of partial results held at once; more rows run in several batches. */
-#define PARTIAL_FLOATS (4 << 20)
+/* Floats of partial results held at once for each thread, as few as stay in its second cache; more
+ * rows run in several batches. */
+#define PARTIAL_FLOATS (1 << 18)
 
 typedef struct {
     const void *q, *keys, *values;

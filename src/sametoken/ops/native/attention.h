@@ -6,8 +6,13 @@
 #include "products.h"
 
 #define SPLIT 256
-/* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
+/* Query rows (rows x heads of a KV head) that share one split's packed keys and values: more where
+ * packing takes longer than products. */
+#if defined(HAS_AMX)
+#define SHARED_QUERIES 96
+#else
 #define SHARED_QUERIES 48
+#endif
 /* Floats of partial results held at once for each thread, as few as stay in its second cache; more
  * rows run in several batches. */
 #define PARTIAL_FLOATS (1 << 18)

@@ -105,13 +105,14 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     f32v highest = splat(-INFINITY), sum = {0};
     for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32v v = load_some(scores, i, LANES, 0);
-        v = select_lanes(lane < (float)(seen.stop - i), v, splat(-INFINITY));
-        v = select_lanes(lane < (float)(seen.first - i), splat(-INFINITY), v);
-        store_some(scores, i, LANES, 0, v);
+        if (i < seen.first || i + LANES > seen.stop) {
+            v = select_lanes(lane < (float)(seen.stop - i), v, splat(-INFINITY));
+            v = select_lanes(lane < (float)(seen.first - i), splat(-INFINITY), v);
+            store_some(scores, i, LANES, 0, v);
+        }
         highest = max_lanes(v, highest);
     }
-    float maximum = highest[0];
-    for (int i = 1; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
+    float maximum = largest_lane(highest);
     for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32v v = exp_lanes(load_some(scores, i, LANES, 0) - maximum);
         store_some(scores, i, LANES, 0, v);

@@ -90,6 +90,16 @@ INLINE float sum_lanes(f32v v) {
     return lane[0];
 }
 
+/* Of lanes without NaN. */
+INLINE float largest_lane(f32v v) {
+    float lane[LANES];
+    memcpy(lane, &v, sizeof lane);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    return lane[0];
+}
+
 /* Round to nearest even bf16; NaN stays NaN. */
 INLINE u16v narrow(f32v v) {
 #if defined(__AVX512BF16__)

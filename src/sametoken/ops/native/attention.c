@@ -87,9 +87,12 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MOST_ROWS(bf16)) {
             int64_t rows = smaller(MOST_ROWS(bf16), queries - first);
+            /* Few queries run as many rows as their weights have halves, whatever lies behind them:
+             * to shape the matrix unit again would take longer. */
+            int few = has_halves(job, bf16) && queries <= MOST_ROWS(1) / 4;
             f32v sums[MOST_ROWS(1) * PANELS];
-            sum_products(rows, work->queries + first * stride, stride, columns, job->dim,
-                         (float *)sums, &work->shaped, bf16);
+            sum_products(few ? 2 * rows : rows, work->queries + first * stride, stride, columns,
+                         job->dim, (float *)sums, &work->shaped, bf16);
             for (int64_t r = 0; r < rows; r++)
                 for (int p = 0; p < PANELS; p++) {
                     int64_t place = (first + r) * SPLIT + column + p * LANES;

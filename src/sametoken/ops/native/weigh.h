@@ -97,6 +97,15 @@ INLINE void weigh_in_fp32(const attention_job *job, const row_tile *tile, worksp
         }
 }
 
+/* Whether the halves of weights are multiplied by matrix units. */
+INLINE int has_halves(const attention_job *job, int bf16) {
+#if defined(HAS_AMX)
+    return bf16 && !job->e4m3;
+#else
+    return (void)job, (void)bf16, 0;
+#endif
+}
+
 #if defined(HAS_AMX)
 /* A weight is the sum of two bf16 numbers, its halves, which keep 16 of its bits. Each has a row of
  * products with values that are packed by pairs of positions. Products run over whole tiles of
@@ -201,7 +210,7 @@ INLINE void weigh_halves(const attention_job *job, const row_tile *tile, workspa
 INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work, int64_t start,
                   int64_t group, float *partials, int64_t stride, const int bf16) {
 #if defined(HAS_AMX)
-    if (bf16 && !job->e4m3) {
+    if (has_halves(job, bf16)) {
         weigh_halves(job, tile, work, start, group, partials, stride);
         return;
     }

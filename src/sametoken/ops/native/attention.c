@@ -41,13 +41,13 @@ static void locate(const attention_job *job, const row_tile *tiles, int64_t num_
     found->count = count;
 }
 
-/* Fetch a row of the next unit into the second cache, since blocks of KV are too scattered for
- * hardware prefetching. The first cache would lose what this unit uses. */
-INLINE void fetch(const attention_job *job, const workspace *work, const void *base,
+/* Fetch a row of a unit into the second cache, since blocks of KV are too scattered for hardware
+ * prefetching. The first cache would lose what the unit before it uses. */
+INLINE void fetch(const attention_job *job, const places *unit, const void *base,
                   int64_t position, int64_t elements, int bf16) {
-    if (position >= work->next->count) return;
+    if (position >= unit->count) return;
     int64_t size = job->e4m3 ? 1 : bf16 ? 2 : 4;
-    const char *row = (const char *)base + work->next->offsets[position] * size;
+    const char *row = (const char *)base + unit->offsets[position] * size;
     for (int64_t byte = 0; byte < elements * size; byte += 64)
         __builtin_prefetch(row + byte, 0, 2);
 }
@@ -57,7 +57,7 @@ INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, 
     int64_t each = bf16 ? 2 : 1, units = job->dim / each;
     for (int64_t first = 0; first < count; first += LANES) {
         for (int64_t i = first; i < first + LANES; i++)
-            fetch(job, work, job->keys, i, job->dim, bf16);
+            fetch(job, work->next, job->keys, i, job->dim, bf16);
         u32v *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
         for (int64_t unit = 0; unit < units; unit += LANES) {
             int64_t width = smaller(LANES, units - unit);
@@ -83,7 +83,7 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
     int64_t stride = job->dim * (bf16 ? 2 : 4);
     for (int64_t column = 0; column < count; column += GROUP) {
         for (int64_t i = column; i < column + GROUP && job->values != job->keys; i++)
-            fetch(job, work, job->values, i, job->v_dim, bf16);
+            fetch(job, work->next, job->values, i, job->v_dim, bf16);
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MOST_ROWS(bf16)) {
             int64_t rows = smaller(MOST_ROWS(bf16), queries - first);
@@ -222,9 +222,13 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
 
 /* Locate a unit, and the one that this thread is likely to have after it. */
 INLINE void take(workspace *work, const attention_job *job, const row_tile *tiles,
-                 int64_t num_tiles, int64_t units, int64_t unit) {
+                 int64_t num_tiles, int64_t units, int64_t unit, const int bf16) {
     places *now = work->next, *next = work->now;
-    if (now->unit != unit) locate(job, tiles, num_tiles, unit, now);
+    if (now->unit != unit) {
+        locate(job, tiles, num_tiles, unit, now);
+        for (int64_t i = 0; i < SPLIT && job->values != job->keys; i++)
+            fetch(job, now, job->values, i, job->v_dim, bf16);
+    }
     unit += omp_get_num_threads();
     next->count = 0;
     if (unit < units) locate(job, tiles, num_tiles, unit, next);
@@ -244,7 +248,7 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             if (failed) continue;
-            take(&work, job, tiles, count, units, unit);
+            take(&work, job, tiles, count, units, unit, bf16);
             attend(job, &work, partials, bf16);
         }
         end_products(bf16);

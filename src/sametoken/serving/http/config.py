@@ -16,8 +16,9 @@ from sametoken.types.sampling_params import MAX_LOGPROBS
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
 TOOL_CALL_PARSERS = (
-    *("deepseek_v3", "deepseek_v31", "gemma4", "glm45", "glm47", "hermes", "kimi_k2"),
-    *("llama3_json", "mistral", "openai", "qwen3_coder"),
+    *("deepseek_v3", "deepseek_v31", "ernie45", "gemma4", "glm45", "glm47", "granite", "granite4"),
+    *("hermes", "hunyuan_a13b", "kimi_k2", "llama3_json", "minimax_m2", "mistral", "olmo3"),
+    *("openai", "qwen3_coder", "seed_oss"),
 )
 #: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has each.
 REASONING_PARSERS = (

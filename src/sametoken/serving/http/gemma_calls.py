@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from sametoken.serving.http.json_spans import skip_space
+from sametoken.serving.http.json_spans import scalar, skip_space
 from sametoken.serving.http.marked_calls import marked_parser
 from sametoken.serving.http.parsed import FoundCall, num_safe
 
@@ -24,7 +24,6 @@ _TOKEN = re.compile(
     r"|(?P<mark>[{}\[\],:])|(?P<bare>[^{}\[\],:<]+)",
     re.DOTALL,
 )
-_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 #: The template writes null in Python's form.
 _WORDS = {"None": "null"}
 
@@ -99,10 +98,9 @@ def _as_json(token: re.Match[str], *, is_key: bool) -> str:
     if token["text"] is not None:
         return json.dumps(token["text"], ensure_ascii=False)
     bare = token["bare"].strip()
-    word = _WORDS.get(bare, bare)
-    if bare and (is_key or not _SCALAR.fullmatch(word)):
+    if is_key and bare:
         return json.dumps(bare, ensure_ascii=False)
-    return word
+    return scalar(bare, _WORDS) if bare else bare
 
 
 #: See the module.

@@ -13,7 +13,7 @@ from sametoken.serving.http.json_spans import (
     string_value,
     value_end,
 )
-from sametoken.serving.http.marked_calls import TagSyntax, content, marked_parser
+from sametoken.serving.http.marked_calls import START, TagSyntax, content, marked_parser
 from sametoken.serving.http.parsed import (
     NO_ARGUMENTS,
     FoundCall,
@@ -61,24 +61,41 @@ def _parse_stripped(text: str, finished: bool) -> Parsed:
     return Parsed(shown, rest=Rest(len(shown), _parse_stripped))
 
 
+def calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
+    """The consecutive calls at the beginning of a text, whose arguments may be missing.
+
+    They may be in a list.
+    """
+    place = skip_space(body, 0)
+    if body[place : place + 1] == "[":
+        place = skip_space(body, place + 1)
+    calls, _ = _consecutive_calls(body, place, needs_arguments=False)
+    return calls
+
+
 def parse_required(text: str, finished: bool) -> Parsed:
     """``[{"name": ..., "parameters": {...}}, ...]``, the constraint of forced calls."""
-    calls, _ = _consecutive_calls(text, skip_space(text, skip_space(text, 0) + 1))
-    return Parsed("", calls)
-
-
-def calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
-    """The consecutive calls at the beginning of a text, whose arguments may be missing."""
-    calls, _ = _consecutive_calls(body, skip_space(body, 0), needs_arguments=False)
-    return calls
+    return Parsed("", tuple(calls_in(text, finished)))
 
 
 #: For ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
 #:
-#: The form of Hermes and of Qwen's templates. A call is reported once its name and the first
-#: character of its arguments are there; otherwise the text between the tags is content. Between
-#: two tags there may be several. A closing tag in a string of an argument is text.
+#: The form of Hermes and of Qwen's, Granite 4's and ERNIE's templates. A call is reported once its
+#: name and the first character of its arguments are there; otherwise the text between the tags is
+#: content. Between two tags there may be several. A closing tag in a string of an argument is text.
 parse_hermes = marked_parser(TagSyntax(calls_in, find_outside_strings))
+HUNYUAN_TAGS = ("<tool_calls>", "</tool_calls>")
+#: For ``<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>``.
+parse_hunyuan = marked_parser(
+    TagSyntax(calls_in, find_outside_strings, HUNYUAN_TAGS[:1], HUNYUAN_TAGS[1])
+)
+GRANITE_MARKS = ("<|tool_call|>", "<|end_of_text|>")
+#: For ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`` up to the message's end.
+#:
+#: The form of Granite 3, which may write the first mark without its bars.
+parse_granite = marked_parser(
+    TagSyntax(calls_in, find_outside_strings, (GRANITE_MARKS[0], START), GRANITE_MARKS[1])
+)
 
 
 def _consecutive_calls(

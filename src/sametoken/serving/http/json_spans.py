@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _SPACE = " \t\r\n"
@@ -20,6 +21,7 @@ _ESCAPE = rf'{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\["\\/bfnrt]'
 _BEGUN = r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?\Z"
 _WHOLE_ESCAPES, _ESCAPES = re.compile(_ESCAPE), re.compile(rf"({_BEGUN})|{_ESCAPE}")
 _SPACES = re.compile(rf"[{_SPACE}]*")
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
 
 
@@ -172,6 +174,12 @@ def text_so_far(text: str, member: Member) -> str:
     else:
         found = _WHOLE_ESCAPES.sub(character, text[member.start + 1 : member.end - 1])
     return _SURROGATE.sub("\ufffd", found)
+
+
+def scalar(written: str, words: Mapping[str, str]) -> str:
+    """A value without quotes as JSON: a number, a word of JSON or one of ``words``; else a text."""
+    word = words.get(written, written)
+    return word if _SCALAR.fullmatch(word) else json.dumps(written, ensure_ascii=False)
 
 
 def _decoded(quoted: str) -> str:

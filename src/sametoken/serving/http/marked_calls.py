@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from sametoken.serving.http.json_spans import skip_space
@@ -19,11 +20,20 @@ from sametoken.serving.http.parsed import (
 )
 
 START, END = "<tool_call>", "</tool_call>"
-_FUNCTION_TAG, FUNCTION_CLOSE = "<function=", "</function>"
-#: What begins a call; its tag may be missing before a function's.
-_OPENING = re.compile(rf"{START}|(?={_FUNCTION_TAG}([^<>\n]+)>)")
-#: A text's end that may go on to be a function's tag.
-_BEGUN_FUNCTION = re.compile(rf"{_FUNCTION_TAG}[^<>\n]*\Z")
+
+
+class FunctionTags(NamedTuple):
+    """The tags of one call, around which those of calls may be missing.
+
+    Attributes:
+        opening: what the first begins with.
+        name: the pattern of the rest of it, whose group is the function's name.
+        close: the last.
+    """
+
+    opening: str
+    name: str
+    close: str
 
 
 class Syntax(Protocol):
@@ -64,32 +74,41 @@ class TagSyntax(NamedTuple):
     Attributes:
         read: maps the text between the tags, and whether it is complete, to its calls.
         find: finds the closing tag in a text from a place on, as ``find_outside_strings``.
-        bare: functions whose calls may lack the tags.
+        starts: opening tags, any of which begins calls.
+        end: the closing tag.
+        function: of each call, if it has tags.
+        bare: functions whose calls may have these alone.
     """
 
     read: Callable[[str, bool], Sequence[FoundCall]]
     find: Callable[[str, str, int], tuple[int, bool]]
+    starts: tuple[str, ...] = (START,)
+    end: str = END
+    function: FunctionTags | None = None
     bare: Collection[str] = ()
 
     def find_opening(self, text: str, place: int) -> tuple[int, int] | None:
         """See ``Syntax``."""
-        for found in _OPENING.finditer(text, place):
-            if found[1] is None or found[1] in self.bare:
+        for found in _opening(self.starts, self.function).finditer(text, place):
+            if found.lastindex is None or found[1] in self.bare:
                 return found.span()
         return None
 
     def find_end(self, text: str, begun: tuple[int, int]) -> tuple[int, int, bool]:
         """See ``Syntax``."""
         start, body = begun
-        end, is_final = self.find(text, END if body > start else FUNCTION_CLOSE, body)
-        if end < 0 or body > start:
-            return end, end + len(END) if end >= 0 else -1, is_final
+        if self.function is None or body > start:
+            end, is_final = self.find(text, self.end, body)
+            return end, end + len(self.end) if end >= 0 else -1, is_final
+        end, is_final = self.find(text, self.function.close, body)
+        if end < 0:
+            return -1, -1, is_final
         # The closing tag may be there without the opening one.
-        after = end + len(FUNCTION_CLOSE)
+        after = end + len(self.function.close)
         tag = skip_space(text, after)
-        if text.startswith(END, tag):
-            return end, tag + len(END), is_final
-        return end, after, is_final and not END.startswith(text[tag : tag + len(END)])
+        if text.startswith(self.end, tag):
+            return end, tag + len(self.end), is_final
+        return end, after, is_final and not self.end.startswith(text[tag : tag + len(self.end)])
 
     def calls_in(self, body: str, is_whole: bool) -> Sequence[FoundCall]:
         """See ``Syntax``."""
@@ -97,12 +116,26 @@ class TagSyntax(NamedTuple):
 
     def num_inside(self, text: str) -> int:
         """See ``Syntax``."""
-        return num_safe(text, END, FUNCTION_CLOSE)
+        return num_safe(text, self.end, *(() if self.function is None else (self.function.close,)))
 
     def num_outside(self, text: str) -> int:
         """See ``Syntax``."""
-        begun = _BEGUN_FUNCTION.search(text)
-        return num_safe(text, START, _FUNCTION_TAG) if begun is None else begun.start()
+        if self.function is None:
+            return num_safe(text, *self.starts)
+        # A text's end that may go on to be a function's tag.
+        begun = re.search(rf"{self.function.opening}[^<>\n]*\Z", text)
+        return (
+            num_safe(text, *self.starts, self.function.opening) if begun is None else begun.start()
+        )
+
+
+@cache
+def _opening(starts: tuple[str, ...], function: FunctionTags | None) -> re.Pattern[str]:
+    """What begins a call: one of the tags, or without them the function's, which has the name."""
+    tags = "|".join(map(re.escape, starts))
+    return re.compile(
+        tags if function is None else rf"{tags}|(?={function.opening}{function.name})"
+    )
 
 
 def marked_parser(syntax: Syntax) -> Parser:

@@ -104,7 +104,7 @@ class _NamedSyntax(NamedTuple):
         if head is None:
             return ()
         if head["name"] is None:
-            return calls_in(body[head.end() + 1 :], is_whole)
+            return calls_in(body[head.end() :], is_whole)
         return (FoundCall(head["name"], arguments_at(body, head.end(), is_whole)),)
 
     def num_inside(self, text: str) -> int:

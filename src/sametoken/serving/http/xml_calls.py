@@ -1,35 +1,37 @@
 """Incremental parsers of tool calls that a model writes as XML.
 
-Qwen3-Coder and Qwen3.5 write calls as in the first form, GLM-4.5 to 4.7 as in the second, with or
-without the line breaks::
+Qwen3-Coder, Qwen3.5 and Seed-OSS write calls as in the first form, MiniMax-M2 as in the second,
+GLM-4.5 to 4.7 as in the third, with or without the line breaks::
 
-    <function=NAME>                 NAME
-    <parameter=NAME>                <arg_key>NAME</arg_key>
-    VALUE                           <arg_value>VALUE</arg_value>
-    </parameter>
-    </function>
+    <function=NAME>                 <invoke name="NAME">            NAME
+    <parameter=NAME>                <parameter name="NAME">         <arg_key>NAME</arg_key>
+    VALUE                           VALUE                           <arg_value>VALUE</arg_value>
+    </parameter>                    </parameter>
+    </function>                     </invoke>
 
-A value has no quotes and no escapes: it ends at its first closing tag that another tag of the call
-follows, and the function's JSON Schema decides between text and number.
+In the first two there may be several between a pair of the tags around calls. A value has no
+quotes and no escapes: it ends at its first closing tag that another tag of the call follows, and
+the function's JSON Schema decides between text and number.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from sametoken.serving.http.marked_calls import END, FUNCTION_CLOSE, TagSyntax, marked_parser
+from sametoken.serving.http.json_spans import skip_space
+from sametoken.serving.http.marked_calls import END, START, FunctionTags, TagSyntax, marked_parser
 from sametoken.serving.http.parsed import FoundCall, Parser, num_safe
 from sametoken.serving.http.schema_types import STRING, parameter_types, types_of_value
 
 #: The JSON Schema of each function's parameters, by the function's name.
 Schemas = Mapping[str, Mapping[str, Any]]
 
-_FUNCTION_END = re.compile(rf"\s*{FUNCTION_CLOSE}")
-_LAST_FUNCTION_END = re.compile(rf"\n?{FUNCTION_CLOSE}\s*\Z")
+SEED_TAGS = ("<seed:tool_call>", "</seed:tool_call>")
+MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
 #: The templates write scalars of earlier calls in Python's form.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -38,53 +40,87 @@ class _Form(NamedTuple):
     """How a call is written. Of two patterns, the second is for the whole text of a call.
 
     Attributes:
+        tags: around calls.
         heads: what comes before the parameters, with the function's name.
         parameter: what comes before a value, with the parameter's name.
         close: what comes after a value.
         value_ends: a value's end. Elsewhere ``close`` is text of the value.
         begun_value_end: what may become one.
         padding: what parts a value from ``close``.
+        function: of a call, if it has tags.
     """
 
+    tags: tuple[str, str]
     heads: tuple[re.Pattern[str], re.Pattern[str]]
     parameter: re.Pattern[str]
     close: str
     value_ends: tuple[re.Pattern[str], re.Pattern[str]]
     begun_value_end: re.Pattern[str]
     padding: str
+    function: FunctionTags | None = None
 
     @classmethod
     def of(
-        cls, heads: tuple[str, str], parameter: str, close: str, following: str, padding: str
+        cls,
+        tags: tuple[str, str],
+        heads: tuple[str, str],
+        parameter: tuple[str, str],
+        close: str,
+        padding: str,
+        function: FunctionTags | None = None,
     ) -> _Form:
-        """A form whose values end where ``following`` comes after ``close``."""
+        """A form. A parameter has what its tag begins with, and the pattern of the rest."""
         head, last_head = map(re.compile, heads)
+        closes = (tags[1],) if function is None else (tags[1], function.close)
+        following = "|".join((parameter[0], *closes))
         ends = rf"{close}(?=\s*(?:{following}))", rf"{close}(?=\s*(?:{following}|\Z))"
         value_end, last_value_end = map(re.compile, ends)
         return cls(
+            tags,
             (head, last_head),
-            re.compile(parameter),
+            re.compile(rf"\s*{parameter[0]}{parameter[1]}"),
             close,
             (value_end, last_value_end),
-            re.compile(rf"{close}\s*(?:<[^<>\s]*)?\Z"),
+            re.compile(rf"{close}\s*(?:<[^<>\s]*(?: [^<>\s]*)?)?\Z"),
             padding,
+            function,
         )
 
+    @classmethod
+    def with_functions(
+        cls, tags: tuple[str, str], function: FunctionTags, parameter: tuple[str, str], padding: str
+    ) -> _Form:
+        """A form in which each call has tags."""
+        head = rf"\s*{function.opening}{function.name}\s*"
+        return cls.of(tags, (head, head), parameter, "</parameter>", padding, function)
 
-_QWEN = _Form.of(
-    (r"\s*<function=([^<>\n]+)>\s*",) * 2,
-    r"\s*<parameter=([^<>\n]+)>\n?",
-    "</parameter>",
-    rf"<parameter=|{FUNCTION_CLOSE}|{END}",
-    padding="\n",
+    def end_of_function(self, text: str, place: int) -> int:
+        """Where the closing tag of a call ends that a place begins with; -1 without one."""
+        if self.function is None:
+            return -1
+        tag = skip_space(text, place)
+        return tag + len(self.function.close) if text.startswith(self.function.close, tag) else -1
+
+
+_FUNCTION = FunctionTags("<function=", r"([^<>\n]+)>", "</function>")
+_PARAMETER = ("<parameter=", r"([^<>\n]+)>\n?")
+_QWEN = _Form.with_functions((START, END), _FUNCTION, _PARAMETER, padding="\n")
+_SEED = _Form.with_functions(SEED_TAGS, _FUNCTION, _PARAMETER, padding="\n")
+# The quotes may be others, or missing.
+_NAME = r"[\"']?([^<>\"'\n]+)[\"']?>"
+_MINIMAX = _Form.with_functions(
+    MINIMAX_TAGS,
+    FunctionTags("<invoke name=", _NAME, "</invoke>"),
+    ("<parameter name=", _NAME),
+    padding="",
 )
 _GLM_NAME = r"\s*([^<>{}\s]+)\s*"
 _GLM = _Form.of(
+    (START, END),
     (rf"{_GLM_NAME}(?=<arg_key>)", rf"{_GLM_NAME}(?=<arg_key>|\Z)"),
     # The opening tag of a value may be missing (vllm#49248).
-    r"\s*<arg_key>([^<>\n]+)</arg_key>\s*(?:<arg_value>|(?=[^<\s]))",
+    ("<arg_key>", r"([^<>\n]+)</arg_key>\s*(?:<arg_value>|(?=[^<\s]))"),
     "</arg_value>",
-    rf"<arg_key>|{END}",
     padding="",
 )
 
@@ -96,7 +132,17 @@ def qwen3_coder_parser(schemas: Schemas) -> Parser:
     a function of the schemas the outer tag may be missing, as Qwen3-Coder sometimes leaves it out
     (ollama#16686).
     """
-    return _parser(_QWEN, schemas, bare=schemas.keys())
+    return _parser(_QWEN, schemas)
+
+
+def seed_oss_parser(schemas: Schemas) -> Parser:
+    """For the same with Seed's own tags around."""
+    return _parser(_SEED, schemas)
+
+
+def minimax_m2_parser(schemas: Schemas) -> Parser:
+    """Likewise for MiniMax-M2's tags. Values have no line breaks around them."""
+    return _parser(_MINIMAX, schemas)
 
 
 def glm_parser(schemas: Schemas) -> Parser:
@@ -107,34 +153,41 @@ def glm_parser(schemas: Schemas) -> Parser:
     return _parser(_GLM, schemas)
 
 
-def _parser(form: _Form, schemas: Schemas, bare: Collection[str] = ()) -> Parser:
+def _parser(form: _Form, schemas: Schemas) -> Parser:
     @cache
     def types_of(function: str, parameter: str) -> frozenset[str]:
         return parameter_types(schemas.get(function, {}), parameter)
 
     def calls_in(body: str, is_whole: bool) -> Sequence[FoundCall]:
-        found = _read_call(form, body, is_whole, types_of)
-        return () if found is None else (found,)
+        calls, place = list[FoundCall](), 0
+        while place >= 0 and (head := form.heads[is_whole].match(body, place)) is not None:
+            call, place = _read_call(form, body, head, is_whole, types_of)
+            calls.append(call)
+        return calls
 
-    return marked_parser(TagSyntax(calls_in, partial(_find_outside_values, form), bare))
+    find = partial(_find_outside_values, form)
+    start, end = form.tags
+    return marked_parser(TagSyntax(calls_in, find, (start,), end, form.function, schemas.keys()))
 
 
 def _read_call(
-    form: _Form, body: str, is_whole: bool, types_of: Callable[[str, str], frozenset[str]]
-) -> FoundCall | None:
-    """A call with its arguments so far; None until the function's name is there.
+    form: _Form,
+    body: str,
+    head: re.Match[str],
+    is_whole: bool,
+    types_of: Callable[[str, str], frozenset[str]],
+) -> tuple[FoundCall, int]:
+    """A call with its arguments so far, and where it ends; -1 if nothing can follow it.
 
     Strings grow with the body. The type of any other value is known only at its end.
 
     Args:
         form: of the call.
-        body: the text between a call's tags, or its prefix.
+        body: the text between the tags around calls, or its prefix.
+        head: of the call.
         is_whole: whether the closing tag is there.
         types_of: JSON Schema's types of a function's parameter.
     """
-    head = form.heads[is_whole].match(body)
-    if head is None:
-        return None
     members = []
     place = head.end()
     for name, start, end in _parameters(form, body, place, is_whole):
@@ -144,10 +197,10 @@ def _read_call(
         if value is not None:
             members.append(f"{json.dumps(name, ensure_ascii=False)}: {value}")
         if end < 0:
-            return FoundCall(head[1], _object(members, is_closed=is_whole))
+            return FoundCall(head[1], _object(members, is_closed=is_whole)), -1
         place = end + len(form.close)
-    is_closed = is_whole or _FUNCTION_END.match(body, place) is not None
-    return FoundCall(head[1], _object(members, is_closed=is_closed))
+    end = form.end_of_function(body, place)
+    return FoundCall(head[1], _object(members, is_closed=is_whole or end >= 0)), end
 
 
 def _num_unclosed(form: _Form, body: str, is_whole: bool) -> int:
@@ -155,15 +208,16 @@ def _num_unclosed(form: _Form, body: str, is_whole: bool) -> int:
 
     The function's end may have taken the place of the value's (vllm#57699).
     """
-    closed = _LAST_FUNCTION_END.search(body)
-    if closed is not None:
-        return closed.start()
+    close = None if form.function is None else form.function.close
+    trimmed = body.rstrip()
+    if close is not None and trimmed.endswith(close):
+        return len(trimmed.removesuffix(close).removesuffix("\n"))
     if is_whole:
         return len(body)
     ended = form.begun_value_end.search(body)
     if ended is not None:
         return ended.start()
-    return num_safe(body, form.close, FUNCTION_CLOSE, f"\n{FUNCTION_CLOSE}")
+    return num_safe(body, form.close, *(() if close is None else (close, f"\n{close}")))
 
 
 def _find_outside_values(form: _Form, text: str, mark: str, start: int) -> tuple[int, bool]:
@@ -171,12 +225,17 @@ def _find_outside_values(form: _Form, text: str, mark: str, start: int) -> tuple
 
     In a value that has no end, the first mark counts unless the end may still come.
     """
-    head = form.heads[False].match(text, start)
-    place = start if head is None else head.end()
-    for _, value, end in _parameters(form, text, place, is_whole=False):
-        if end < 0:
-            return text.find(mark, value), False
-        place = end + len(form.close)
+    place = start
+    while (head := form.heads[False].match(text, place)) is not None:
+        place = head.end()
+        for _, value, end in _parameters(form, text, place, is_whole=False):
+            if end < 0:
+                return text.find(mark, value), False
+            place = end + len(form.close)
+        after = form.end_of_function(text, place)
+        if after < 0 or mark != form.tags[1]:
+            break
+        place = after
     return text.find(mark, place), True
 
 

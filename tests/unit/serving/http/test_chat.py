@@ -187,6 +187,7 @@ ADDED = [("add", '{"a": 1}')]
         ("qwen3_coder", NO_CALL, NO_CALL, []),
         ("qwen3_coder", XML, None, [("add", '{"a": "1"}')]),
         ("kimi_k2", KIMI, None, ADDED),
+        ("olmo3", "<function_calls>add(a='1')</function_calls>", None, [("add", '{"a": "1"}')]),
     ],
 )
 def test_an_answer_is_of_its_format_or_calls(serve, server, syntax, said, content, calls):

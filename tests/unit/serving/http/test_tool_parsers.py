@@ -11,7 +11,15 @@ from helpers.chat_model import CHAT_TEMPLATE
 from helpers.parsing import assert_adds_up
 from sametoken.serving.http.custom_inputs import with_inputs
 from sametoken.serving.http.gemma_calls import GEMMA_MARKS, parse_gemma4
-from sametoken.serving.http.json_calls import parse_hermes, parse_llama3_json, parse_required
+from sametoken.serving.http.json_calls import (
+    GRANITE_MARKS,
+    HUNYUAN_TAGS,
+    parse_granite,
+    parse_hermes,
+    parse_hunyuan,
+    parse_llama3_json,
+    parse_required,
+)
 from sametoken.serving.http.named_calls import (
     DEEPSEEK_MARKS,
     KIMI_MARKS,
@@ -22,8 +30,16 @@ from sametoken.serving.http.named_calls import (
     parse_mistral,
 )
 from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
+from sametoken.serving.http.pythonic_calls import OLMO_TAGS, parse_olmo3
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parser_of_template
-from sametoken.serving.http.xml_calls import glm_parser, qwen3_coder_parser
+from sametoken.serving.http.xml_calls import (
+    MINIMAX_TAGS,
+    SEED_TAGS,
+    glm_parser,
+    minimax_m2_parser,
+    qwen3_coder_parser,
+    seed_oss_parser,
+)
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')
@@ -59,6 +75,9 @@ HERMES = {
         " then", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
     ),
     f"<tool_call>{PAIR}": Parsed("", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))),
+    f"<tool_call>[{PAIR}]</tool_call>": Parsed(
+        "", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
+    ),
 }
 #: Arguments with the closing tag in a string; and others, whose quotes hide no tag.
 WITH_TAG = (
@@ -209,6 +228,70 @@ QWEN = {
     bare(end="<parameter=city>\ncut of"): called('{"city": "cut of'),
     "Write <function=g>\n</function>": Parsed("Write <function=g>\n</function>"),
     "Write <function=f": Parsed("Write <function=f"),
+    xml(("city", "a"), end="</function>\n<function=g>\n</function>\n</tool_call>"): Parsed(
+        "", (FoundCall("f", '{"city": "a"}'), FoundCall("g", "{}"))
+    ),
+}
+parse_seed = seed_oss_parser({"f": SCHEMA})
+
+
+def seed(text):
+    """A text of Qwen with Seed's tags."""
+    return text.replace("tool_call>", "seed:tool_call>")
+
+
+SEED = {
+    seed(text): Parsed(seed(expected.content), expected.calls)
+    for text, expected in QWEN.items()
+    if "odd" not in text and not any("tool_call" in one.arguments for one in expected.calls)
+}
+parse_minimax = minimax_m2_parser({"f": SCHEMA})
+
+
+def invoke(*parameters, name="f", quote='"', end="</invoke>\n"):
+    inner = "".join(
+        f"<parameter name={quote}{key}{quote}>{value}</parameter>\n" for key, value in parameters
+    )
+    return f"<invoke name={quote}{name}{quote}>\n{inner}{end}"
+
+
+def minimax(*calls, end=MINIMAX_TAGS[1]):
+    return f"{MINIMAX_TAGS[0]}\n{''.join(calls)}{end}"
+
+
+MINIMAX = {
+    f"I look.\n{minimax(invoke(('city', 'Paris'), ('days', 3)), invoke(name='now'))} then": Parsed(
+        "I look. then", (FoundCall("f", '{"city": "Paris", "days": 3}'), FoundCall("now", "{}"))
+    ),
+    # A value is all that is between its tags, whatever it is.
+    minimax(invoke(("city", "\n a\n"), ("place", '{"a": [1]}'), ("days", "[1"))): called(
+        '{"city": "\\n a\\n", "place": {"a": [1]}, "days": "[1"}'
+    ),
+    minimax(
+        invoke(), invoke(("city", f"{MINIMAX_TAGS[1]}</invoke></parameter> <b")), invoke()
+    ): Parsed(
+        "",
+        (
+            FoundCall("f", "{}"),
+            FoundCall("f", f'{{"city": "{MINIMAX_TAGS[1]}</invoke></parameter> <b"}}'),
+            FoundCall("f", "{}"),
+        ),
+    ),
+    minimax(invoke(("city", "a"), quote="'"), invoke(("days", "1"), quote="")): Parsed(
+        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"days": 1}'))
+    ),
+    minimax(invoke(end='<parameter name="city">cut of</param'), end=""): called('{"city": "cut of'),
+    minimax(invoke(end='<parameter name="city">a</parameter> <parameter na'), end=""): called(
+        '{"city": "a'
+    ),
+    minimax(invoke(end='<parameter name="city">a</invoke>')): called('{"city": "a"}'),
+    # The outer tags may be missing around the functions that there are.
+    f"I look.\n{invoke(('city', 'a'))}{MINIMAX_TAGS[1]}{invoke()}": Parsed(
+        "I look.", (FoundCall("f", '{"city": "a"}'), FoundCall("f", "{}"))
+    ),
+    f"Write {invoke(name='g')}": Parsed(f"Write {invoke(name='g')}"),
+    'Write <invoke name="f': Parsed('Write <invoke name="f'),
+    minimax("no call"): Parsed(minimax("no call")),
 }
 parse_glm = glm_parser({"f": SCHEMA})
 
@@ -352,7 +435,55 @@ GEMMA = {
     gemma("x:NaN,y:007}"): called('{"x": "NaN", "y": "007"}'),
     f"{GEMMA_CALL}no call{GEMMA_END}": Parsed(f"{GEMMA_CALL}no call{GEMMA_END}"),
 }
+LIST = f'[{{"name": "f", "arguments": {ONE}}}, {{"name": "g", "arguments": {{}}}}]'
+HUNYUAN = {
+    LIST.join(("I look.\n<tool_calls>", "</tool_calls> then")): Parsed("I look. then", F_AND_G),
+    f'<tool_calls>\n[{{"name": "f", "arguments": {WITH_TAG[0]}}}]\n</tool_calls>': called(
+        WITH_TAG[0]
+    ),
+    "<tool_calls>[1]</tool_calls>": Parsed("<tool_calls>[1]</tool_calls>"),
+}
+GRANITE = {
+    f"{GRANITE_MARKS[0]} {LIST}": Parsed("", F_AND_G),
+    f"I look.<tool_call>{LIST}": Parsed("I look.", F_AND_G),
+    f"{GRANITE_MARKS[0]}[1]": Parsed(f"{GRANITE_MARKS[0]}[1]"),
+    "<|tool": Parsed("<|tool"),
+}
+
+
+def olmo(*calls, end=OLMO_TAGS[1]):
+    return OLMO_TAGS[0] + "\n".join(calls) + end
+
+
+OLMO = {
+    f"I look.\n{olmo('f(x=1)', 'g()')} then": Parsed("I look. then", F_AND_G),
+    olmo(
+        "\nf(x='Paris, \"the\" {c}', y = [1, -1.5, True, null, ], z={'k': (None, false)},)\n"
+    ): called(
+        '{"x": "Paris, \\"the\\" {c}", "y": [1, -1.5, true, null], "z": {"k": [null, false]}}'
+    ),
+    # Escapes of either language, and quotes that have none.
+    olmo(r"""f(x='it\'s \d \n\u00e9\\', y="\ud83d\ude00 \"", z='a's b')""" "\n"): called(
+        r"""{"x": "it's \\d \n\u00e9\\", "y": "\ud83d\ude00 \"", "z": "a's b"}"""
+    ),
+    olmo(f"f(x='a {OLMO_TAGS[1]}\n b')") + " then": called(
+        f'{{"x": "a {OLMO_TAGS[1]}\\n b"}}', content=" then"
+    ),
+    olmo("a.b-c(x=007, y=1_0)"): called('{"x": "007", "y": "1_0"}', "a.b-c"),
+    olmo("f(x=1") + " then": called('{"x": 1', content=" then"),
+    olmo("f(x='a'"): called('{"x": "a"'),
+    olmo("f(x='cut of\\", end=""): called('{"x": "cut of'),
+    olmo("f(x='cut \\u00"): called('{"x": "cut \\\\u00"'),
+    olmo("f(x=12", end=""): called('{"x": '),
+    olmo("f('Paris')"): Parsed(olmo("f('Paris')")),
+    olmo("f(x"): Parsed(olmo("f(x")),
+}
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_hunyuan, *case) for case in HUNYUAN.items()]
+CASES += [(parse_granite, *case) for case in GRANITE.items()]
+CASES += [(parse_olmo3, *case) for case in OLMO.items()]
+CASES += [(parse_seed, *case) for case in SEED.items()]
+CASES += [(parse_minimax, *case) for case in MINIMAX.items()]
 CASES += [(parse_gemma4, *case) for case in GEMMA.items()]
 CASES += [(parse_deepseek_v3, *case) for case in DEEPSEEK_V3.items()]
 CASES += [(parse_deepseek_v31, *case) for case in DEEPSEEK_V31.items()]
@@ -379,6 +510,11 @@ PIECES = st.sampled_from(
         *KIMI_MARKS,
         *MISTRAL_MARKS,
         *GEMMA_MARKS,
+        *HUNYUAN_TAGS,
+        *MINIMAX_TAGS,
+        *OLMO_TAGS,
+        *SEED_TAGS,
+        GRANITE_MARKS[0],
         "call:f{",
         # Begun calls, as few marks in a row are one.
         f"{DEEPSEEK_MARKS[2]}f{DEEPSEEK_MARKS[4]}",
@@ -386,6 +522,19 @@ PIECES = st.sampled_from(
         "[TOOL_CALLS]f[ARGS]",
         "<|tool_call>call:f{x:",
         "<tool_call>f<arg_key>city</arg_key>",
+        '<minimax:tool_call><invoke name="f"><parameter name="city">',
+        "<seed:tool_call><function=f><parameter=city>",
+        "<function_calls>f(x=",
+        "<function_calls>f(x='",
+        '<invoke name="f">',
+        '<parameter name="days">',
+        "</invoke>",
+        "f(x=",
+        ", y=",
+        ")",
+        "'",
+        ",",
+        "[",
         "```json",
         "f",
         "<tool_call>",
@@ -496,4 +645,10 @@ def test_the_template_tells_the_parser():
     assert parser_of_template("'<|tool_call>call:' + name") == "gemma4"
     assert parser_of_template("'[TOOL_CALLS]' + name") == "mistral"
     assert parser_of_template("<|start|>assistant<|channel|>analysis<|message|>") == "openai"
+    assert parser_of_template("<minimax:tool_call>\n<invoke name=") == "minimax_m2"
+    assert parser_of_template("<seed:tool_call>\n<function=name>") == "seed_oss"
+    assert parser_of_template("respond only with <|tool_call|>") == "granite"
+    assert parser_of_template("'<function_calls>' + name + '('") == "olmo3"
+    assert parser_of_template('<tool_calls>[{"name": ') == "hunyuan_a13b"
+    assert parser_of_template("<tool_calls><tool_sep>") is None
     assert parser_of_template("{{ message.content }}") is None

@@ -18,6 +18,8 @@ BUDGET = "thinking_token_budget"
 THINK = ("<think>", "</think>")
 MISTRAL = ("[THINK]", "[/THINK]")
 GEMMA = ("<|channel>", "<channel|>")
+SEED = ("<seed:think>", "</seed:think>")
+_EVERY = (THINK, MISTRAL, GEMMA, SEED)
 #: What begins the calls of models that may call a function without ending their reasoning.
 CALL_STARTS = (
     "<tool_call>",
@@ -26,6 +28,8 @@ CALL_STARTS = (
     "<|tool_calls_section_begin|>",
     "[TOOL_CALLS]",
     "<|tool_call>",
+    "<seed:tool_call>",
+    "<minimax:tool_call>",
 )
 
 
@@ -58,7 +62,7 @@ class ReasoningMarks:
         """
         token_id = tokenizer.backend.token_to_id
         calls = tuple(one for one in map(token_id, CALL_STARTS) if one is not None)
-        for first, last in ((token_id(a), token_id(b)) for a, b in (THINK, MISTRAL, GEMMA)):
+        for first, last in ((token_id(a), token_id(b)) for a, b in _EVERY):
             if first is not None and last is not None and end in (None, (last,)):
                 return cls(first, last, calls, tuple(turn_ends))
         return None
@@ -103,7 +107,7 @@ class ReasoningMarks:
 
 def no_marks() -> RequestError:
     """The refusal of a budget where reasoning has no known end of one token."""
-    known = ", ".join(last for _, last in (THINK, MISTRAL, GEMMA))
+    known = ", ".join(last for _, last in _EVERY)
     return RequestError(
         f"{BUDGET} needs a token that ends the reasoning, and the model has none of {known}",
         "leave it out; reasoning_effort asks for less reasoning where the chat template knows it, "

@@ -316,9 +316,10 @@ MARKS = ("<think>", "</think>", "<tool_call>")
 BEGIN, END, CALL = map(byte_tokenizer(MARKS).token_to_id, MARKS)
 
 
-@pytest.fixture(scope="module")
-def reasoner():
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(MARKS)))
+@pytest.fixture(scope="module", params=["{}", "seed:{}"])
+def reasoner(request):
+    marks = [mark.replace(name := mark.strip("</>"), request.param.format(name)) for mark in MARKS]
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(marks)))
 
 
 @pytest.mark.parametrize(

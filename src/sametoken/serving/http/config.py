@@ -22,8 +22,8 @@ TOOL_CALL_PARSERS = (
 )
 #: Forms of reasoning by name; ``serving/http/reasoning_parsers.py`` has each.
 REASONING_PARSERS = (
-    *("deepseek_r1", "deepseek_v3", "gemma4", "glm45", "glm47", "kimi_k2", "mistral"),
-    *("openai_gptoss", "qwen3"),
+    *("deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "hunyuan_a13b"),
+    *("kimi_k2", "minimax_m2", "mistral", "olmo3", "openai_gptoss", "qwen3", "seed_oss"),
 )
 #: The parsers of harmony, one of which needs the other.
 OPENAI, OPENAI_GPTOSS = "openai", "openai_gptoss"

@@ -25,7 +25,7 @@ from sametoken.serving.http.parsed import (
     parse_nothing,
     parsed_of,
 )
-from sametoken.text.reasoning_marks import CALL_STARTS, GEMMA, MISTRAL, THINK
+from sametoken.text.reasoning_marks import CALL_STARTS, GEMMA, MISTRAL, SEED, THINK
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Reasoning
 
@@ -112,17 +112,19 @@ class ThinkForm:
         start: the first mark.
         end: the second.
         label: what may follow the first, and is not shown.
+        answer: marks that may be around the content, each on a line of its own.
     """
 
     thinks_first: bool
     start: str = THINK[0]
     end: str = THINK[1]
     label: str = ""
+    answer: tuple[str, str] | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
         """See ``ReasoningForm``."""
-        return (self.start, self.end)
+        return (self.start, self.end, *(self.answer or ()))
 
     def parser(
         self,
@@ -135,6 +137,8 @@ class ThinkForm:
     ) -> Parser:
         """See ``ReasoningForm``."""
         newest = self._newest_mark(prompt)
+        if self.answer is not None and not is_constrained:
+            content = _between(self.answer, content)
         if newest == self.end:
             return content
         has_begun = self.thinks_first or newest == self.start
@@ -181,7 +185,7 @@ class ThinkForm:
         if newest in prompt.continued:
             return newest
         before = prompt.text.rstrip().removesuffix(prompt.continued.strip()).rstrip()
-        return next((mark for mark in self.marks if before.endswith(mark)), None)
+        return next((mark for mark in (self.start, self.end) if before.endswith(mark)), None)
 
     def _end_of_reasoning(
         self, text: str, start: int, functions: Collection[str] | None
@@ -208,9 +212,47 @@ class ThinkForm:
 
 def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
     """Reasoning, and what its parser found in the content from ``start`` on."""
-    own = found.rest or Rest(0, content, len(found.parts))
+    own = _rest_of(found, content)
     parts = (FoundText("reasoning", reasoning), *found.parts)
     return parsed_of(parts, replace(own, start=start + own.start))
+
+
+def _rest_of(found: Parsed, parser: Parser) -> Rest:
+    return found.rest or Rest(0, parser, len(found.parts))
+
+
+def _between(marks: tuple[str, str], content: Parser) -> Parser:
+    """The parser of a content that may have marks around it."""
+    start, end = marks
+    inside = _before(end, content)
+
+    def parse(text: str, finished: bool) -> Parsed:
+        first = len(text) - len(text.lstrip())
+        line = f"{start}\n"
+        if not finished and line != text[first:] and line.startswith(text[first:]):
+            return Parsed("")
+        if not text.startswith(start, first):
+            return content(text, finished)
+        begin = first + len(line if text.startswith(line, first) else start)
+        return _then("", inside(text[begin:], finished), begin, inside)
+
+    return parse
+
+
+def _before(end: str, content: Parser) -> Parser:
+    """The parser of a content that may have a mark after it, and then nothing more."""
+
+    def parse(text: str, finished: bool) -> Parsed:
+        trimmed = text.rstrip()
+        if trimmed.endswith(end):
+            known = len(trimmed.removesuffix(end).rstrip())
+        else:
+            known = len(text) if finished else len(text[: num_safe(trimmed, end)].rstrip())
+        found = content(text[:known], finished)
+        own = _rest_of(found, content)
+        return parsed_of(found.parts, replace(own, parser=_before(end, own.parser)))
+
+    return parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +316,13 @@ def _with_content(parser: Parser, content: Parser) -> Parser:
 REASONING_FORMS: Mapping[str, ReasoningForm] = {
     "mistral": ThinkForm(False, *MISTRAL),
     "gemma4": ThinkForm(False, *GEMMA, label="thought\n"),
+    "seed_oss": ThinkForm(True, *SEED),
+    "ernie45": ThinkForm(True, answer=("<response>", "</response>")),
+    "hunyuan_a13b": ThinkForm(False, label="\n", answer=("<answer>", "</answer>")),
     "openai_gptoss": HarmonyForm(),
-    **dict.fromkeys(("deepseek_r1", "kimi_k2"), ThinkForm(thinks_first=True)),
+    **dict.fromkeys(
+        ("deepseek_r1", "kimi_k2", "minimax_m2", "olmo3"), ThinkForm(thinks_first=True)
+    ),
     # Their templates tell in the prompt whether the model thinks, or it does.
     **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "qwen3"), ThinkForm(thinks_first=False)),
 }

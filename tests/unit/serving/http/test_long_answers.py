@@ -93,8 +93,8 @@ def think(name: str, content: Parser = parse_nothing) -> Parser:
     )
 
 
-HERMES, QWEN, GLM, MISTRAL = (
-    TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45", "mistral")
+HERMES, QWEN, GLM, MISTRAL, OLMO = (
+    TOOL_PARSERS[name]({}) for name in ("hermes", "qwen3_coder", "glm45", "mistral", "olmo3")
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 #: A parser, how its answer begins, and what repeats.
@@ -106,6 +106,7 @@ ANSWERS = {
     "many calls without an end": (MISTRAL, "", "[TOOL_CALLS]f[ARGS]{}"),
     "reasoning": (think("deepseek_r1"), "", "word "),
     "reasoning before text": (think("deepseek_r1", HERMES), "Hm.</think>", "word "),
+    "text between marks": (think("ernie45", HERMES), "Hm.</think><response>", "word "),
     "xml": (QWEN, "", "word < "),
     "llama": (TOOL_PARSERS["llama3_json"]({}), "", "word "),
     "text after llama's call": (
@@ -134,6 +135,7 @@ def test_a_parser_reads_the_text_a_few_times(name):
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "'),
         (QWEN, "<tool_call><function=f><parameter=a>"),
         (GLM, "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        (OLMO, "<function_calls>f(a='"),
         (parse_harmony, "<|channel|>commentary to=functions.f<|message|>"),
         (parse_required, '[{"name": "f", "parameters": {"a": "'),
         (named_parser("f"), '{"a": "'),

@@ -28,6 +28,7 @@ def parser_of(name, prompt=PLAIN, content=parse_nothing, *, is_constrained=False
     )
 
 
+RESPONSE, ANSWER = "hm\n</think>\n\n<response>\n", "<answer>\na\n</answer>"
 CASES = [
     ("qwen3", PLAIN, "<think>\nhm\n</think>\n\nyes", Parsed("\n\nyes", (), "\nhm\n")),
     ("qwen3", PLAIN, "\n<think>hm</think>yes", Parsed("yes", (), "hm")),
@@ -59,6 +60,21 @@ CASES = [
     ("glm45", PLAIN, "\n<think>hm</think>\nyes", Parsed("\nyes", (), "hm")),
     ("glm47", OPENED, "hm <tool_call> f <arg", Parsed("", (), "hm <tool_call> f <arg")),
     ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>a", Parsed("", (), "a")),
+    ("minimax_m2", OPENED, "hm</think>yes", Parsed("yes", (), "hm")),
+    ("olmo3", "x<think>", "hm</think>yes", Parsed("yes", (), "hm")),
+    ("seed_oss", PLAIN, "<seed:think>hm</seed:think>yes", Parsed("yes", (), "hm")),
+    ("seed_oss", "x<seed:think><seed:cot_budget_reflect>", "</seed:think>yes", Parsed("yes")),
+    ("ernie45", OPENED, "hm</think>yes", Parsed("yes", (), "hm")),
+    ("ernie45", OPENED, f"{RESPONSE}a\n b\n</response>\n", Parsed("a\n b", (), "hm\n")),
+    # The mark at the end alone ends the answer.
+    ("ernie45", OPENED, f"{RESPONSE}</response>a", Parsed("</response>a", (), "hm\n")),
+    ("ernie45", OPENED, f"{RESPONSE}a </resp", Parsed("a </resp", (), "hm\n")),
+    ("ernie45", OPENED, "hm</think>\n<response", Parsed("\n<response", (), "hm")),
+    ("ernie45", ENDED, "<response>a </response>", Parsed("a")),
+    ("hunyuan_a13b", PLAIN, f"<think>\nhm</think>\n{ANSWER}", Parsed("a", (), "hm")),
+    ("hunyuan_a13b", OPENED, f"hm</think>\n{ANSWER}", Parsed("a", (), "hm")),
+    ("hunyuan_a13b", ENDED, ANSWER, Parsed("a")),
+    ("hunyuan_a13b", PLAIN, "yes", Parsed("yes")),
 ]
 
 
@@ -77,6 +93,7 @@ def test_calls_are_found_in_the_content_alone():
 
 GLM = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
 KIMI = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,8 @@ KIMI = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_cal
         ("glm45", "glm45", GLM, '{"a": "1"}'),
         ("glm47", "glm47", "<tool_call>f</tool_call>", "{}"),
         ("kimi_k2", "kimi_k2", f"<|tool_calls_section_begin|>{KIMI}", "{}"),
+        ("minimax_m2", "minimax_m2", MINIMAX, "{}"),
+        ("seed_oss", "seed_oss", XML.replace("tool_call>", "seed:tool_call>"), "{}"),
     ],
 )
 def test_a_function_s_call_ends_the_reasoning(name, tools, call, arguments):
@@ -93,6 +112,15 @@ def test_a_function_s_call_ends_the_reasoning(name, tools, call, arguments):
     thought = "hm <tool_call> is the mark, as in <tool_call>g</tool_call>\n"
     text = f"{thought}{call}"
     found = Parsed("", (FoundCall("f", arguments),), thought)
+    assert parser(text, True) == found
+    assert_adds_up(parser, text)
+
+
+def test_calls_are_found_between_the_marks_of_an_answer():
+    written = '[{"name": "f", "arguments": {"x": "</answer>"}}]'
+    text = f"<think>\nhm</think>\n<answer>\nI look.\n<tool_calls>{written}</tool_calls>\n</answer>"
+    parser = parser_of("hunyuan_a13b", PLAIN, TOOL_PARSERS["hunyuan_a13b"]({}))
+    found = Parsed("I look.", (FoundCall("f", '{"x": "</answer>"}'),), "hm")
     assert parser(text, True) == found
     assert_adds_up(parser, text)
 
@@ -107,8 +135,9 @@ def test_harmony_s_calls_are_found_where_there_are_tools():
 
 CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), glm_parser({}), parse_required)
 THINK = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "thought\n")
+ANSWER_MARKS = ("<response>", "</response>", "<answer>", "</answer>", "</seed:think>")
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=f>", "<arg_key>", "[TOOL_CALLS]")
-PIECES = (*MARKS, *THINK, *CALL_MARKS, "\n")
+PIECES = (*MARKS, *THINK, *CALL_MARKS, *ANSWER_MARKS, "\n")
 WORDS = ("<", "a", "final", " to=functions.f", "</function>", '{"name": "f", "arguments": {}}')
 
 
@@ -140,6 +169,7 @@ CONSTRAINED = [
     # A call begins no grammar, so that it does not end the reasoning either.
     ("qwen3", OPENED, parse_nothing, f"hm {XML}</think>{{}}", Parsed("{}", (), f"hm {XML}")),
     ("deepseek_r1", PLAIN, named_parser("f"), "hm", Parsed("", (), "hm")),
+    ("ernie45", PLAIN, parse_nothing, "hm</think><response>", Parsed("<response>", (), "hm")),
     (
         *("deepseek_r1", PLAIN, named_parser("f"), 'hm</think>{"a": 1}'),
         Parsed("", (FoundCall("f", '{"a": 1}'),), "hm"),

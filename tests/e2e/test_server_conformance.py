@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
+from sametoken.serving.http.config import ServerConfig
 
 CHECKS = [
     not_a_server_error,
@@ -44,6 +45,7 @@ OPERATIONS = {
     "GET /",
 }
 FIELDS = {"prompt", "messages", "input", "n", "stream", "echo", "logprobs", "stop", "seed", "top_p"}
+MAX_BODY = ServerConfig().max_request_bytes
 #: No model has a name that is drawn.
 NEVER_RIGHT = {"GET /v1/models/{model}"}
 
@@ -105,6 +107,12 @@ def test_answers_are_as_documented(operations, label):
 @pytest.mark.parametrize("label", sorted(one for one in OPERATIONS if one.startswith("POST")))
 def test_wrong_bodies_are_refused_as_documented(operations, label):
     def check(case):
-        assert case.call_and_validate(checks=CHECKS).status_code == 400
+        response = case.call()
+        # A list with too many items may be too long to be read at all.
+        if len(response.request.body or "") > MAX_BODY:
+            assert response.status_code == 413
+            return
+        case.validate_response(response, checks=CHECKS)
+        assert response.status_code == 400
 
     draw(operations[label], GenerationMode.NEGATIVE, check)

@@ -18,6 +18,7 @@ from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_LAYERS, Setting
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.mamba2 import (
     IMPLIED_SIZES,
+    OF_FALCON,
     bamba_sizes,
     caches_by_type,
     divided_by_type,
@@ -33,6 +34,7 @@ class BambaForCausalLM(Decoder):
     layer_types = frozenset((FULL, LINEAR))
     final_norm_name: ClassVar[str] = "final_layernorm"
     rotates_parts = True
+    ignored = OF_FALCON
     implied: ClassVar[Mapping[str, Any]] = {
         **IMPLIED_SIZES,
         "num_key_value_heads": 8,

@@ -25,9 +25,9 @@ from sametoken.models.blocks import attention_cache, load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.models.load.settings import ANOTHER, COMPARE, Settings, unsupported
 from sametoken.models.load.weights import WeightReader
-from sametoken.models.mamba2 import IMPLIED_SIZES, bamba_sizes, load_mamba2, mamba2_rule
+from sametoken.models.mamba2 import IMPLIED_SIZES, bamba_sizes, load_mamba2, mamba2_cache
 from sametoken.ops.backend import RotaryTable
-from sametoken.ops.cache_types import LayerCache, Recurrent
+from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.model.recurrent.rule import RecurrentPass
 from sametoken.state.caches import ModelCache
 
@@ -116,13 +116,13 @@ class FalconH1ForCausalLM(Decoder):
         """Of all layers' attention, then of their Mamba-2.
 
         Raises:
-            CheckpointError: a size is missing or impossible.
+            CheckpointError: see ``mamba2_cache``.
             UnsupportedError: Mamba-2 is normed before its gate.
         """
         settings = Settings(config.extra, location)
         if settings.get("mamba_rms_norm") and settings.get("mamba_norm_before_gate"):
             raise unsupported(settings, "mamba_norm_before_gate", ANOTHER)
-        both = (attention_cache(config, dtype), Recurrent(mamba2_rule(settings), dtype))
+        both = (attention_cache(config, dtype), mamba2_cache(settings, dtype))
         return tuple(cache for cache in both for _ in range(config.num_layers))
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.mamba2 import (
     IMPLIED_SIZES,
+    OF_FALCON,
     bamba_sizes,
     caches_by_type,
     divided_by_type,
@@ -34,15 +35,22 @@ from sametoken.models.mamba2 import (
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, Recurrent
 
+#: Of both generations.
+_FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+
 
 def _factor(config: ModelConfig, key: str) -> float:
-    return Settings(config.extra, config.architecture).number(key, 1.0)
+    factor: float = config.extra[key]
+    return factor
 
 
 class GraniteForCausalLM(Decoder):
     """The shared decoder with the factors of ``*_multiplier``; logits are divided."""
 
-    implied: ClassVar[Mapping[str, Any]] = {"attention_multiplier": 1.0}
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """See ``Decoder.renamed``; absent factors are 1."""
+        return {key: settings.number(key, 1.0) for key in _FACTORS}
 
     @staticmethod
     def load_layer_mlp(
@@ -85,15 +93,14 @@ def _load_routed(config: ModelConfig, weights: WeightReader, prefix: str) -> Rou
     settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
     names = _IN_MEMORY if f"{prefix}.{_IN_MEMORY[1]}" in weights else _STORED
     router, gate_up, down = (f"{prefix}.{name}" for name in names)
-    count = settings.integer("num_local_experts", most=MAX_EXPERTS)
-    size = settings.integer("moe_intermediate_size")
+    count, size = (settings.integer(key) for key in ("num_local_experts", "moe_intermediate_size"))
     halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
     own = weights.kernels.pack_experts(
         weights.packed_stack(count, hidden, halves),
         weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS)),
     )
     # A softmax over the chosen logits is one over all, normalised.
-    routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
+    routing = Routing(settings.integer("num_experts_per_tok"), normalise=True)
     return RoutedExperts(
         weights.kernels,
         weights.linear(hidden, Part(router, count)),
@@ -106,8 +113,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     """Granite 4: layers of two types; rotated only where ``position_embedding_type`` is "rope"."""
 
     layer_types = frozenset((FULL, LINEAR))
+    ignored = OF_FALCON
     implied: ClassVar[Mapping[str, Any]] = {
-        **GraniteForCausalLM.implied,
         **IMPLIED_SIZES,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
@@ -118,12 +125,14 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """See ``Decoder.renamed``; memory is planned by the larger of both kinds of MLP."""
         types = types_of_layers(settings)
-        sizes = bamba_sizes(settings) if LINEAR in types else {}
+        sizes = super().renamed(settings) | (bamba_sizes(settings) if LINEAR in types else {})
         shared = settings.integer("shared_intermediate_size")
         sizes |= {"layer_types": list(types), "intermediate_size": shared}
         if not settings.get("num_local_experts"):
             return sizes | {"num_experts_per_tok": None}
         own = settings.integer("intermediate_size")
+        count = settings.integer("num_local_experts", most=MAX_EXPERTS)
+        sizes["num_experts_per_tok"] = min(settings.integer("num_experts_per_tok"), count)
         return sizes | {"moe_intermediate_size": own, "intermediate_size": max(own, shared)}
 
     @staticmethod

@@ -30,6 +30,8 @@ IMPLIED_SIZES = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }
+#: Keys of Falcon-H1, which transformers' other classes of Mamba-2 pass over.
+OF_FALCON = ("mamba_rms_norm", "projectors_bias")
 _OLD_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 
@@ -123,19 +125,29 @@ def time_step_limit(settings: Settings) -> tuple[float, float]:
     return low, high
 
 
+def mamba2_cache(settings: Settings, dtype: torch.dtype) -> Recurrent:
+    """The cache declaration of a layer of Mamba-2.
+
+    Raises:
+        CheckpointError: a size is missing or impossible, or the limit of time steps is no range.
+    """
+    time_step_limit(settings)
+    return Recurrent(mamba2_rule(settings), dtype)
+
+
 def caches_by_type(
     config: ModelConfig, dtype: torch.dtype, location: str
 ) -> tuple[LayerCache, ...]:
     """As ``Decoder.caches_of``, where each layer is of one of ``layer_types``.
 
     Raises:
-        CheckpointError: a size is missing or impossible.
+        CheckpointError: see ``mamba2_cache``.
     """
     settings = Settings(config.extra, location)
     types = settings.names("layer_types")
     kept: dict[str, LayerCache] = {FULL: attention_cache(config, dtype)}
     if LINEAR in types:
-        kept[LINEAR] = Recurrent(mamba2_rule(settings), dtype)
+        kept[LINEAR] = mamba2_cache(settings, dtype)
     return tuple(kept.get(kind, Stateless()) for kind in types)
 
 

@@ -36,7 +36,7 @@ from sametoken.models.experts import grouped_routing, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.models.mamba2 import caches_by_type, load_mamba2
+from sametoken.models.mamba2 import OF_FALCON, caches_by_type, load_mamba2
 from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import Experts, Normed, Weight
@@ -225,6 +225,7 @@ class NemotronHForCausalLM(Decoder):
 
     layer_types: ClassVar[frozenset[str]] = frozenset((MAMBA, ATTENTION, MOE, MLP))
     unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
+    ignored = OF_FALCON
     embedding_name: ClassVar[str] = "embeddings"
     final_norm_name: ClassVar[str] = "norm_f"
     attention_name: ClassVar[str] = "mixer"

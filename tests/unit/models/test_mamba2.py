@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from helpers.checkpoints import write_checkpoint
 from helpers.families import SIZES, fixed_config, write_family
 from helpers.forward import Bench, load
+from helpers.nemotron import write_nemotron
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load.settings import Settings
 from sametoken.models.loader import read_config
@@ -77,6 +79,12 @@ def read(directory, config):
     return read_config(directory)
 
 
+def declared(directory, config):
+    """Its caches, which are known without weights."""
+    found = read(directory, config)
+    return model_class(found.architecture).caches_of(found, torch.float32, "")
+
+
 @pytest.mark.parametrize(
     ("config", "caches"),
     [
@@ -92,8 +100,7 @@ def read(directory, config):
     ids=["granite", "other key", "bamba", "falcon"],
 )
 def test_layers_as_published_configs_name_them(tmp_path, config, caches):
-    found = read(tmp_path, config)
-    assert model_class(found.architecture).caches_of(found, torch.float32, "") == caches
+    assert declared(tmp_path, config) == caches
     assert load(tmp_path, load_format="dummy").caches == caches
 
 
@@ -134,6 +141,32 @@ def test_other_configs_are_refused_by_key(tmp_path, config, error, message):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (GRANITE, "logits_scaling", "16"),
+        (GRANITE, "embedding_multiplier", [12]),
+        (GRANITE, "residual_multiplier", 0),
+        (GRANITE, "num_local_experts", "8"),
+        (GRANITE | {"num_local_experts": 8}, "num_experts_per_tok", 0),
+        (BAMBA, "time_step_limit", 3),
+        (FALCON, "time_step_limit", [1, 0]),
+    ],
+)
+def test_other_values_are_refused_before_weights_are_read(tmp_path, config, key, value):
+    with pytest.raises(CheckpointError, match=f"{key}="):
+        declared(tmp_path, config | {key: value})
+
+
+@pytest.mark.parametrize("name", ["granite_hybrid", "bamba", "nemotron"])
+def test_keys_of_falcon_mean_nothing_to_other_families(tmp_path, name):
+    write = write_nemotron if name == "nemotron" else partial(write_family, family=name)
+    config = json.loads((write(tmp_path) / "config.json").read_text())
+    given = config | {"mamba_rms_norm": False, "projectors_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    load(tmp_path)
+
+
 @pytest.mark.parametrize("config", [GRANITE, BAMBA, FALCON])
 def test_one_group_is_not_divided(tmp_path, config):
     with pytest.raises(ConfigError, match="mamba_n_groups=1 is no multiple of 2"):
@@ -158,7 +191,8 @@ def test_ranks_divide_the_sizes_of_layers_that_there_are(tmp_path):
         "num_key_value_heads": 2,
         "shared_intermediate_size": 24,
     }
-    recurrent = read(tmp_path, GRANITE | {"layer_types": ["mamba"] * 3, "num_local_experts": 4})
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    recurrent = read(tmp_path, GRANITE | experts | {"layer_types": ["mamba"] * 3})
     assert model_class(found.architecture).divided_sizes(recurrent) == {
         "mamba_n_groups": 1,
         "shared_intermediate_size": 80,

@@ -185,8 +185,18 @@ def json_schema(schema: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(json_schema=json.dumps(schema))
 
 
+_KEYS_OF_TAG = ("format", "structures", "triggers")
+
+
 def _of_response_format(requested: ResponseFormat | None) -> StructuredOutputs | None:
-    if requested is None or requested.type == "text":
+    if requested is None:
+        return None
+    own = _KEYS_OF_TAG if requested.type == "structural_tag" else (requested.type,)
+    for key, value in requested:
+        if key not in ("type", *own) and value is not None:
+            cause = f"response_format of type {requested.type} has no {key!r}"
+            raise invalid(f"{cause}. Send the type that it belongs to", "response_format")
+    if requested.type == "text":
         return None
     if requested.type == "json_object":
         return StructuredOutputs(json_object=True)

@@ -215,6 +215,20 @@ def test_options_of_a_form_that_are_not_offered(more, cause):
     assert refused.value.param == "structured_outputs"
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("json_object", "format", {"type": "any_text"}),
+        ("text", "regex", "a"),
+        ("structural_tag", "grammar", GRAMMAR),
+    ],
+)
+def test_keys_of_another_type_of_answer_are_refused(kind, key, value):
+    with pytest.raises(ApiError, match=f"type {kind} has no '{key}'") as refused:
+        chat(response_format={"type": kind, key: value})
+    assert refused.value.param == "response_format"
+
+
 def test_no_form_and_two_forms():
     assert chat(response_format={"type": "text"}).structured_outputs is None
     with pytest.raises(ApiError, match="guided_regex"):

@@ -28,7 +28,7 @@ from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import CORRECTION, divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
-from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_HEAD_DIM, Settings
+from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_HEAD_DIM, MAX_NUMBER, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
@@ -109,7 +109,7 @@ def _yarn_scale(config: ModelConfig, location: str) -> float:
         return 1.0
     all_dim, factor = rope.number("mscale_all_dim"), rope.number("factor")
     mscale = 0.1 * all_dim * math.log(max(factor, 1.0)) + 1.0
-    if not math.isfinite(scale := mscale * mscale):
+    if (scale := mscale * mscale) > MAX_NUMBER:
         raise CheckpointError(f"{location}: mscale_all_dim={all_dim} is too large", COMPARE)
     return scale
 

@@ -6,7 +6,6 @@ of Mamba-2 after them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
@@ -23,7 +22,7 @@ from sametoken.layers.residual import Block, Layer, ScaledAfter
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
-from sametoken.models.load.settings import ANOTHER, COMPARE, Settings, unsupported
+from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_NUMBER, Settings, unsupported
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.mamba2 import IMPLIED_SIZES, bamba_sizes, load_mamba2, mamba2_cache
 from sametoken.ops.backend import RotaryTable
@@ -52,7 +51,7 @@ def _factors(settings: Settings, key: str, count: int) -> list[float]:
     """
     given = settings.get(key, [1.0] * count)
     numbers = isinstance(given, list) and all(
-        isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in given
+        isinstance(one, int | float) and abs(one) <= MAX_NUMBER for one in given
     )
     if not numbers or len(given) != count:
         raise CheckpointError(

@@ -151,6 +151,8 @@ def test_other_configs_are_refused_by_key(tmp_path, config, error, message):
         (GRANITE | {"num_local_experts": 8}, "num_experts_per_tok", 0),
         (BAMBA, "time_step_limit", 3),
         (FALCON, "time_step_limit", [1, 0]),
+        (FALCON, "key_multiplier", 1e39),
+        (FALCON, "ssm_multipliers", [1e39] * 5),
     ],
 )
 def test_other_values_are_refused_before_weights_are_read(tmp_path, config, key, value):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
@@ -20,6 +19,8 @@ MAX_EXPERTS = 4096
 MAX_COUNT = 2**22
 #: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
+#: Of a number: the largest of 32 bits, in which it is used.
+MAX_NUMBER = (2 - 2**-23) * 2.0**127
 #: Of a regular expression in a checkpoint: longer, or more repeats or ways to read a name, of which
 #: a repeat is taken to have the last number, could take long to match.
 _MAX_EXPRESSION, _MAX_REPEATS, _MAX_WAYS, _WAYS_OF_REPEAT = 400, 5, 2**23, 2**4
@@ -71,12 +72,12 @@ class Settings:
         return self.integer(key, default, MAX_CLAIM)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0, finite in 32 bits."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._bad(key, value, "a number")
-        if not 0 < value <= sys.float_info.max:
-            raise self._bad(key, value, "a positive number")
+        if not 0 < value <= MAX_NUMBER:
+            raise self._bad(key, value, "a positive number of 32 bits")
         return float(value)
 
     def names(self, key: str) -> tuple[str, ...]:

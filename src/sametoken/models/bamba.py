@@ -44,13 +44,14 @@ class BambaForCausalLM(Decoder):
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """See ``Decoder.renamed``; whatever a config says, half of each head is rotated."""
+        count = settings.integer("num_hidden_layers", most=MAX_LAYERS)
         found = settings.get("attn_layer_indices", [])
-        if not isinstance(found, list) or not all(type(index) is int for index in found):
+        few = isinstance(found, list) and len(found) <= count
+        if not few or not all(type(index) is int for index in found):
             raise CheckpointError(
                 f"{settings.location}: attn_layer_indices={short(found)} is no list of layers",
                 COMPARE,
             )
-        count = settings.integer("num_hidden_layers", most=MAX_LAYERS)
         types = [FULL if index in found else LINEAR for index in range(count)]
         return bamba_sizes(settings) | {"layer_types": types, "partial_rotary_factor": 0.5}
 

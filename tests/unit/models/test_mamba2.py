@@ -150,6 +150,7 @@ def test_other_configs_are_refused_by_key(tmp_path, config, error, message):
         (GRANITE, "num_local_experts", "8"),
         (GRANITE | {"num_local_experts": 8}, "num_experts_per_tok", 0),
         (BAMBA, "time_step_limit", 3),
+        (BAMBA, "attn_layer_indices", [2] * 4),
         (FALCON, "time_step_limit", [1, 0]),
         (FALCON, "key_multiplier", 1e39),
         (FALCON, "ssm_multipliers", [1e39] * 5),

@@ -237,6 +237,9 @@ _FORMS = {
 def _json_text(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(value))
+    except RecursionError as error:
+        cause = f"structured_outputs {name} nests too deeply"
+        raise RequestError(cause, "flatten it", param=PARAM) from error
     except (TypeError, ValueError) as error:
         cause = f"structured_outputs {name} is not JSON ({shown(error)})"
         raise RequestError(cause, _FORMS[name], param=PARAM) from error

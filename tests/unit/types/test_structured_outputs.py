@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 
 from sametoken.errors import RequestError
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
+
+DEEP = reduce(lambda inner, _: {"not": inner}, range(5000), {"type": "null"})
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,7 @@ from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
         ({"regex": "a+"}, "regex"),
         ({"grammar": 'root ::= "a"'}, "grammar"),
         ({"choice": ("a", "b")}, "choice"),
+        ({"structural_tag": {"format": {"type": "any_text"}}}, "structural_tag"),
     ],
 )
 def test_the_field_that_is_set_is_the_kind(fields, kind):
@@ -37,6 +42,8 @@ def test_a_schema_may_be_a_dict():
         ({"regex": ""}, "regex=''"),
         ({"json_schema": ["a"]}, "json_schema="),
         ({"json_schema": {"a": object}}, "json_schema is not JSON"),
+        ({"structural_tag": {"a": object}}, "structural_tag is not JSON"),
+        ({"json_schema": DEEP}, "json_schema nests too deeply"),
         ({"json_object": 1}, "json_object=1"),
         ({"choice": ()}, "choice="),
         ({"choice": ("a", "")}, "choice="),

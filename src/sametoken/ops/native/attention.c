@@ -102,9 +102,11 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
     }
 }
 
-/* Replace visible scores by exp(score - maximum), others by 0; writes maximum and sum. */
-INLINE void exponentiate(float *scores, span seen, float *partial) {
+/* Replace visible scores by exp(score - maximum), the weights, others by 0; writes maximum and sum.
+ * With a depth, up to which there are rows of products, weights are stored as their halves. */
+INLINE void exponentiate(float *scores, span seen, int64_t depth, float *partial) {
     const f32v lane = LANE_NUMBERS;
+    uint16_t low[SPLIT];
     f32v highest = splat(-INFINITY), sum = {0};
     for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32v v = load_some(scores, i, LANES, 0);
@@ -117,9 +119,15 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     }
     float maximum = largest_lane(highest);
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32v v = exp_lanes(load_some(scores, i, LANES, 0) - maximum);
-        store_some(scores, i, LANES, 0, v);
+        f32v v = exp_below(load_some(scores, i, LANES, 0) - maximum);
+        if (depth) halve(scores, low, i, v);
+        else store_some(scores, i, LANES, 0, v);
         sum += v;
+    }
+    if (depth) {
+        for (int64_t i = round_up(seen.stop, LANES); i < depth; i += LANES)
+            halve(scores, low, i, splat(0.0f));
+        memcpy((uint16_t *)scores + SPLIT, low, depth * sizeof *low);
     }
     partial[0] = maximum;
     partial[1] = sum_lanes(sum);
@@ -144,10 +152,11 @@ INLINE void attend(const attention_job *job, workspace *work, float *all_partial
     int64_t size = partial_size(job->v_dim), stride = tile->splits * size;
     float *partials = all_partials + tile->first_partial;
     partials += kv_head * group * stride + split * size;
+    int64_t depth = has_halves(job, bf16) ? round_up(count, AMX_DEPTH) : 0;
     for (int64_t r = 0; r < tile->rows; r++)
         for (int64_t g = 0; g < group; g++)
             exponentiate(work->scores + (r * group + g) * SPLIT,
-                         visible(job, tile->first + r, start),
+                         visible(job, tile->first + r, start), depth,
                          partials + (r * job->heads + g) * stride);
     weigh(job, tile, work, start, group, partials, stride, bf16);
 }

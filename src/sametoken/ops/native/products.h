@@ -8,11 +8,12 @@
 
 #include "tile.h"
 
+/* The depth of a tile register in elements. */
+#define AMX_DEPTH 32
 #if defined(__AMX_BF16__) && GROUP == 32
 #define HAS_AMX 1
-/* Rows of two tile registers, and the depth of one in elements and bytes. */
+/* Rows of two tile registers, and the depth of one in bytes. */
 #define AMX_ROWS 32
-#define AMX_DEPTH 32
 #define AMX_BYTES 64
 
 /* What LDTILECFG reads. */

@@ -200,9 +200,9 @@ INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, 
     return 1.0f / sqrtf(sum_of_squares(x, first, size, bf16) / (float)size + eps);
 }
 
-/* e^x to about 1 ulp: 0 below -87, infinity above 88, NaN for NaN. */
-INLINE f32v exp_lanes(f32v x) {
-    f32v inside = min_lanes(splat(88.0f), max_lanes(splat(-87.0f), x));
+/* e^x of x up to 88, to about 1 ulp: 0 below -87, NaN for NaN. */
+INLINE f32v exp_below(f32v x) {
+    f32v inside = max_lanes(splat(-87.0f), x);
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer */
     f32v power = multiply_add(inside, splat(1.44269504f), splat(round)) - round;
     f32v r = multiply_add(power, splat(-0.693359375f), inside);
@@ -220,8 +220,12 @@ INLINE f32v exp_lanes(f32v x) {
     i32v exponent = __builtin_convertvector(power, i32v);
     f32v value = p * (f32v)((exponent + 127) << 23);
 #endif
-    value = select_lanes(x < -87.0f, splat(0.0f), value);
-    return select_lanes(x > 88.0f, splat(INFINITY), value);
+    return select_lanes(x < -87.0f, splat(0.0f), value);
+}
+
+/* The same of any x: infinity above 88. */
+INLINE f32v exp_lanes(f32v x) {
+    return select_lanes(x > 88.0f, splat(INFINITY), exp_below(min_lanes(splat(88.0f), x)));
 }
 
 /* Natural logarithm of positive normal numbers, to about 1 ulp. */

@@ -106,24 +106,19 @@ INLINE int has_halves(const attention_job *job, int bf16) {
 #endif
 }
 
-#if defined(HAS_AMX)
 /* A weight is the sum of two bf16 numbers, its halves, which keep 16 of its bits. Each has a row of
  * products with values that are packed by pairs of positions. Products run over whole tiles of
  * positions, anchored at 0: those that a row does not see add 0 to its sums. */
-INLINE span whole_tiles(span seen) {
-    return (span){seen.first / AMX_DEPTH * AMX_DEPTH, round_up(seen.stop, AMX_DEPTH)};
+
+/* Store the halves of LANES weights from `i` on: the high ones over weights that have been read. */
+INLINE void halve(float *weights, uint16_t *low, int64_t i, f32v weight) {
+    store_some(weights, i, LANES, 1, weight);
+    store_some(low, i, LANES, 1, weight - widen_lanes(narrow(weight)));
 }
 
-/* Replace a query's weights up to `depth` by all high halves and all low ones; weights from `stop`
- * on are 0. */
-INLINE void halve(float *weights, int64_t stop, int64_t depth) {
-    uint16_t low[SPLIT];
-    for (int64_t i = 0; i < depth; i += LANES) {
-        f32v weight = i < stop ? load_some(weights, i, LANES, 0) : splat(0.0f);
-        store_some(weights, i, LANES, 1, weight);
-        store_some(low, i, LANES, 1, weight - widen_lanes(narrow(weight)));
-    }
-    memcpy((uint16_t *)weights + SPLIT, low, depth * sizeof *low);
+#if defined(HAS_AMX)
+INLINE span whole_tiles(span seen) {
+    return (span){seen.first / AMX_DEPTH * AMX_DEPTH, round_up(seen.stop, AMX_DEPTH)};
 }
 
 /* Pack a group of elements from `i` on of the positions seen, and 0 for others of their tiles. The
@@ -194,9 +189,6 @@ INLINE void weigh_halves(const attention_job *job, const row_tile *tile, workspa
     span all = {SPLIT, work->now->count};
     for (int64_t r = 0; r < tile->rows; r++)
         all.first = smaller(all.first, visible(job, tile->first + r, start).first);
-    for (int64_t q = 0; q < tile->rows * group; q++)
-        halve(work->scores + q * SPLIT, visible(job, tile->first + q / group, start).stop,
-              whole_tiles(all).stop);
     sum_halves(job, work, 0, tile->rows * group, all, group, partials, stride);
     if (tile->rows == 1 || all_finite(partials + LANES, round_up(job->v_dim, GROUP))) return;
     for (int64_t r = 0; r < tile->rows; r++) {
